@@ -324,6 +324,22 @@ def test_an_attention_of_many_keys_is_one_of_tiles() -> None:
     assert kernel and kernel.refusal == "more than 1024 keys of an attention"
 
 
+@pytest.mark.parametrize(("gpu", "precision", "across"), [
+    ("sm_75", "int8", False), ("sm_80", "int8", True), ("sm_80", "fp16", False), ("sm_80", "bf16", True)])
+def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precision: str, across: bool) -> None:
+    """Of 19 x 44 and 44 x 37, the second as it is or with its last two axes the other way round; both repeat."""
+    dtype, size = STORED[precision], np.dtype(STORED[precision] if precision != "bf16" else "float16").itemsize
+    steps = (44 * 40 * size, size, 44 * size) if across else (44 * 40 * size, 40 * size, size)
+    program, constants = requantise(37, np.random.default_rng(0), 0.001 if precision == "int8" else 1.0, residual=True)
+    y = gapped(dtype, (2, 19, 37))
+    problem = Product(gapped(dtype, (2, 19, 44)), View(dtype, (2, 44, 37), steps, 2 * steps[0]), y, (y,), program,
+                      precision)
+    first, *_ = found = every_way(problem, GPUS[gpu])
+    assert len(found) == 2 and str(first.tactic) == "16 x 32 a warp"
+    numbers = (3.0, 120.0) if precision == "int8" else (0.0, 0.0)
+    check(first, GpuRunner(GPUS[gpu]), inputs_of(problem), {"numbers": numbers, **constants}, TOLERANCE[precision])
+
+
 def _runner(case: Case) -> tuple[Any, ...]:
     problem, inputs, constants = case
     return problem, GpuRunner(GPUS["sm_80"]), inputs, constants

@@ -1,22 +1,26 @@
-"""The product of two run-time tensors: a thread for a few neighbouring outputs, over all of K.
+"""The product of two run-time tensors: on tensor cores where there are some for its type (product_tiles.py); else a
+thread for a few neighbouring outputs, over all of K.
 
     y[n, ..., m, o] = program(sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb))
 
-INT8 in int32, exact; floats by fma in float32. It reads through the caches: tiles in shared memory and tensor cores, as
-a contraction has them, are still to come.
+INT8 in int32, exact; floats by fma in float32. Both read through the caches: tiles in shared memory, as a contraction
+has them, are still to come.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import wide
+from engines.backends.cuda.codegen.gpu import WARP, Gpu
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
-from engines.backends.cuda.kernels.kernel import Tactic, solves
+from engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
+from engines.backends.cuda.kernels.matmul.product_tiles import ProductTile, suits, tiles_of
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import ELEMENTS, FLOAT, I32
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -24,10 +28,43 @@ from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
+WARPS = 4               # of a block
+MACS = 8                # of tiles: multiply-adds to one instruction
+
+
+@dataclass(frozen=True)
+class ByTiles(Tactic):
+    def __str__(self) -> str:
+        return "16 x 32 a warp"
+
 
 @solves(Product)
-class ProductByThreads(ProgramKernel[Product]):
+class GpuProduct(ProgramKernel[Product]):
     tables = 2
+
+    def tactics(self) -> Sequence[Tactic]:
+        return (ByTiles(), Tactic()) if suits(self.problem, self.gpu, self.aligned) else (Tactic(),)
+
+    def cost(self, tactic: Tactic, card: Card, items: int) -> float:
+        if not isinstance(tactic, ByTiles):
+            return super().cost(tactic, card, items)
+        return max(card.moving(self.problem.bytes * items),
+                   card.by_thread(self.problem.macs * items // MACS // PLAIN, tiles_of(self.problem) * items * WARP))
+
+    def grid(self, tactic: Tactic) -> Grid:
+        if isinstance(tactic, ByTiles):
+            return Grid(tiles_of(self.problem), WARPS, WARPS * WARP)
+        return super().grid(tactic)
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        if not isinstance(tactic, ByTiles):
+            super().emit(module, name, tactic)
+            return
+        f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
+        thread = special(f, "tid.x")
+        tile = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        place = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
+        place.write(tile.below(rows))
 
     @property
     def program(self) -> EpilogueProgram:

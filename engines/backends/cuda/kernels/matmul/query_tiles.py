@@ -34,6 +34,7 @@ from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
+from engines.lowering.problems.view import View
 
 QUERIES, COUTS = 16, 8          # of a product: rows, and columns
 FLIP = -0x7F7F7F80              # bytes less 128: 0x80808080
@@ -51,6 +52,19 @@ def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
 def tiles_of(problem: Attention) -> int:
     """Of an item."""
     return problem.heads * -(-problem.queries // QUERIES)
+
+
+def words_of_column(view: View, addresses: Sequence[Value]) -> list[Value]:
+    """Elements at those places, as two words; bytes less 128."""
+    f = addresses[0].f
+    bits = [f.load(ELEMENTS[view.dtype], address, view.size, "element") for address in addresses]
+    if view.dtype == "float16":
+        bits = [f.cast("bitcast", value, I16, "bits") for value in bits]
+    wides = [f.cast("zext", value, I32, "wide") for value in bits]
+    if view.dtype != "uint8":
+        return [pick_bytes(a, b, 0x5410) for a, b in zip(wides[::2], wides[1::2], strict=True)]
+    pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(wides[::2], wides[1::2], strict=True)]
+    return [pick_bytes(a, b, 0x5410) ^ FLIP for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
 class QueryTile:
@@ -180,21 +194,9 @@ class QueryTile:
                   for key in range(count)]
         for column in range(-(-problem.v.shape[-1] // COUTS)):
             place = wide((self.group + column * COUTS).at_most(problem.v.shape[-1] - 1)) * problem.v.strides[-1]
-            b = self._column([start + place for start in starts])
+            b = words_of_column(problem.v, [start + place for start in starts])
             results = multiply(self.gpu, problem.precision, [acc[column, e] for e in range(4)], a, b)
             acc.update({(column, e): result for e, result in enumerate(results)})
-
-    def _column(self, addresses: Sequence[Value]) -> list[Value]:
-        """Elements of v at those places, as two words."""
-        f, view = self.f, self.problem.v
-        bits = [f.load(ELEMENTS[view.dtype], address, view.size, "element") for address in addresses]
-        if view.dtype == "float16":
-            bits = [f.cast("bitcast", value, I16, "bits") for value in bits]
-        wides = [f.cast("zext", value, I32, "wide") for value in bits]
-        if not self.integers:
-            return [pick_bytes(a, b, 0x5410) for a, b in zip(wides[::2], wides[1::2], strict=True)]
-        pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(wides[::2], wides[1::2], strict=True)]
-        return [pick_bytes(a, b, 0x5410) ^ FLIP for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
 
     # ---- y
     def _together(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:

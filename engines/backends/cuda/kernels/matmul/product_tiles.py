@@ -1,0 +1,154 @@
+"""The product of two run-time tensors on tensor cores: a warp for 16 rows by 32 columns of y, all in its registers.
+
+    for 32 bytes of k:      sums[row, column] += a * b
+    y = program(sums)
+
+A lane reads its parts of both (engines/backends/cuda/codegen/products.py) through the caches: words of four bytes where
+k is contiguous, else element by element. INT8: b less 128 is signed, and with u = b - 128, v = zb - 128
+
+    sum of (a - za) * (b - zb) = sum of a * u  -  v * sum of a  -  za * sum of u  +  K * za * v
+
+whose two other sums are products by ones.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from engines.backends.cuda.codegen.gpu import Gpu
+from engines.backends.cuda.codegen.module import wide
+from engines.backends.cuda.codegen.products import STEP, multiply
+from engines.backends.cuda.kernels.access import (
+    load_channels,
+    load_constants,
+    offset_in,
+    pixel_offset,
+    run_program,
+    store_channels,
+    together,
+)
+from engines.backends.cuda.kernels.matmul.query_tiles import COUTS, FLIP, ONES, words_of_column
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import FLOAT, I32
+from engines.lowering.problems.matmul import MIDDLE, Product
+from engines.lowering.problems.problem import STORED
+from engines.lowering.problems.view import View
+
+ROWS, COLUMNS = 16, 32      # of a warp
+
+
+def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
+    """Whether a, and b if k is contiguous there, can be read by words."""
+    a, b = problem.a, problem.b
+    words = [(a.strides[-1], a.strides[:-1], a.item, aligned[0])]
+    if b.strides[-1] != b.size:
+        words.append((b.strides[-2], (*b.strides[:-2], b.strides[-1]), b.item, aligned[1]))
+    return (gpu.by_warp(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
+            and problem.depth * a.size % 4 == 0
+            and all(step == a.size and math.gcd(4, base, item, *others) == 4 for step, others, item, base in words))
+
+
+def tiles_of(problem: Product) -> int:
+    """Of an item."""
+    return math.prod(problem.lead) * -(-problem.y.shape[-2] // ROWS) * -(-problem.y.shape[-1] // COLUMNS)
+
+
+class ProductTile:
+    """Writes the kernel for one tile. All of a warp take part; rows and columns behind the last are the last once more,
+    and are not stored."""
+
+    def __init__(self, problem: Product, gpu: Gpu, aligned: Sequence[int], operands: list[Value], tile: Value,
+                 lane: Value) -> None:
+        f = tile.f
+        self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
+        stored = list(zip((*problem.operands, problem.y), aligned[2:], strict=True))
+        self.each = together(stored, problem.y.shape[-1], 2)
+        a, b, *self.others, numbers, self.constants, self.y = operands
+        self.zeros = [f.load(FLOAT, numbers + 4 * n, 4, "zero") for n in (0, 1)]
+        group, self.t = lane.binary("lshr", 2), lane & 3
+        rows, columns = (-(-extent // size) for extent, size in zip(problem.y.shape[-2:], (ROWS, COLUMNS), strict=True))
+        self.matrix, place = tile.divided(rows * columns), tile.remainder(rows * columns)
+        first = place.divided(columns) * ROWS + group
+        self.rows = [first, first + ROWS // 2]
+        self.column0 = place.remainder(columns) * COLUMNS
+        at_a, at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
+                      for address, view in ((a, problem.a), (b, problem.b)))
+        height, width = problem.y.shape[-2:]
+        self.a = [at_a + wide(row.at_most(height - 1)) * problem.a.strides[-2] for row in self.rows]
+        self.b = [at_b + wide((self.column0 + (group + first)).at_most(width - 1)) * problem.b.strides[-1]
+                  for first in range(0, COLUMNS, COUTS)]
+
+    def write(self, there: Value) -> None:
+        problem, f = self.problem, self.f
+        zero, precision = f.constant(0, I32 if self.integers else FLOAT), problem.precision
+        acc = {(n, e): zero for n in range(len(self.b)) for e in range(4)}
+        of_b = dict(acc) if self.integers else {}
+        of_a = dict.fromkeys(range(4), zero) if self.integers else {}
+        for turn in f.loop("k", -(-problem.depth * problem.a.size // STEP), acc=acc, u=of_b, a=of_a):
+            places, ones = self._places(turn)
+            words = [self._word(start, place, one) for place, one in zip(places, ones, strict=True) for start in self.a]
+            for n, start in enumerate(self.b):
+                b = self._column(start, places)
+                sums = multiply(self.gpu, precision, [acc[n, e] for e in range(4)], words, b)
+                acc.update({(n, e): one for e, one in enumerate(sums)})
+                if self.integers:
+                    counted = [ones[0], ones[0], ones[1], ones[1]]
+                    sums = multiply(self.gpu, precision, [of_b[n, e] for e in range(4)], counted, b)
+                    of_b.update({(n, e): one for e, one in enumerate(sums)})
+            if self.integers:
+                of_a.update(enumerate(multiply(self.gpu, precision, [of_a[e] for e in range(4)], words, ones)))
+        if self.integers:
+            za, v = self.gpu.round(self.zeros[0]), self.gpu.round(self.zeros[1]) - MIDDLE
+            rest = za * v * problem.depth
+            acc = {(n, e): self.gpu.to_float(total - v * of_a[e] - za * of_b[n, e] + rest)
+                   for (n, e), total in acc.items()}
+        self._store(acc, there)
+
+    def _places(self, turn: Value) -> tuple[list[Value], list[Value]]:
+        """Of both words of a lane: bytes from the first k, within it, and ones; zeros where the word is behind the
+        last k."""
+        f, size = self.f, self.problem.depth * self.problem.a.size
+        first = f.cast("trunc", turn, I32, "turn") * STEP + self.t * 4
+        places, one = [first, first + STEP // 2], f.constant(ONES, I32)
+        if size % STEP == 0:
+            return places, [one, one]
+        inside = [place.below(size) for place in places]
+        return ([f.select(test, place, place.like(0), "place") for test, place in zip(inside, places, strict=True)],
+                [f.select(test, one, one.like(0), "ones") for test in inside])
+
+    def _word(self, start: Value, place: Value, one: Value) -> Value:
+        """Of a; 0 where there is none, so that it does not matter what b has there."""
+        word = self.f.load(I32, start + wide(place), 4, "word")
+        if self.problem.depth * self.problem.a.size % STEP == 0:
+            return word
+        return self.f.select(one.compare("ne", 0), word, word.like(0), "word")
+
+    def _column(self, start: Value, places: Sequence[Value]) -> list[Value]:
+        view, size = self.problem.b, self.problem.b.size
+        if view.strides[-2] == size:
+            words = [self.f.load(I32, start + wide(place), 4, "word") for place in places]
+            return [word ^ FLIP for word in words] if self.integers else words
+        elements = [start + wide(place.divided(size) + k) * view.strides[-2] for place in places
+                    for k in range(4 // size)]
+        return words_of_column(view, elements)
+
+    # ---- y
+    def _store(self, acc: dict[tuple[int, int], Value], there: Value) -> None:
+        problem, f, gpu = self.problem, self.f, self.gpu
+        height, width = problem.y.shape[-2:]
+        each = self.each
+        for row, index in enumerate(self.rows):
+            pixel = self.matrix * height + index
+            for n in range(len(self.b)):
+                for first in range(0, 2, each):
+                    column = self.column0 + self.t * 2 + (n * COUTS + first)
+                    with f.when(there & index.below(height) & column.below(width)):
+                        sums = [acc[n, 2 * row + first + i] for i in range(each)]
+                        numbers = load_constants(f, self.constants, column, each, problem.program.constants, width)
+                        others = [load_channels(gpu, view, self._at(view, address, pixel, column), each)
+                                  for view, address in zip(problem.operands, self.others, strict=True)]
+                        results = run_program(gpu, problem.program, sums, others, numbers)
+                        store_channels(gpu, problem.y, results, self._at(problem.y, self.y, pixel, column))
+
+    def _at(self, view: View, address: Value, pixel: Value, column: Value) -> Value:
+        return address + offset_in(view, pixel) + wide(column) * view.strides[-1]
