@@ -53,10 +53,12 @@ _SENDING_SECS = 5.0             # for computed answers to reach their clients
 class ServerOptions:
     """What the command line decides. A port of 0 is any free one."""
     model_repositories: tuple[Path | str, ...]  # folders, and addresses of others: s3://bucket/models
-    model_store: Path | None = None             # where models of addresses are copied to; None: the user's cache
-    model_store_bytes: int = 20 << 30           # of the copies of an address
+    repository_cache: Path | None = None        # where models of addresses are copied to; None: the user's cache
+    repository_cache_bytes: int = 20 << 30      # of the copies of an address
     cache_dir: Path | None = None               # engines built from ONNX files; None: the user's engine cache
     host: str = "127.0.0.1"
+    hosts: Mapping[str, str] = field(default_factory=dict)      # of "grpc", "http", "metrics", where not `host`
+    closed: frozenset[str] = frozenset()        # those of them that have no port
     grpc_port: int = 8001
     http_port: int = 8000
     metrics_port: int = 8002
@@ -89,6 +91,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Ports:
+    """0: there is none."""
     grpc: int
     http: int
     metrics: int
@@ -118,7 +121,7 @@ class Server:
                         self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
                         options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
-        places = places_of(options.model_repositories, options.model_store, options.model_store_bytes)
+        places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
         self.repository = Repository(places, loader.load, self.lifecycle.changed)
         self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
@@ -149,10 +152,12 @@ class Server:
         options = self._options
         routes = server_routes(self._service, self._front, self.repository, self.lifecycle,
                                Restrictions(options.http_secrets))
-        http = await self._listen_http(options.http_port, routes, options.http_tls)
-        metrics_port = await self._listen_http(options.metrics_port, metrics_routes(self.repository, options.metrics))
+        http = await self._listen_http("http", options.http_port, routes, options.http_tls)
+        metrics_port = await self._listen_http(
+            "metrics", options.metrics_port, metrics_routes(self.repository, options.metrics))
         self._grpc_port = self._listen_grpc()
-        await self._grpc.start()
+        if self._grpc_port:
+            await self._grpc.start()
         self._loading = asyncio.create_task(self._load())
         return Ports(self._grpc_port, http, metrics_port)
 
@@ -184,14 +189,16 @@ class Server:
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
-        stop_listening(self._grpc_port)
+        if self._grpc_port:
+            stop_listening(self._grpc_port)
         await asyncio.sleep(_REFUSING_SECS)
         if answered:
             await self._inflight.wait_sent(_SENDING_SECS)
             if isinstance(self._grpc, FastServer):
                 await self._grpc.wait_sent(_SENDING_SECS)
-        disconnect(self._grpc_port)
-        await self._grpc.stop(0)
+        if self._grpc_port:
+            disconnect(self._grpc_port)
+            await self._grpc.stop(0)
         for http in self._http:
             http.close()
         if self._tracer:
@@ -217,18 +224,25 @@ class Server:
         if self._poller:
             self._polling = asyncio.create_task(self._poller.run())
 
-    async def _listen_http(self, port: int, handle: Handler, tls: Tls | None = None) -> int:
+    def _host(self, what: str) -> str:
+        return self._options.hosts.get(what, self._options.host)
+
+    async def _listen_http(self, what: str, port: int, handle: Handler, tls: Tls | None = None) -> int:
+        if what in self._options.closed:
+            return 0
         try:
-            server = await listen(self._options.host, port, handle,
+            server = await listen(self._host(what), port, handle,
                                   Limits(self._options.max_message_bytes, self._inflight), tls)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise OSError(f"cannot listen on {address(self._options.host, port)}: {reason}") from error
+            raise OSError(f"cannot listen on {address(self._host(what), port)}: {reason}") from error
         self._http.append(server)
         return server.port
 
     def _listen_grpc(self) -> int:
-        wanted, tls = address(self._options.host, self._options.grpc_port), self._options.grpc_tls
+        if "grpc" in self._options.closed:
+            return 0
+        wanted, tls = address(self._host("grpc"), self._options.grpc_port), self._options.grpc_tls
         try:
             port: int
             if tls:

@@ -27,14 +27,6 @@ _CHANNEL = {
     "grpc-max-connection-age": ("grpc.max_connection_age_ms", "ms after which a connection is renewed"),
     "grpc-max-connection-age-grace": ("grpc.max_connection_age_grace_ms", "ms for its calls to end after that"),
 }
-# Options of Triton's that tune what is otherwise here: they are taken, and said to change nothing.
-_WITHOUT_EFFECT = (
-    "allow-gpu-metrics", "backend-config", "backend-directory", "buffer-manager-thread-count",
-    "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
-    "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
-    "http-thread-count", "metrics-interval-ms", "min-supported-compute-capability", "model-load-gpu-limit",
-    "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size", "repoagent-directory",
-    "reuse-grpc-port", "reuse-http-port", "strict-model-config")
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +58,6 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-config", action="append", default=[], metavar="NAME=VALUE",
                         help="counter_latencies, summary_latencies or histogram_latencies=false leaves these out; "
                              "summary_quantiles=0.5,0.99; can be repeated")
-    for option in _WITHOUT_EFFECT:
-        parser.add_argument(f"--{option}", action="append", nargs="?", const="", help=argparse.SUPPRESS)
 
 
 def access_of(given: argparse.Namespace) -> dict[str, Any]:
@@ -87,11 +77,6 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
                if _value(given, option) is not None},
             "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
     }
-
-
-def without_effect(given: argparse.Namespace) -> list[str]:
-    """The options given that change nothing here."""
-    return [f"--{option}" for option in _WITHOUT_EFFECT if _value(given, option) is not None]
 
 
 def _flag(parser: argparse.ArgumentParser, name: str, text: str, default: bool) -> None:

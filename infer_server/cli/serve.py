@@ -13,8 +13,9 @@ from typing import Any
 
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.cli.access import access_of, add_access, without_effect
+from infer_server.cli.access import access_of, add_access
 from infer_server.cli.common import boolean, positive, seconds
+from infer_server.cli.triton_options import add_triton_options, log_level, ports_of, without_effect
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
 from infer_server.process import raise_descriptor_limit, tune_malloc
@@ -32,7 +33,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     what will not be served; 2: bad options.
     """
     parsed = _parser().parse_args(arguments)
-    logging.basicConfig(level=parsed.log_level.upper(), stream=sys.stderr,
+    handler = logging.FileHandler(parsed.log_file) if parsed.log_file else logging.StreamHandler(sys.stderr)
+    logging.basicConfig(level=log_level(parsed), handlers=[handler],
                         format="%(asctime)s %(levelname)s %(message)s")
     parsed.model_repository = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
     mistake = _mistake(parsed)
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
 def _check(parsed: argparse.Namespace) -> int:
     """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
     try:
-        places = places_of(parsed.model_repository, parsed.model_store, parsed.model_store_mib << 20)
+        places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
         remarks = list(check(places, parsed.kind_gpu))
     except RepositoryError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
@@ -116,7 +118,8 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
     server.log_settings.install()
     ports = await server.start()
     log.info("gRPC on %s, HTTP on %s, metrics on %s",
-             *(address(options.host, port) for port in (ports.grpc, ports.http, ports.metrics)))
+             *(address(options.hosts.get(name, options.host), port) if port else "none"
+               for name, port in vars(ports).items()))
     loading = asyncio.create_task(_report_loaded(server, stop if exit_on_error else None))
     await stop.wait()
     loading.cancel()
@@ -152,16 +155,17 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
-        response_cache_bytes=parsed.cache_config,
-        explicit_control=parsed.model_control_mode == "explicit", model_store=parsed.model_store,
-        model_store_bytes=parsed.model_store_mib << 20,
+        response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
+            parsed.response_cache_byte_size),
+        explicit_control=parsed.model_control_mode == "explicit", repository_cache=parsed.repository_cache,
+        repository_cache_bytes=parsed.repository_cache_mib << 20,
         model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
         max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
-        **access_of(parsed))
+        **ports_of(parsed), **access_of(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,12 +173,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="infer-server",
         description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
                     "batching.")
-    parser.add_argument("--model-repository", action="append", default=[], metavar="DIR|URL",
+    parser.add_argument("--model-repository", "--model-store", action="append", default=[], metavar="DIR|URL",
                         help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded), here or "
                              "at s3://, gs://, az:// or another address that fsspec knows; can be repeated")
-    parser.add_argument("--model-store", type=Path, metavar="DIR",
+    parser.add_argument("--repository-cache", type=Path, metavar="DIR",
                         help="where models of addresses are copied to (default: in the user's cache)")
-    parser.add_argument("--model-store-mib", type=positive, default=20 << 10, metavar="N",
+    parser.add_argument("--repository-cache-mib", type=positive, default=20 << 10, metavar="N",
                         help="of the copies from an address that are kept (default %(default)s)")
     parser.add_argument("--check", metavar="DIR|URL",
                         help="says of each model in the folder what of its configuration means something else here, or "
@@ -184,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ports(parser)
     _add_limits(parser)
     add_access(parser)
+    add_triton_options(parser)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                         help="the least that is written to stderr (default %(default)s)")
     return parser

@@ -144,7 +144,7 @@ class RemoteFolder(Place):
                 del held[other.name]
         if sum(held.values()) + wanted > self._most_bytes:
             raise RepositoryError(f"{self}/{name}: its {wanted >> 20} MiB and the models that are loaded exceed "
-                                  f"--model-store-mib {self._most_bytes >> 20}; raise it")
+                                  f"--repository-cache-mib {self._most_bytes >> 20}; raise it")
 
 
 def _opened(address: str) -> tuple[Any, str]:
@@ -168,7 +168,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
-        raise RepositoryError(f"{folder} is another server's: give this one a --model-store of its own") from error
+        raise RepositoryError(f"{folder} is another server's: give this one a --repository-cache of its own") from error
     return file
 
 

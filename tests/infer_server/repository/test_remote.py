@@ -93,7 +93,7 @@ def test_the_store_is_bounded_and_keeps_what_is_loaded(store: Any, tmp_path: Pat
     folder.release("a")
     folder.fetch("c")
     assert sorted(copies(folder)) == ["b/1/model.plan", "c/1/model.plan"]
-    with pytest.raises(RepositoryError, match="exceed --model-store-mib 1; raise it"):
+    with pytest.raises(RepositoryError, match="exceed --repository-cache-mib 1; raise it"):
         folder.fetch("d")
     folder.release("d")
     folder.release("b")
@@ -135,7 +135,7 @@ def test_models_of_a_bucket_are_served(tmp_path: Path, monkeypatch: pytest.Monke
         bucket = boto3.resource("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
         bucket.put_object(Key="models/m/1/model.plan", Body=json.dumps({"kind": "echo"}).encode())
         bucket.put_object(Key="models/m/config.pbtxt", Body=b"max_batch_size: 2")
-        with (serving(tmp_path, model_repositories=("s3://bucket/models",), model_store=tmp_path / "store",
+        with (serving(tmp_path, model_repositories=("s3://bucket/models",), repository_cache=tmp_path / "store",
                       poll_secs=0.1) as running, triton.InferenceServerClient(running.address) as client):
             assert answer(client) == [1, 2, 3, 4] and client.get_model_config("m").config.max_batch_size == 2
             bucket.put_object(Key="models/m/2/model.plan", Body=json.dumps({"kind": "affine"}).encode())

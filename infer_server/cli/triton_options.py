@@ -1,0 +1,91 @@
+"""Triton's options that have another name here, change nothing, or are refused, each with what to do instead."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infer_server.cli.common import boolean
+
+# Options that tune what is otherwise here: they are taken, and said to change nothing.
+_WITHOUT_EFFECT = (
+    "allow-gpu-metrics", "backend-config", "backend-directory", "buffer-manager-thread-count", "cache-directory",
+    "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
+    "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
+    "http-thread-count", "id", "log-format", "metrics-interval-ms", "min-supported-compute-capability",
+    "model-load-gpu-limit", "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size",
+    "repoagent-directory", "reuse-grpc-port", "reuse-http-port", "sagemaker-port", "sagemaker-safe-port-range",
+    "sagemaker-thread-count", "strict-model-config", "vertex-ai-default-model", "vertex-ai-port",
+    "vertex-ai-thread-count")
+# Option -> (the value that it may have, what to do instead of another).
+_REFUSED = {
+    "allow-sagemaker": ("false", "SageMaker's own routes are not served; it can call /v2"),
+    "allow-vertex-ai": ("false", "Vertex AI's own routes are not served; it can call /v2"),
+    "grpc-header-forward-pattern": ("", "headers do not become parameters; send parameters with the request"),
+    "http-header-forward-pattern": ("", "headers do not become parameters; send parameters with the request"),
+    "grpc-infer-response-compression-level": ("none", "responses over gRPC are sent as they are; over HTTP a client "
+                                                      "may ask for gzip or deflate"),
+    "model-config-name": ("", "the configuration is config.pbtxt; a load may bring another with it"),
+    "model-namespacing": ("false", "names of models are unique over all repositories"),
+    "rate-limit": ("off", "every instance executes when it is free"),
+    "rate-limit-resource": ("", "every instance executes when it is free; instance_group's count bounds it"),
+    "trace-count": ("", "write --trace-config mode=opentelemetry"),
+    "trace-file": ("", "write --trace-config mode=opentelemetry, and opentelemetry,url=URL"),
+    "trace-level": ("OFF", "write --trace-config mode=opentelemetry"),
+    "trace-log-frequency": ("", "write --trace-config mode=opentelemetry"),
+    "trace-rate": ("", "write --trace-config rate=N"),
+}
+PORTS = ("grpc", "http", "metrics")
+
+
+def add_triton_options(parser: argparse.ArgumentParser) -> None:
+    """Options that have no line in --help: those of ours do the same, or there is nothing to do."""
+    for name in _WITHOUT_EFFECT:
+        parser.add_argument(f"--{name}", action="append", nargs="?", const="", help=argparse.SUPPRESS)
+    for name, (taken, instead) in _REFUSED.items():
+        parser.add_argument(f"--{name}", action="append", nargs="?", const="true", type=_only(taken, instead),
+                            help=argparse.SUPPRESS)
+    for port in PORTS:
+        parser.add_argument(f"--{port}-address", default="", metavar="ADDRESS",
+                            help=f"address of the {port} port, instead of --host")
+        parser.add_argument(f"--allow-{port}", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
+                            help=f"false: there is no {port} port (default true)")
+    parser.add_argument("--log-verbose", type=int, default=0, help=argparse.SUPPRESS)
+    for name in ("log-info", "log-warning", "log-error"):
+        parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=True, help=argparse.SUPPRESS)
+    parser.add_argument("--log-file", type=Path, metavar="FILE", help="the log is appended to it (default: stderr)")
+    parser.add_argument("--response-cache-byte-size", type=int, help=argparse.SUPPRESS)
+
+
+def without_effect(given: argparse.Namespace) -> list[str]:
+    """The options given that change nothing here."""
+    return [f"--{name}" for name in _WITHOUT_EFFECT if _value(given, name) is not None]
+
+
+def log_level(given: argparse.Namespace) -> str:
+    """--log-level, or what Triton's options say of it, as the logging module names levels."""
+    level: str = given.log_level.upper()
+    if given.log_verbose > 0:
+        return "DEBUG"
+    silent = [name for name in ("info", "warning", "error") if not _value(given, f"log-{name}")]
+    return {"info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}[silent[-1]] if silent else level
+
+
+def ports_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServerOptions about which ports there are, and where."""
+    return {"hosts": {port: host.strip("[]") for port in PORTS if (host := _value(given, f"{port}-address"))},
+            "closed": frozenset(port for port in PORTS if not _value(given, f"allow-{port}"))}
+
+
+def _only(taken: str, instead: str) -> Callable[[str], str]:
+    """What reads an option that has one value here, or none."""
+    def read(text: str) -> str:
+        if not taken or text.lower() != taken.lower():
+            raise argparse.ArgumentTypeError(f"'{text}' is not served: {instead}")
+        return text
+    return read
+
+
+def _value(given: argparse.Namespace, option: str) -> Any:
+    return getattr(given, option.replace("-", "_"))
