@@ -194,7 +194,7 @@ class Server:
         await asyncio.sleep(_REFUSING_SECS)
         if answered:
             await self._inflight.wait_sent(_SENDING_SECS)
-            if isinstance(self._grpc, FastServer):
+            if self._grpc_port and isinstance(self._grpc, FastServer):
                 await self._grpc.wait_sent(_SENDING_SECS)
         if self._grpc_port:
             disconnect(self._grpc_port)
