@@ -65,6 +65,7 @@ class Call(ABC):
     deadline_ns: int = 0            # when its client gives up; 0: never
     id: str = ""                    # the client's name of it
     protocol: str                   # for the access log
+    early: Callable[[Any], None] | None = None      # see Request
     form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
 
     @abstractmethod
@@ -210,6 +211,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     return Request(
         inputs=model.signature.to_model(call.contents(prepared.tensors)), items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
+        early=call.early,
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)

@@ -66,7 +66,7 @@ def serving(repository: Path, *options: str) -> Iterator[Running]:
         assert process.stderr is not None
         listening = next(line for line in process.stderr if "gRPC on" in line)
         ports = [int(port) for port in re.findall(r":(\d+)(?=,|$)", listening.partition("gRPC on")[2], re.M)]
-        while "ready" not in next(process.stderr):
+        while not next(process.stderr).endswith("INFO ready\n"):        # all of its models are
             pass
         log = threading.Thread(target=deque, args=(process.stderr, 0))     # read, or a server that says much would wait
         log.start()

@@ -77,6 +77,7 @@ class Request:
     id: str = ""                                # the client's
     parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
     outputs: tuple[str, ...] = ()               # those asked for; none: all
+    early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
 
     trace: Traced | None = None                 # told of its execution, where requests are traced
 

@@ -13,7 +13,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import ResponseCache, key_of
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import Arrays, Outcome, Request
+from infer_server.batching.request import NO_MORE, Arrays, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
@@ -164,7 +164,12 @@ class QueuedModel(Model):
 
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out what an execution gave, from any thread; None: it failed, or what it gave came later."""
-        post(self._loop, self._finish, outcomes, execution)
+        post(self._loop, self._finish, outcomes, execution)     # first: who has an answer finds it in the statistics
+        now_ns = time.monotonic_ns()
+        for request, result in outcomes:
+            if request.early and result is not NO_MORE and not isinstance(result, Exception) and (
+                    request.deadline_ns == 0 or now_ns <= request.deadline_ns):
+                request.early(result)
 
     def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out the results of a batch, on the event loop; None: its execution failed.

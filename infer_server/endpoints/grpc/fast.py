@@ -124,7 +124,7 @@ class FastServer:
                 raise MemoryLimitError(f"Received message larger than max ({len(data)} vs. {self._max_message_bytes})")
             held = answer.held = self._front.inflight.begin(answer, len(data))
             call = _FastCall(split_request(data), received_ns, remaining_secs, self._front, held)
-            call.metadata = metadata
+            call.metadata, call.early = metadata, answer.send_early
             if self._front.on_demand:
                 self._front.on_demand.when_loaded(call.model, partial(self._submit, call, answer), answer.fail)
             else:
@@ -155,17 +155,25 @@ class _FastCall(GrpcCall):
 
 class _Answer:
     """The reply to a call, and its client."""
-    __slots__ = ("_server", "number", "_peer", "held", "submitted", "gone")
+    __slots__ = ("_server", "number", "_peer", "held", "submitted", "gone", "_sent")
 
     def __init__(self, server: FastServer, number: int, peer: str) -> None:
         self._server, self.number, self._peer = server, number, peer
         self.held: OpenCall | None = None
         self.submitted: Submitted | None = None
-        self.gone = False
+        self.gone = self._sent = False
+
+    def send_early(self, response: bytes) -> None:
+        """On an instance's thread, which spares the client the way over the event loop. If the loop comes first, both
+        respond, and pygrpc-native takes one."""
+        if not self.gone:
+            self._sent = True
+            self._server.native.respond(self.number, response)
 
     def send(self, response: bytes) -> None:
         self._end()
-        self._server.native.respond(self.number, response)
+        if not self._sent:
+            self._server.native.respond(self.number, response)
 
     def fail(self, error: Exception) -> None:
         if not self.gone:

@@ -60,7 +60,9 @@ def pending(server: RunningServer, model: str = "m") -> int:
 
 
 def statistics(server: RunningServer, model: str = "m") -> Counters:
-    return server.server.repository.find(model).statistics.snapshot()
+    async def read() -> Counters:       # on the loop, behind what it has still to count
+        return server.server.repository.find(model).statistics.snapshot()
+    return server.run(read())
 
 
 def executions(server: RunningServer, model: str = "m") -> int:
