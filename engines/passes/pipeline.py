@@ -39,7 +39,7 @@ from engines.passes.rules.norm import NORMS
 from engines.passes.rules.one_hot import ONE_HOT
 from engines.passes.rules.pad import PadAveragePool, PadConv, PadMaxPool
 from engines.passes.rules.pooling import GlobalPoolOfRows, SpatialReduce, WholeImagePool
-from engines.passes.rules.quantised import ALONE, PAIRS
+from engines.passes.rules.quantised import ALONE, PAIRS, RoundRecurrent
 from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
@@ -113,9 +113,9 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("split_recurrent", lambda g: split_recurrent(g, log)),
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
-        # what moving left behind; means over what are now rows and columns
+        # what moving left behind; means over what are now rows and columns; what a split layer makes, rounded there
         ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(),
-                         SpatialReduce(channels_last=True))),
+                         SpatialReduce(channels_last=True), RoundRecurrent())),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),
         # before vertical fusion, which would give each sibling a body of its own

@@ -134,6 +134,16 @@ class MoveFakeQuantized(Rule):
         _finish_moved(match["move"], draft, lambda name: draft.node("FakeQuantize", [name], attrs))
 
 
+class RoundRecurrent(MoveFakeQuantized):
+    """The same behind a recurrent layer that was split. Elsewhere what moves may be a kernel, which rounds as well."""
+
+    def check(self, match: Match) -> bool:
+        node: Node | None = match["move"]
+        while node is not None and node.op in _MOVES and len(_sources(node)) == 1:
+            node = match.graph.producer.get(_sources(node)[0])
+        return node is not None and node.op == "Recurrence" and super().check(match)
+
+
 class QuantizedTwice(Rule):
     pattern = P("FakeQuantize", Value("x"))
 

@@ -267,6 +267,19 @@ def test_a_quantised_model_is_not_calibrated() -> None:
     assert "the model is quantised already: it is compiled as it is, and not calibrated" in build.notices
 
 
+def test_what_a_recurrent_layer_makes_is_stored_as_the_model_rounds_it() -> None:
+    recurrent = {name: weights(1, 32, size) / np.float32(400) for name, size in (("wx", 16), ("wh", 8))}
+    nodes = [node("Transpose", "x", "steps", perm=[1, 0, 2]), node("LSTM", "steps wx wh", "h", hidden_size=8),
+             node("Squeeze", "h one", "rows"), node("Transpose", "rows", "items", perm=[1, 0, 2]), *pair("items", "a"),
+             node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "a b", "y")]
+    build, got, wanted = rounded(small_model(nodes, {"x": ["N", 5, 16]}, ["y"], {
+        **NUMBERS, **recurrent, "one": np.array([1]), "w": weights(8, 8)}))
+    graph = graph_of(build.plan)
+    (cells,) = (node for node in graph.nodes if node.op == "Recurrence")
+    assert graph.types[cells.outputs[0]].quant is not None and precisions(build)[-1] == "int8"
+    np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)
+
+
 def test_a_layer_that_is_to_stay_float_reads_what_was_rounded() -> None:
     model = layer({}, node("Sigmoid", "m", "y"))
     build = built(model, keep_float=("m",))
