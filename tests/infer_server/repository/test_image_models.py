@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,9 @@ from engines.preprocess import IMAGENET, PRESETS
 from infer_server.batching.statistics import Failure
 from infer_server.errors import ModelConfigError
 from infer_server.repository.folders import read_model
-from infer_server.repository.kinds.image_model import image_input
+from infer_server.repository.kinds.image_model import ImageInput, image_input
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, load_numpy_engine, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 PICTURE = Path(__file__).parents[3] / "docs" / "peers.png"
@@ -133,6 +134,31 @@ def test_a_queue_of_pictures_has_its_bound_and_lets_go_of_who_leaves(server: Run
             waiting.cancel()
             assert eventually(lambda: model.pending == 0)
         assert eventually(lambda: len(ended) == 3) and ended.count(None) == 1
+
+
+def test_a_picture_whose_client_leaves_while_it_is_decoded_is_not_queued(
+        server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, decoded, may_go_on = server.server.repository.find("recorded"), ImageInput.decoded, threading.Event()
+
+    def held(image: ImageInput, contents: Any) -> Any:
+        assert may_go_on.wait(TIMEOUT_SECS)
+        return decoded(image, contents)
+
+    monkeypatch.setattr(ImageInput, "decoded", held)
+    before = model.statistics.snapshot()
+    with tritonclient.grpc.InferenceServerClient(server.address) as client:
+        tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
+        tensor.set_data_from_numpy(files(jpeg()))
+        asked = client.async_infer("recorded", [tensor], lambda result, error: None)
+        assert eventually(lambda: model.pending == 1)
+        asked.cancel()
+        assert eventually(lambda: model.pending == 0)
+        may_go_on.set()
+        answer_to_another = client.infer("recorded", [tensor])      # behind it
+    after = model.statistics.snapshot()
+    assert answer_to_another.as_numpy("y").shape == (1, *SHAPE[1:])
+    assert after.failures[Failure.CANCELED] == before.failures[Failure.CANCELED] + 1
+    assert after.inference_count == before.inference_count + 1
 
 
 @pytest.mark.parametrize(("parameters", "config", "said"), [
