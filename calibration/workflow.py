@@ -16,6 +16,7 @@ from calibration.open_data import CalibrationData, Feed, Source, digest_of_data,
 from calibration.search import CANDIDATES, Errors, compare, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
+from engines.capacity import bytes_of
 from engines.compiler.builder import TRIAL_BATCH
 from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
@@ -35,6 +36,7 @@ MACS_A_WEIGHT = 2600        # of quantising and packing again in a trial: an est
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
 WIDEST = "percentile:99.9999"       # under which smoothing is judged: outliers are what it evens out
+WATCHED_BYTES = 2 << 30     # of the tensors that a pass over the data looks at, for all items of a batch
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ def _from_data(subject: Subject, wanted: Calibration, notify: Notify,
     if data.note:
         notify(data.note)
     batch = TRIAL_BATCH if engine.max_batch and not engine.dependence else 1
+    batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in edges), 1)), 1)
     watched = _Watched(engines, data, batch, lambda done, of: progress("calibrating", done, of, ""))
     watched.watch(edges, uneven)
     report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}

@@ -2,6 +2,7 @@
 
     GlobalAveragePool(x [N, C, H, W])  =  the mean over the rows of [N, C, H * W]           GlobalMaxPool: the maximum
     SpaceToDepth, DepthToSpace         =  one Transpose, of rows and columns cut in two
+    Resize that repeats every pixel    =  Expand(x [N, C, H, 1, W, 1])
 
 Windows that slide over each channel by itself take vectors from its rows, if those are long and neighbours in them are
 neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain.
@@ -12,7 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from engines.ir.graph import Dim, Graph, Node
+from engines.ops import op_of
 from engines.ops.window import Window
 
 Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # an operator of one input, attributes, the result's shape
@@ -20,7 +24,7 @@ Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # an operator of one
 LONG = 24           # columns of a row
 _REDUCTIONS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
 # The axes of an image whose rows and columns, or whose channels, are cut in two.
-_TO_DEPTH = (0, 3, 5, 1, 2, 4)
+_TO_DEPTH = {"DCR": (0, 3, 5, 1, 2, 4), "CRD": (0, 1, 3, 5, 2, 4)}
 _TO_SPACE = {"DCR": (0, 3, 4, 1, 5, 2), "CRD": (0, 1, 4, 2, 5, 3)}
 
 
@@ -54,18 +58,34 @@ def in_rows(node: Node, shape: Sequence[Dim]) -> Sequence[Step]:
         return (_reshape(items, channels, pixels),
                 (_REDUCTIONS[node.op], {"axes": (2,), "keepdims": 1}, (items, channels, 1)),
                 _reshape(items, channels, *(1 for _ in sizes)))
+    if node.op == "Resize" and len(sizes) == 2:
+        return _repeated(node, items, channels, *map(int, sizes))
     if node.op not in ("SpaceToDepth", "DepthToSpace") or len(sizes) != 2:
         return ()
     block, depth, (height, width) = int(node.attrs["blocksize"]), int(channels), map(int, sizes)
+    mode = node.attrs.get("mode", "DCR")
     if node.op == "SpaceToDepth":
         return (_reshape(items, depth, height // block, block, width // block, block),
-                _transpose(_TO_DEPTH, (items, depth, height // block, block, width // block, block)),
+                _transpose(_TO_DEPTH[mode], (items, depth, height // block, block, width // block, block)),
                 _reshape(items, depth * block * block, height // block, width // block))
     depth //= block * block
-    mode = node.attrs.get("mode", "DCR")
     parts = (block, block, depth) if mode == "DCR" else (depth, block, block)
     return (_reshape(items, *parts, height, width), _transpose(_TO_SPACE[mode], (items, *parts, height, width)),
             _reshape(items, depth, height * block, width * block))
+
+
+def _repeated(node: Node, items: Dim, channels: Dim, height: int, width: int) -> Sequence[Step]:
+    """Whatever its coordinates: of numbered pixels each is there a number of times, both ways."""
+    if node.attrs.get("mode", "nearest") != "nearest" or "sizes" in node.attrs or len(node.inputs) > 1:
+        return ()
+    pixels = np.arange(height * width, dtype=np.float32).reshape(1, 1, height, width)
+    made, = op_of(node.op).reference(node, pixels)
+    down, right = made.shape[2] // height, made.shape[3] // width
+    if made.shape[:2] != (1, 1) or not np.array_equal(made, pixels.repeat(down, 2).repeat(right, 3)):
+        return ()
+    repeated = (items, channels, height, down, width, right)
+    return (_reshape(items, channels, height, 1, width, 1), ("Expand", {"shape": repeated}, repeated),
+            _reshape(items, channels, height * down, width * right))
 
 
 def _reshape(*shape: Dim) -> Step:
