@@ -86,6 +86,10 @@ class Backend(Protocol):
     @property
     def targets(self) -> Sequence[str]: ...
 
+    @property
+    def selects(self) -> bool:
+        """Whether what data select is computed in segments of programs; else the host does it all."""
+
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         """target: "" is this machine's best."""
 

@@ -101,6 +101,10 @@ class Builder:
     def backend(self) -> str:
         return backend_of(self.config.target).name
 
+    @property
+    def selects(self) -> bool:
+        return backend_of(self.config.target).selects
+
     # ---- graphs
     @faults_named()
     def graph(self, model: Model, shapes: Shapes | None = None, dependence: str | None = None) -> Graph:

@@ -40,7 +40,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
     Raises EngineError.
     """
     by_host: set[str] = set()
-    found = cut(source) if may_need_cuts(source.proto.graph) else None
+    found = cut(source, bounded=builder.selects) if may_need_cuts(source.proto.graph) else None
     while True:
         try:
             if found is None or found.is_whole:
@@ -54,7 +54,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
                 raise
             builder.forget()
             by_host.add(error.node)
-            found = cut(source, by_host)
+            found = cut(source, by_host, builder.selects)
 
 
 def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut, watched: Watched | None) -> Plan:

@@ -39,6 +39,10 @@ class SegmentMaker:
         """The plan of a segment, with open extents, and specialised for this feed. Raises EngineError."""
         return compiled(self.subject(part, feed))
 
+    def in_float(self) -> SegmentMaker:
+        """For segments in which there is nothing to quantise."""
+        return SegmentMaker(self._part, self._config.timing)
+
     def subject(self, part: SegmentPart, feed: Mapping[str, Array]) -> Subject:
         """The segment as a model, whose usual extents are those of the feed. Raises EngineError."""
         if not part.model:
@@ -102,11 +106,15 @@ def calibrated(segments: Sequence[SegmentPart], maker: SegmentMaker, fed: FedSeg
         for feeds in fed.of(part):
             subject = maker.subject(part, feeds[0])
             try:
-                worth = subject.builder.edges(subject.graph) and not is_quantised(subject.graph)
-                plan = watched.plan(subject, feeds) if worth else compiled(subject)
+                if is_quantised(subject.graph):
+                    plan = compiled(subject)
+                elif subject.builder.edges(subject.graph):
+                    plan = watched.plan(subject, feeds)
+                else:
+                    plan = maker.in_float().plan(part, feeds[0])
             except CalibrationError as error:
                 say(f"{part.name} stays in float: {error}")
-                plan = compiled(subject)
+                plan = maker.in_float().plan(part, feeds[0])
             plans[signature_of_plan(plan)] = plan
         return replace(part, plans=tuple(plans.values()))
 

@@ -16,6 +16,7 @@ class CudaBackend:
     """Its own name as a target is the GPU at hand."""
     name = "cuda"
     targets = tuple(GPUS)
+    selects = False
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         """timing: on the GPU of this machine, if it is of that architecture."""

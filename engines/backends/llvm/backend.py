@@ -13,6 +13,7 @@ class LlvmBackend:
     """Its targets are instruction sets."""
     name = "llvm"
     targets = tuple(isa.name for isa in ALL)
+    selects = True
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         return self._session(target, cache, timing)

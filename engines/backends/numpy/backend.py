@@ -88,6 +88,7 @@ class NumpyBackend:
     """It has one target of its own name."""
     name = "numpy"
     targets = ("numpy",)
+    selects = True
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> NumpySession:
         return NumpySession()

@@ -65,13 +65,14 @@ class Cut:
         return not self.main.instructions or len(self.main.instructions) == 1 and not self.main.instructions[0].op
 
 
-def cut(source: OnnxModel, by_host: Collection[str] = ()) -> Cut:
-    """The program of a model. by_host: nodes, by their first output, that no segment can have."""
+def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Cut:
+    """The program of a model. by_host: nodes, by their first output, that no segment can have. bounded: segments
+    compute what data select, as far as it may be."""
     graph = in_one_scope(source.proto.graph)
     read_from_around(graph)
     model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
     make_ahead(model, source.weights)
-    cutter = _Cutter(source, model, frozenset([*by_host, *bound_selections(model)]))
+    cutter = _Cutter(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
     inputs = tuple(value.name for value in graph.input if value.name not in source.weights)
     main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
 
@@ -25,6 +25,19 @@ def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
 def _first_rows(attrs: Attrs, x: Array, count: Array) -> tuple[Array, ...]:
     """Those of what a segment made that are results."""
     return (x[:int(count[0])],)
+
+
+def _non_max_suppression(attrs: Attrs, boxes: Array, scores: Array, *numbers: Array | None) -> tuple[Array, ...]:
+    """Where no segment has it: its backend has no kernel, nor runs references."""
+    from engines.ops.selection import BoundedNonMaxSuppression  # when it is first run
+
+    given: list[Array] = [np.zeros(1, np.int64), np.zeros(1, np.float32), np.full(1, -np.inf, np.float32)]
+    for index, number in enumerate(numbers):
+        if number is not None:
+            given[index] = number
+    node = Node("BoundedNonMaxSuppression", (), (), {**attrs, "limit": boxes.shape[1]})
+    found, count = BoundedNonMaxSuppression.reference(node, boxes, scores, *given)
+    return (found[:int(count[0])],)
 
 
 def _compress(attrs: Attrs, x: Array, condition: Array) -> tuple[Array, ...]:
@@ -67,5 +80,6 @@ def _gather(attrs: Attrs, x: Array, indices: Array) -> tuple[Array, ...]:
 
 
 OPERATORS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "Compress": _compress, "FirstRows": _first_rows, "Gather": _gather, "NonZero": _non_zero,
+    "Compress": _compress, "FirstRows": _first_rows, "Gather": _gather,
+    "NonMaxSuppression": _non_max_suppression, "NonZero": _non_zero,
     "Range": _range, "Slice": _slice, "Unique": _unique}

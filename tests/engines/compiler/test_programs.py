@@ -129,6 +129,19 @@ def test_the_segments_of_a_program_are_calibrated_by_what_they_are_fed() -> None
         assert np.linalg.norm(engine.run(feed)["y"] - expected) < error * np.linalg.norm(expected)
 
 
+def test_a_segment_in_which_nothing_is_to_be_quantised_stays_in_float() -> None:
+    model, data = models.detector(), [fed(1, 12, 8)]
+    engine = built(model, precision="int8", calibration=Calibration(data, "minmax")).engine()
+    expected = by_onnx_runtime(model, data[0])["y"]
+    np.testing.assert_allclose(engine.run(data[0])["y"], expected, atol=0.05)
+
+
+def test_what_a_backend_does_not_select_is_selected_by_the_host() -> None:
+    model = read_model(models.detector())
+    found = [[one.op for one in cut(model, bounded=bounded).main.instructions] for bounded in (True, False)]
+    assert found == [["", "FirstRows", ""], ["", "NonMaxSuppression", ""]]
+
+
 @pytest.mark.parametrize(("model", "feed", "changed", "message"), [
     (models.until_large(), {"x": np.zeros(3, np.float32)}, {"MOST_STEPS": 1000}, "has not ended after 1024 steps"),
     (models.running_sum(), fed(300, 5), {"MOST_STEPS": 200}, "has not ended after 256 steps"),

@@ -12,3 +12,12 @@ def test_the_places_of_what_is_not_zero_come_in_the_order_of_the_elements(shape,
     found, = OPERATORS["NonZero"]({}, x)
     expected = np.stack(np.nonzero(x)) if shape else np.zeros((0, int(x != 0)))
     np.testing.assert_array_equal(found, expected.astype(np.int64), strict=True)
+
+
+@pytest.mark.parametrize("numbers, kept", [
+    ((), []), ((np.int64([2]),), [0, 2]), ((np.int64([2]), np.float32([0.9])), [0, 1]),
+    ((np.int64([9]), None, np.float32([0.5])), [0])])
+def test_of_boxes_as_many_are_kept_as_the_numbers_that_are_given_say(numbers, kept):
+    boxes = np.float32([[[0, 0, 4, 4], [0, 0, 4, 3], [5, 5, 9, 9]]])
+    found, = OPERATORS["NonMaxSuppression"]({}, boxes, np.float32([[[0.6, 0.5, 0.4]]]), *numbers)
+    assert found.tolist() == [[0, 0, box] for box in kept]
