@@ -21,7 +21,8 @@ define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitw
 
 
 class Div(Epilogue):
-    """Integers truncate toward zero, as in C."""
+    """Integers truncate toward zero, as in C. Floats are divided by a constant by its reciprocal, but where `exact` is
+    set."""
     symbolic = True
 
     @staticmethod

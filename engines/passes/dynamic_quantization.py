@@ -75,7 +75,8 @@ class _Writer(GraphEditor):
         else:
             low = self._of(node, "Min", self._extreme(node, "ReduceMin"), nothing)
             span = self._of(node, "Sub", top, low)
-        share = self._of(node, "Div", span, self._number(node, "steps", 255.0))
+        # exact: by the reciprocal of 255 every second scale is another one, and so are some of the integers
+        share = self._of(node, "Div", span, self._number(node, "steps", 255.0), exact=1)
         scale = self._of(node, "Max", share, self._number(node, "smallest", SMALLEST))
         if span != top:
             middle = self._of(node, "Round", self._of(node, "Div", self._of(node, "Neg", low), scale))

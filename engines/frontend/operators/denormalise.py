@@ -40,7 +40,7 @@ def denormalise(node: Node, types: Sequence[TensorType | None], constant: Consta
         raise ModelError(f"{describe(node)}: ONNX has no such operator in opset {OPSET}, so it cannot be written as "
                          "a model")
     attrs = {key: _attribute(value) for key, value in node.attrs.items()
-             if not key.startswith("onnx_") and key != "channels_last"}
+             if not key.startswith("onnx_") and key not in ("channels_last", "exact")}
     reduces = issubclass(op_of(node.op), Reduction)
     inputs = [constant(name, np.array(attrs.pop(name), np.int64))
               for name in (("axes",) if reduces else _INPUTS.get(node.op, ()))]

@@ -131,7 +131,8 @@ WRITERS: Mapping[str, Writer] = {
     "Add": lambda w, node, a, b: w.add(a, b),
     "Sub": lambda w, node, a, b: w.add(a, b.scaled(-1)),
     "Mul": lambda w, node, a, b: w.multiply(a, b),
-    "Div": lambda w, node, a, b: a.scaled(1.0 / b.offset) if b.constant else w.apply("div", a, b),
+    "Div": lambda w, node, a, b: (
+        a.scaled(1.0 / b.offset) if b.constant and not node.attrs.get("exact") else w.apply("div", a, b)),
     "Neg": lambda w, node, x: x.scaled(-1),
     "Max": _extreme("max"),
     "Min": _extreme("min"),

@@ -95,7 +95,8 @@ class DivideByConstant(Rule):
     pattern = P("Div", Value("x"), Constant("c"))
 
     def check(self, match: Match) -> bool:
-        return _is_float(match) and bool(np.all(match.constant("c") != 0))
+        exact = match.root.attrs.get("exact", 0)
+        return _is_float(match) and not exact and bool(np.all(match.constant("c") != 0))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         divisor = match.constant("c")

@@ -412,6 +412,19 @@ def test_the_range_is_that_of_all_items() -> None:
     assert "depend on each other" in build.notices[0] and not fallbacks(build.engine())
 
 
+def test_integers_of_a_range_of_the_moment_are_those_of_onnx_bit_for_bit() -> None:
+    """A scale that is off by its last bit takes other integers where steps are halves: half of these numbers are."""
+    nodes = [onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], "q")]
+    model = small_model(nodes, {"x": [40, 16]}, ["q", "s", "z"], {})
+    engine, random = build_engine(model, cache=False, timing=False).engine(), np.random.default_rng(0)
+    for spread in 2.0 ** np.arange(-9, 9):
+        x = random.normal(0.3, spread, (40, 16)).astype(np.float32)
+        x[::2] = np.rint(4 * x[::2]) / 4
+        made, wanted = engine.run({"x": x}), in_numpy(model, {"x": x})
+        for name in ("q", "s", "z"):
+            np.testing.assert_array_equal(made[name], wanted[name], name)
+
+
 def test_what_is_never_negative_has_no_zero_point_to_take_off() -> None:
     model = dynamic([6, 16], "s8", node("Relu", "x", "a"))
     build = build_engine(model, cache=False, timing=False)
