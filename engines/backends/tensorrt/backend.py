@@ -116,6 +116,7 @@ def _bytes(view: TensorView, max_batch: int) -> int:
 class TensorRtBackend:
     name = "tensorrt"
     targets = tuple(TARGETS)
+    selects = False
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         """Raises ConfigError: the library is not installed."""
