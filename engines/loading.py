@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.backends import device_of
@@ -67,7 +68,10 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
         plan = _relower(plan, f"{name}: {mismatch}")
     if plan.open is None:
-        return Engine(plan, threads, cpus, gpu=gpu)
+        engine = Engine(plan, threads, cpus, gpu=gpu)
+        if not plan.stripped:
+            engine.larger = lambda items: Engine(_with_room(plan, items), threads, cpus, gpu=gpu)
+        return engine
     from engines.runtime.open_engine import OpenEngine  # here: they are no part of what most plans need
     from engines.runtime.policy import Policy
     policy = Policy(specialise or ("background" if segment else "wait"), specialisations, segment=segment)
@@ -118,6 +122,18 @@ def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool) -> Plan:
     kept = None if cache is False else EngineCache("" if cache is True else cache)
     found: Plan = retuned(plan, kept)
     return found
+
+
+def _with_room(plan: Plan, items: int) -> Plan:
+    """The plan for so many items. Raises PlanTargetError: the compiler is not installed."""
+    try:
+        from engines.compiler.specialise import relower
+    except ImportError as error:
+        raise PlanTargetError(f"{plan.name}: items that depend on each other are not cut, and more than "
+                              f"{plan.max_batch} of them are compiled for: install what is missing ({error})"
+                              ) from error
+    larger: Plan = relower(replace(plan, max_batch=items), plan.machine.target)
+    return larger
 
 
 def _relower(plan: Plan, why: str) -> Plan:

@@ -95,22 +95,23 @@ class Specialiser:
         self._target = part.options.target if target is None else target
         self._plan, self._timing = plan, timing
         self._cache, self._fingerprint = cache, plan.fingerprint
-        self._subjects: dict[tuple[str, bool], Subject] = {}
+        self._subjects: dict[tuple[str, bool, int | None], Subject] = {}
         # The general version, made at the same time, is of the same graph: it is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
 
-    def plan(self, extents: Extents) -> Plan:
-        """The plan for these numbers of the open extents. Raises EngineError."""
+    def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
+        """The plan for these numbers of the open extents; max_batch: for other than its usual number of items. Raises
+        EngineError."""
         cache = self._cache
         if cache is None or not self._fingerprint:
-            return self._made(self._target, extents)
+            return self._made(self._target, extents, max_batch)
         key = cache.key({"plan": self._fingerprint}, {"extents": dict(extents), "target": self._target,
-                                                      "cpu": detect().model})
+                                                      "cpu": detect().model, "max_batch": max_batch})
         with cache.lock(key):
             plan = cache.fetch(key)
             if plan is None:
-                plan = self._made(self._target, extents)
+                plan = self._made(self._target, extents, max_batch)
                 cache.store(key, plan)
             return plan
 
@@ -130,7 +131,7 @@ class Specialiser:
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """The kernels of general versions, those of the plan among them, and their code."""
-        key = self._target, True
+        key = self._target, True, None
         return self._subjects[key].builder.generals if key in self._subjects else (self._part.general, ())
 
     def graph(self, extents: Extents) -> Graph:
@@ -142,25 +143,25 @@ class Specialiser:
         """The same before types were decided."""
         return self._subject(self._target).at(extents)
 
-    def _made(self, target: str, extents: Extents) -> Plan:
-        return _plan(self._imported(target, extents), self._part.recipe, extents)
+    def _made(self, target: str, extents: Extents, max_batch: int | None = None) -> Plan:
+        return _plan(self._imported(target, extents, max_batch=max_batch), self._part.recipe, extents)
 
-    def _imported(self, target: str, extents: Extents, apart: bool = False) -> Subject:
+    def _imported(self, target: str, extents: Extents, apart: bool = False, max_batch: int | None = None) -> Subject:
         """With the graph for these numbers made."""
         with self._importing:
-            subject = self._subject(target, apart)
+            subject = self._subject(target, apart, max_batch)
             subject.at(extents)
         return subject
 
-    def _subject(self, target: str, apart: bool = False) -> Subject:
+    def _subject(self, target: str, apart: bool = False, max_batch: int | None = None) -> Subject:
         """apart: with a builder of its own, for the thread that makes general versions."""
-        key = target, apart
+        key = target, apart, max_batch
         if key not in self._subjects:
             options = self._part.options
             config = BuildConfig(
-                options.precision, options.max_batch, options.opt_batch, target, keep_float=options.keep_float,
-                pixels=Pixels(**options.pixels) if options.pixels else None, timing=self._timing,
-                threads=options.threads)
+                options.precision, max_batch or options.max_batch, options.opt_batch, target,
+                keep_float=options.keep_float, pixels=Pixels(**options.pixels) if options.pixels else None,
+                timing=self._timing, threads=options.threads)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
             builder = Builder(config)

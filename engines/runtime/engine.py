@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +87,9 @@ class Engine(OfPlan):
         self._feeds = Feeds(plan)
         self._unread = _unread(plan)
         self._idle: deque[ExecutionContext] = deque()      # its append and pop are atomic
+        self.larger: Callable[[int], Engine] | None = None     # compiles the same plan for so many items, if set
+        self._enlarged: Engine | None = None
+        self._enlarging = threading.Lock()
 
     @property
     def arena_bytes(self) -> int:
@@ -115,14 +119,16 @@ class Engine(OfPlan):
         """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; what numpy lacks
         comes back as its bits (bfloat16 as uint16, float8 and int4 as uint8), and is taken so or in ml_dtypes' dtype.
 
-        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent.
-        InputError says what does not fit.
+        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent; else the
+        plan is compiled for so many, where it can be. InputError says what does not fit.
         """
         return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
 
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same for arrays as they lie in memory."""
         items = self._feeds.check(arrays)
+        if self.larger and self.plan.dependence and items > self.plan.batch_slots:
+            return self._for_items(items, self.larger).run_arrays(arrays)
         if self._unread:
             arrays = {name: array for name, array in arrays.items() if name not in self._unread}
         context = self._taken()
@@ -130,6 +136,13 @@ class Engine(OfPlan):
             return _run_slices(context, self.plan, arrays, items)
         finally:
             self._idle.append(context)
+
+    def _for_items(self, items: int, larger: Callable[[int], Engine]) -> Engine:
+        """The same engine with room for so many items; the largest so far is kept."""
+        with self._enlarging:
+            if self._enlarged is None or self._enlarged.plan.batch_slots < items:
+                self._enlarged = larger(1 << (items - 1).bit_length())
+            return self._enlarged
 
     @contextmanager
     def lent(self) -> Iterator[ExecutionContext]:
@@ -150,6 +163,8 @@ class Engine(OfPlan):
         """Stop the helper threads of the pooled contexts and free their memory; the engine may be used again."""
         while self._idle:
             self._idle.pop().close()
+        if self._enlarged:
+            self._enlarged.close()
 
 
 class ExecutionContext:

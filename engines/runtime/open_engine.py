@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 class SpecialisationMaker(Protocol):
     """What makes specialisations: engines.compiler.specialise.Specialiser."""
 
-    def plan(self, extents: Extents) -> Plan: ...
+    def plan(self, extents: Extents, max_batch: int | None = None) -> Plan: ...
     def general(self, extents: Extents) -> Plan: ...
 
     @property
@@ -83,6 +83,7 @@ class OpenEngine(OfPlan):
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._first = Engine(plan, threads, self._cpus, gpu=gpu)  # kept for the others, which use its constants
+        self._first.larger = lambda items: self._larger(plan.extents, items)
         self._keep(self._key(plan.extents), self._first)
         for one in self.part.others:
             self._keep(self._key(one.extents), self._engine(one))
@@ -324,7 +325,17 @@ class OpenEngine(OfPlan):
         return sum(engine.bytes for engine in self._ready.values())
 
     def _engine(self, plan: Plan) -> Engine:
-        return Engine(plan, self.threads, self._cpus, self._first, self._gpu)
+        engine = Engine(plan, self.threads, self._cpus, self._first, self._gpu)
+        engine.larger = lambda items: self._larger(plan.extents, items)
+        return engine
+
+    def _larger(self, extents: Extents, items: int) -> Engine:
+        """The specialisation for so many items that depend on each other."""
+        with self._making:
+            try:
+                return self._engine(self._specialisers().plan(extents, items))
+            except ImportError as error:
+                raise self._cannot(tuple(extents.values()), error) from error
 
     def _key(self, extents: Extents) -> Key:
         return tuple(extents[name] for name in self._names)

@@ -22,10 +22,10 @@ def model(nodes, inputs, outputs, **constants):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
 
 
-def share_of_the_sum():
+def share_of_the_sum(columns=4):
     """y = x / the sum of all x: every item follows from all of them."""
     return model([helper.make_node("ReduceSum", ["x", "first"], ["s"]), helper.make_node("Div", ["x", "s"], ["y"])],
-                 {"x": ["n", 4]}, {"y": ["n", 4]}, first=np.array([0], np.int64))
+                 {"x": ["n", columns]}, {"y": ["n", columns]}, first=np.array([0], np.int64))
 
 
 def built(proto, **config):
@@ -48,6 +48,15 @@ def test_a_batch_whose_items_depend_on_each_other_is_run_whole(tmp_path):
         np.testing.assert_allclose(engine.run({"x": x})["y"], x / x.sum(axis=0), rtol=1e-6)
     with pytest.raises(InputError, match="--max-batch 9"):
         engine.run({"x": random(9, 4)})
+
+
+@pytest.mark.parametrize("columns", [4, "columns"])
+def test_more_items_that_depend_on_each_other_than_a_plan_is_for_are_compiled_for(columns):
+    build = build_engine(share_of_the_sum(columns), timing=False, max_batch=8)
+    engine = build.engine()
+    for items in (3, 9, 40, 12):
+        x = random(items, 4)
+        np.testing.assert_allclose(engine.run({"x": x})["y"], x / x.sum(axis=0), rtol=1e-5)
 
 
 def test_independent_items_are_run_in_slices():
