@@ -7,7 +7,7 @@ from typing import Any
 from engines.codegen.ir_builder import Function, Value
 
 
-def every_address(f: Function, address: Value, shape: Sequence[int], strides: Sequence[int],
+def every_address(f: Function, address: Value, shape: Sequence[int | Value], strides: Sequence[int],
                   **carried: dict[Any, Value]) -> Iterator[Value]:
     """The address of every element in row-major order, in nested loops that carry registers as Function.loop does."""
     if not shape:

@@ -29,7 +29,8 @@ from engines.lowering.epilogue.program import load_meaning
 from engines.lowering.problems.problem import Array, ImageProblem
 from engines.lowering.problems.view import View, joined
 
-RUN, MANY = 1 << 9, 1 << 12     # pixels of a run of a GlobalPool; up to so many are one run
+FEW, MANY = 1 << 6, 1 << 12         # pixels of a GlobalPool: up to FEW are one run, ...
+RUN, LONG_RUN = 1 << 5, 1 << 9      # ... up to MANY are cut into short ones: about as many runs as are pixels in each
 
 
 @dataclass(frozen=True)
@@ -138,18 +139,21 @@ class GlobalPool(ImageProblem):
         return joined((self.x,), keep_last=True)[0]
 
     @property
-    def by_runs(self) -> bool:
-        """Whether floats are summed run by run of neighbours: a long sum rounds away what is added to it."""
-        floats = self.kind == "sum" and self.x.dtype != "uint8"
-        return floats and math.prod(self.places.shape[:-1]) > MANY
+    def run(self) -> int:
+        """How many neighbours are summed before what they make is added to the rest, for a long sum of floats rounds
+        away what is added to it; 0: all are one run."""
+        pixels = math.prod(self.places.shape[:-1])
+        if self.kind != "sum" or self.x.dtype == "uint8" or pixels <= FEW:
+            return 0
+        return RUN if pixels <= MANY else LONG_RUN
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
         pixels = x.reshape(len(x), -1, self.channels)
         wide: Any = pixels.astype(np.int64) if x.dtype == np.uint8 else load_meaning(self.x.dtype, pixels)
-        if self.by_runs:
+        if run := self.run:
             rows = wide.reshape(len(x), -1, self.places.shape[-2], self.channels)
-            parts = [np.add.accumulate(rows[:, :, i:i + RUN], 2)[:, :, -1] for i in range(0, rows.shape[2], RUN)]
+            parts = [np.add.accumulate(rows[:, :, i:i + run], 2)[:, :, -1] for i in range(0, rows.shape[2], run)]
             wide = np.stack(parts, 2).reshape(len(x), -1, self.channels)
         # One after the other, as kernels add; numpy's sum would pair them.
         accumulator = wide.max(1) if self.kind == "max" else np.add.accumulate(wide, 1)[:, -1]

@@ -22,9 +22,9 @@ from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
 from engines.backends.cuda.kernels.kernel import Tactic, solves
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.loops import every_address
-from engines.codegen.types import FLOAT, I32
+from engines.codegen.types import FLOAT, I32, I64
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.images import RUN, GlobalPool, Pool
+from engines.lowering.problems.images import GlobalPool, Pool
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
@@ -111,19 +111,22 @@ class GlobalPoolByThreads(ProgramKernel[GlobalPool]):
         base = operands[0] + wide(pixel) * x.item + wide(channel) * x.strides[-1]
         (*outer, extent), (*strides, step) = ((1, *axes[:-1]) for axes in (
             self.problem.places.shape, self.problem.places.strides))
-        if not self.problem.by_runs:
+        run = self.problem.run
+        if not run:
             sums = self._one_by_one(f, base, (*outer, extent), (*strides, step))
         else:
             total: Sums = dict.fromkeys(range(self.each), f.constant(0.0, FLOAT))
             for row in every_address(f, base, outer, strides, total=total):
-                for start, count in f.tiles("run", extent, RUN, total=total):
-                    part = self._one_by_one(f, row + start * step, (count,), (step,))
+                for i in f.loop("run", -(-extent // run), total=total):
+                    count = (f.constant(extent, I64) - i * run).at_most(run)
+                    part = self._one_by_one(f, row + i * (run * step), (count,), (step,))
                     total.update({c: total[c] + value for c, value in enumerate(part)})
             sums = list(total.values())
         self.finish(operands, pixel, channel, sums, range(1, len(self.problem.inputs)),
                     len(self.problem.inputs))
 
-    def _one_by_one(self, f: Function, base: Value, shape: Sequence[int], strides: Sequence[int]) -> list[Value]:
+    def _one_by_one(self, f: Function, base: Value, shape: Sequence[int | Value],
+                    strides: Sequence[int]) -> list[Value]:
         x, largest = self.problem.x, self.problem.kind == "max"
         start = f.constant((-math.inf if x.dtype != "uint8" else 0.0) if largest else 0.0, FLOAT)
         sums: Sums = dict.fromkeys(range(self.each), start)

@@ -25,7 +25,8 @@ from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, begin_ker
 from engines.backends.llvm.kernels.pooling.reduction import Pixel, PixelReduction
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.loops import every_address
-from engines.lowering.problems.images import RUN, GlobalPool
+from engines.codegen.types import I64
+from engines.lowering.problems.images import GlobalPool
 from engines.lowering.problems.problem import Array
 
 
@@ -62,17 +63,19 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
     def _reduced(self, f: Function, reduction: PixelReduction, x: Value) -> Pixel:
         places = self.problem.places
         shape, strides = places.shape[:-1], places.strides[:-1]
-        if not self.problem.by_runs:
+        run = self.problem.run
+        if not run:
             return self._one_by_one(f, reduction, x, shape, strides)
         acc = dict(enumerate(reduction.neutral(x)))
         for row in every_address(f, x, shape[:-1], strides[:-1], acc=acc):
-            for start, length in f.tiles("run", shape[-1], RUN, acc=acc):
-                part = self._one_by_one(f, reduction, row + start * strides[-1], (length,), strides[-1:])
+            for i in f.loop("run", -(-shape[-1] // run), acc=acc):
+                length = (f.constant(shape[-1], I64) - i * run).at_most(run)
+                part = self._one_by_one(f, reduction, row + i * (run * strides[-1]), (length,), strides[-1:])
                 acc.update(enumerate(reduction.combine(list(acc.values()), part)))
         return list(acc.values())
 
     @staticmethod
-    def _one_by_one(f: Function, reduction: PixelReduction, x: Value, shape: Sequence[int],
+    def _one_by_one(f: Function, reduction: PixelReduction, x: Value, shape: Sequence[int | Value],
                     strides: Sequence[int]) -> Pixel:
         acc = dict(enumerate(reduction.neutral(x)))
         for pixel in every_address(f, x, shape, strides, acc=acc):
