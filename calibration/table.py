@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -141,12 +141,14 @@ class Cached:
 
 
 def load_or_make(path: str | Path, model_hash: str, make: Callable[[], CalibrationTable],
-                 calibrator: str | None = None) -> Cached:
+                 calibrator: str | None = None, tensors: Collection[str] = ()) -> Cached:
     """The table in the cache file if it fits; else the table that `make` gives, written there in our format.
 
-    It fits if it is of this model and, where one is asked for, of this calibrator. TensorRT's caches don't say what
-    model they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
+    It fits if it is of this model and, where one is asked for, of this calibrator, and has ranges for these tensors:
+    those of another shape may be others, and what it has is kept beside them. TensorRT's caches don't say what model
+    they are of: they are taken as they are and never overwritten. Raises CalibrationError on a broken file.
     """
+    kept: Mapping[str, Range] = {}
     if not Path(path).exists():
         reason = "there was none"
     else:
@@ -157,9 +159,12 @@ def load_or_make(path: str | Path, model_hash: str, make: Callable[[], Calibrati
             reason = "it was of another model"
         elif calibrator not in (None, table.calibrator):
             reason = f"it was made by {table.calibrator}, and {calibrator} was asked for"
+        elif lacking := [name for name in tensors if name not in table.ranges]:
+            reason, kept = f"it had no ranges for {len(lacking)} tensors of these shapes", table.ranges
         else:
             return Cached(table, f"ranges taken from the calibration cache {path} "
                                  f"({table.calibrator}, {table.items} items)")
     table = make()
+    table = replace(table, ranges={**kept, **table.ranges})
     write_table(table, path)
     return Cached(table, f"calibration cache {path} written: {reason}")

@@ -124,7 +124,8 @@ class Calibration:
             return table
 
         if self.cache:
-            cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None)
+            wanted = builder.edges(graph) if self.data is not None else ()
+            cached = load_or_make(self.cache, model_hash(subject), make, self.calibrator or None, wanted)
             table = cached.table
             notify(cached.note)
         else:

@@ -76,7 +76,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     if watched and fed:
         segments = calibrated(segments, SegmentMaker(part, config.timing, config.precision), fed, watched, say)
     if tried:
-        segments = _with_general_kernels(replace(plan, program=replace(part, segments=segments)), tried)
+        segments = _with_general_kernels(replace(plan, program=replace(part, segments=segments)), tried, say)
     tensors = [io for io in inputs if io.name in tried and io.dtype not in NO_TENSORS]
     usual = extents_of(plan.name, tensors, {io.name: tried[io.name].shape for io in tensors})
     outputs = tuple(_met(io, made[io.name]) if made else io for io in plan.outputs)
@@ -118,19 +118,23 @@ def _run(engine: ProgramEngine, feeds: Iterable[Mapping[str, Array]], all_of_the
     return tried, first, reason
 
 
-def _with_general_kernels(plan: Plan, tried: Mapping[str, Array]) -> tuple[SegmentPart, ...]:
+def _with_general_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> tuple[SegmentPart, ...]:
     """The segments with kernels that take extents at run time: what they are made of when the program runs on inputs of
     other extents and numbers than those that it was tried on. As they are, where it does not run on such."""
     assert plan.program is not None
     engine = engine_of(plan, specialise="off")
     assert isinstance(engine, ProgramEngine)
     open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
+    reason: EngineError | None = None
     for length in OTHER_LENGTHS if open_inputs else ():
         try:
             engine.run({io.name: _other(io, tried[io.name], length) for io in plan.inputs if io.name in tried})
             break
-        except EngineError:
-            continue
+        except EngineError as error:
+            reason = error
+    else:
+        if reason:
+            say(f"the program ran at no other lengths, so kernels for these are made when they are met: {reason}")
     return tuple(replace(one.part, plans=one.plans) for one in engine.segments)
 
 

@@ -19,7 +19,11 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
         if name in made:
             raise ModelError(f"{model}: tensor '{name}' is made twice: by {made[name]} and by {maker}")
         made[name] = maker
-    _refuse_unmade(model, graph, made.keys())
+
+
+def check_branches(model: str, graph: onnx.GraphProto) -> None:
+    """Of a whole model: raises ModelError if a graph in it reads what neither it nor what is around it produces."""
+    _refuse_unmade(model, graph, {name for name, _ in _made(graph)})
 
 
 def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

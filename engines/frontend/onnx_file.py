@@ -17,7 +17,7 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
-from engines.frontend.names import check_names, graphs_in
+from engines.frontend.names import check_branches, check_names, graphs_in
 from engines.frontend.opsets import check_opset
 from engines.ir.graph import Array, Dim, TensorType
 
@@ -84,6 +84,7 @@ def read_model(model: Model) -> OnnxModel:
         return model
     proto, name = _load(model)
     check_names(name, proto.graph)
+    check_branches(name, proto.graph)
     if proto.functions:
         proto = _without_functions(name, proto)
     check_opset(name, proto)

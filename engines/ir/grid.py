@@ -86,10 +86,10 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     return scales
 
 
-def _has_steps(rows: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
-    """Whether the first row that is not all zeros is whole numbers of any number of steps."""
+def _has_steps(sample: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
+    """Whether the first row that is not all zeros is, in the sample, whole numbers of any number of steps."""
     first = int(np.argmax(largest > 0))
-    every = np.broadcast_to(rows[first], (len(usual), rows.shape[1]))
+    every = np.broadcast_to(sample[first], (len(usual), sample.shape[1]))
     return not largest[first] or bool(_fits(every, largest[first] / np.array(usual, np.float32), inside).any())
 
 

@@ -69,8 +69,9 @@ def _covered(corners: Array, area: Array, by: Array, boxes: Array, overlap: np.f
     sides = [np.maximum(np.minimum(first[axis + 2], second[axis + 2]) - np.maximum(first[axis], second[axis]), 0)
              for axis in (0, 1)]
     common = sides[0] * sides[1]
-    union = area[by][:, None] + area[boxes] - common
-    return np.asarray(~(common <= overlap * np.maximum(union, np.finfo(np.float32).tiny)))
+    with np.errstate(invalid="ignore"):     # of boxes without end
+        union = area[by][:, None] + area[boxes] - common
+    return np.asarray(common > overlap * np.maximum(union, np.finfo(np.float32).tiny))
 
 
 def ordered(boxes: Array) -> Array:

@@ -140,8 +140,12 @@ class Engine(OfPlan):
     def _for_items(self, items: int, larger: Callable[[int], Engine]) -> Engine:
         """The same engine with room for so many items; the largest so far is kept."""
         with self._enlarging:
-            if self._enlarged is None or self._enlarged.plan.batch_slots < items:
+            before = self._enlarged
+            if before is None or before.plan.batch_slots < items:
                 self._enlarged = larger(1 << (items - 1).bit_length())
+                if before:
+                    before.close()
+            assert self._enlarged is not None
             return self._enlarged
 
     @contextmanager
@@ -295,7 +299,8 @@ class Feeds:
 def _unread(plan: Plan) -> frozenset[str]:
     """The inputs of which nothing but the shapes is wanted: no step reads their memory, and no output lies there."""
     machine = plan.machine
-    if not machine.code or any(step.launch for step in machine.steps):      # it is run from its graph, or on a GPU
+    # It is run from its graph, on a GPU, or by what says nothing of its operands.
+    if not machine.code or any(step.launch or not (step.operands or step.fallback) for step in machine.steps):
         return frozenset()
     read = {view.buffer for view in machine.outputs}
     for step in machine.steps:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -38,11 +37,11 @@ from engines.plan.extents import (
     value_of,
 )
 from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
-from engines.runtime.engine import Engine, ExecutionContext, OfPlan
-from engines.runtime.policy import Policy
+from engines.runtime.engine import Engine, OfPlan
+from engines.runtime.open_context import OpenContext
+from engines.runtime.policy import MEMORY_SHARE, Policy
 from engines.runtime.staged import StagedContext
 
-MEMORY_SHARE = 0.25         # of this machine's, that they may take together
 MOST_WAITING = 16           # specialisations to be made in the background
 Key = tuple[Any, ...]       # the numbers of the open extents, and the values of deciding inputs
 Ordered = tuple[Future[None], float]        # what is made in the background, and since when
@@ -294,7 +293,7 @@ class OpenEngine(OfPlan):
 
     def _make_in_background(self, key: Key) -> None:
         try:
-            if threading.main_thread().is_alive():      # the process does not stay for what waits here
+            if not self._is_ending():
                 self._specialised(key)
         except Exception as error:      # whatever it is, the general version serves, and the thread lives on
             if not isinstance(error, EngineError | OSError):
@@ -306,6 +305,13 @@ class OpenEngine(OfPlan):
             with self._lock:
                 self._waiting.pop(key, None)
                 self._general.pop(key, None)
+
+    def _is_ending(self) -> bool:
+        """Whether the process ends, which would wait for all that was ordered: executors take nothing more then."""
+        try:
+            return self._worker is None or not self._worker.submit(int)
+        except RuntimeError:
+            return True
 
     def _specialisers(self) -> SpecialisationMaker:
         with self._lock:
@@ -347,52 +353,3 @@ class OpenEngine(OfPlan):
         have = "; ".join(map(text, self.specialised))
         return PlanTargetError(f"{self.name}: there is no specialisation for {text(self._extents(key))}, only for "
                                f"{have}; to make one, install what is missing ({error})")
-
-
-class OpenContext:
-    """Contexts of specialisations, one for each that its owner has met. One owner thread at a time.
-
-        context.at({"x": (1, 77)})      # then as an ExecutionContext for these shapes
-    """
-
-    def __init__(self, engine: OpenEngine, cpus: Sequence[int] | None) -> None:
-        self._engine, self._cpus = engine, cpus
-        self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
-        self._now = self.at(engine.usual_shapes())
-
-    def at(self, shapes: Shapes) -> ExecutionContext:
-        """The context for inputs of these shapes, which are those of what follows. Raises InputError, or what
-        specialising raises."""
-        engine = self._engine.at(shapes)
-        context = self._contexts.get(engine)
-        if context is None:
-            context = self._contexts[engine] = engine.create_context(self._cpus)
-        self._now = context
-        return context
-
-    @property
-    def plan(self) -> Plan:
-        return self._now.plan
-
-    def input(self, name: str, batch: int = 1) -> Array:
-        return self._now.input(name, batch)
-
-    def execute(self, batch: int = 1) -> None:
-        self._now.execute(batch)
-
-    def output(self, name: str, batch: int = 1) -> Array:
-        return self._now.output(name, batch)
-
-    def bind(self, name: str, array: Any) -> None:
-        self._now.bind(name, array)
-
-    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
-        return self._now.profile(batch, repeats)
-
-    def close(self) -> None:
-        """Stop the threads of all of them."""
-        for context in self._contexts.values():
-            context.close()
-
-
-AnyContext = ExecutionContext | OpenContext | StagedContext

@@ -7,6 +7,7 @@ from engines.errors import ConfigError, did_you_mean
 
 WAYS = ("wait", "background", "off")
 MOST = 16                   # specialisations in memory, by default
+MEMORY_SHARE = 0.25         # of this machine's memory, that they may take together
 PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
 
 

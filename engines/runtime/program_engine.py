@@ -66,7 +66,14 @@ class Segment:
                  lock: threading.Lock, watch: Watch | None = None) -> None:
         """watch: called with all that it is fed."""
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
-        self._engines = {signature_of_plan(plan): engine(plan) for plan in part.plans}
+        self._engines: dict[Signature, SegmentEngine] = {}
+        self._given: dict[Signature, Plan] = {}
+        for plan in part.plans:
+            self._add(signature_of_plan(plan), plan)
+
+    def _add(self, signature: Signature, plan: Plan) -> None:
+        self._given[signature] = plan
+        self._engines[signature] = self._engine(plan)
 
     def __call__(self, given: Sequence[Array]) -> list[Array]:
         feed = dict(zip(self.part.inputs, given, strict=True))
@@ -99,15 +106,17 @@ class Segment:
         if engine is None:
             with self._lock:
                 if signature not in self._engines:
-                    self._engines[signature] = self._engine(self._maker().plan(self.part, feed))
+                    self._add(signature, self._maker().plan(self.part, feed))
                 engine = self._engines[signature]
         return engine
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those of its engines, with all that they have been specialised for."""
-        return tuple(engine.whole_plan() if isinstance(engine, OpenEngine) else engine.plan
-                     for engine in self._engines.values())
+        """Those of its engines, with all that they have been specialised for; for another machine as they were made."""
+        return tuple(
+            given if engine.plan.machine.target != given.machine.target else
+            engine.whole_plan() if isinstance(engine, OpenEngine) else engine.plan
+            for given, engine in zip(self._given.values(), self._engines.values(), strict=True))
 
     @property
     def engines(self) -> tuple[SegmentEngine, ...]:

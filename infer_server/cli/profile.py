@@ -11,7 +11,7 @@ from engines.errors import InputError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Step
 from engines.plan.roofline import Bound, Peaks, bound
-from engines.runtime.open_engine import AnyContext
+from engines.runtime.open_context import AnyContext
 from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import Cell, table
 

@@ -20,7 +20,8 @@ from engines.machine.cpu import allowed_cpus
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor
 from engines.runtime.engine import Engine, Feeds
-from engines.runtime.open_engine import AnyContext, OpenEngine
+from engines.runtime.open_context import AnyContext
+from engines.runtime.open_engine import OpenEngine
 from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import guarded, parse_shapes, positive, seconds
 from infer_server.cli.profile import as_json, header, profile, slowest

@@ -79,6 +79,16 @@ def test_a_cache_of_another_graph_or_calibrator_is_replaced(tmp_path):
     assert "mse was asked for" in load_or_make(path, "def456", lambda: TABLE, calibrator="mse").note
 
 
+def test_a_cache_without_ranges_for_some_tensors_of_a_shape_is_made_again_and_keeps_what_it_had(tmp_path):
+    path = tmp_path / "calib.cache"
+    other = CalibrationTable(TABLE.calibrator, TABLE.model_hash, 64, {"of another shape": (0.0, 1.0)})
+    write_table(TABLE, path)
+    assert "taken" in load_or_make(path, TABLE.model_hash, lambda: other, tensors=list(TABLE.ranges)).note
+    found = load_or_make(path, TABLE.model_hash, lambda: other, tensors=["of another shape"])
+    assert "no ranges for 1 tensors" in found.note
+    assert found.table.ranges == {**TABLE.ranges, **other.ranges} and read_table(path) == found.table
+
+
 def test_a_tensorrt_cache_is_taken_for_any_graph(tmp_path):
     path = tmp_path / "calib.cache"
     path.write_text("TRT-8510-EntropyCalibration2\nlayer: 1/relu: 3d418306\n")

@@ -124,6 +124,9 @@ class Refusing:
     """A context that keeps what abort() raises, as gRPC does."""
     kept: Exception
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         self.kept = RuntimeError(code, details)
         raise self.kept

@@ -71,7 +71,7 @@ class TensorRtSession:
 
     def assemble(self, chosen: TensorRtChosen) -> MachinePart:
         """Raises ConfigError: TensorRT does not take the model."""
-        from engines.backends.tensorrt.build import build
+        from engines.backends.tensorrt.build import Layer, build
         from engines.backends.tensorrt.model import halved, symmetric
         from engines.frontend.onnx_export import onnx_from_graph
         graph, most = chosen.graph, max(chosen.max_batch, 1)
@@ -82,11 +82,12 @@ class TensorRtSession:
                       exact=precision == "fp32")
         names = (*graph.inputs, *graph.outputs)
         views = [_view(graph, name, number) for number, name in enumerate(names)]
-        split, last = len(graph.inputs), len(built.layers)
+        layers = built.layers or (Layer(graph.name, "whole", "", ""),)     # where the log lists none
+        split, last = len(graph.inputs), len(layers)
         buffers = tuple(Buffer(view.name, _bytes(view, chosen.max_batch), -1 if number < split else 0, last)
                         for number, view in enumerate(views))
         steps = tuple(Step(symbol=layer.name, operands=(), rows_per_item=0, name=layer.name, precision=precision,
-                           tactic=f"{layer.kind}: {layer.tensors}") for layer in built.layers)
+                           tactic=f"{layer.kind}: {layer.tensors}") for layer in layers)
         return MachinePart("tensorrt", self.target, tuple(views[:split]), tuple(views[split:]), buffers, steps,
                            cpu={"model": f"{self.target} {self.module.__version__}"}, code=(built.engine,))
 

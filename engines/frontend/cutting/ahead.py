@@ -12,7 +12,8 @@ import onnx
 from onnx import helper
 
 from engines.frontend.branches import made_in
-from engines.frontend.cutting.facts import is_standard, kinds_of, reads, subgraphs
+from engines.frontend.cutting.facts import is_standard, kinds_of, reads
+from engines.frontend.names import graphs_in
 from engines.ir.graph import Array
 
 _OF_ONE = frozenset({"Abs", "Cast", "Ceil", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "HardSwish", "Identity",
@@ -36,16 +37,16 @@ def _is_repeated(node: onnx.NodeProto) -> bool:
 
 
 def _every(graph: onnx.GraphProto) -> Sequence[onnx.NodeProto]:
-    return [inner for node in graph.node for inner in (node, *(n for g in subgraphs(node) for n in _every(g)))]
+    return [inner for node in graph.node for inner in (node, *(n for g in graphs_in(node) for n in _every(g)))]
 
 
 def _rewrite(graph: onnx.GraphProto, ranks: _Ranks, weights: Collection[str]) -> None:
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        for inner in subgraphs(node):
+        for inner in graphs_in(node):
             _rewrite(inner, ranks, weights)
         if _is_repeated(node):
-            (body,) = subgraphs(node)
+            (body,) = graphs_in(node)
             of_body = {tensor.name: len(tensor.dims) for tensor in body.initializer}
             nodes += _Rows(node, body, {**ranks, **of_body}, weights).taken_out(graph)
         nodes.append(node)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from engines.frontend.cutting.facts import is_standard, subgraphs
+from engines.frontend.cutting.facts import is_standard
+from engines.frontend.names import graphs_in
 from engines.frontend.operators.contrib.bounded import DOMAIN
 
 
@@ -23,7 +24,7 @@ def _rewrite(graph: onnx.GraphProto) -> list[str]:
     nodes: list[onnx.NodeProto] = []
     made: list[str] = []
     for node in graph.node:
-        for inner in subgraphs(node):
+        for inner in graphs_in(node):
             made += _rewrite(inner)
         if node.op_type != "NonMaxSuppression" or not is_standard(node):
             nodes.append(node)

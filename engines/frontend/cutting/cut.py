@@ -34,11 +34,11 @@ from engines.frontend.cutting.facts import (
     is_standard,
     kinds_of,
     reads,
-    subgraphs,
 )
 from engines.frontend.cutting.liveness import with_drops
 from engines.frontend.cutting.loops import read_from_around
 from engines.frontend.cutting.names import in_one_scope
+from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import OnnxModel, array_of
 from engines.frontend.onnx_import import node_of
 from engines.frontend.operators.contrib.bounded import DOMAIN
@@ -215,7 +215,7 @@ class _Walk:
                         return _HOST
                     phase = max(phase, self.values[name].phase + 1)
         if node.op_type == "If" and is_standard(node) and not all(
-                self._is_flat(branch, phase) for branch in subgraphs(node)):
+                self._is_flat(branch, phase) for branch in graphs_in(node)):
             return _HOST
         self._make(node, read, phase)
         return phase

@@ -1,13 +1,14 @@
 """What the cut asks about ONNX nodes: which inputs they need by value, which only the host runs, what they read."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import onnx
 from onnx import helper, numpy_helper
 
 from engines.frontend.branches import made_in
+from engines.frontend.names import graphs_in
 from engines.ir.graph import Array
 
 # Inputs whose values the importer must know, by operator of the default domain: shapes follow from them.
@@ -34,16 +35,9 @@ def is_standard(node: onnx.NodeProto) -> bool:
     return node.domain in ("", "ai.onnx")
 
 
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def reads(node: onnx.NodeProto) -> list[str]:
     """The tensors that a node reads, those that graphs in it take from around it among them, each once."""
-    return list(dict.fromkeys([*filter(None, node.input), *(name for g in subgraphs(node) for name in captured(g))]))
+    return list(dict.fromkeys([*filter(None, node.input), *(name for g in graphs_in(node) for name in captured(g))]))
 
 
 def captured(graph: onnx.GraphProto) -> list[str]:
@@ -71,7 +65,7 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
         found.update({value.name: value.type for value in (*graph.input, *graph.output, *graph.value_info)
                       if value.type.WhichOneof("value")})
         for node in graph.node:
-            for inner in subgraphs(node):
+            for inner in graphs_in(node):
                 look(inner)
 
     look(model.graph)

@@ -5,7 +5,8 @@ import onnx
 from onnx import helper
 
 from engines.frontend.branches import rename
-from engines.frontend.cutting.facts import is_standard, subgraphs
+from engines.frontend.cutting.facts import is_standard
+from engines.frontend.names import graphs_in
 
 
 def read_from_around(graph: onnx.GraphProto) -> None:
@@ -15,7 +16,7 @@ def read_from_around(graph: onnx.GraphProto) -> None:
         if node.op_type == "Loop" and is_standard(node):
             nodes += _without_invariants(node)
         nodes.append(node)
-        for inner in subgraphs(node):
+        for inner in graphs_in(node):
             read_from_around(inner)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -23,7 +24,7 @@ def read_from_around(graph: onnx.GraphProto) -> None:
 
 def _without_invariants(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Takes the values that do not change out of a Loop; gives what makes its outputs for them."""
-    (body,) = subgraphs(node)
+    (body,) = graphs_in(node)
     source = {inner.output[0]: inner.input[0] for inner in body.node if inner.op_type == "Identity"}
     made = []
     for index in reversed(range(2, len(node.input))):

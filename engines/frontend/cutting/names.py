@@ -4,7 +4,7 @@ from __future__ import annotations
 import onnx
 
 from engines.frontend.branches import made_in, rename
-from engines.frontend.cutting.facts import subgraphs
+from engines.frontend.names import graphs_in
 
 
 def in_one_scope(graph: onnx.GraphProto) -> onnx.GraphProto:
@@ -17,7 +17,7 @@ def in_one_scope(graph: onnx.GraphProto) -> onnx.GraphProto:
 
 def _separate(graph: onnx.GraphProto, taken: set[str]) -> None:
     for index, node in enumerate(graph.node):
-        for inner in subgraphs(node):
+        for inner in graphs_in(node):
             own = made_in(inner)
             place = node.name or next(iter(node.output), str(index))
             rename(inner, {name: _free(f"{place}.{name}", taken | own) for name in sorted(own & taken)})

@@ -57,5 +57,6 @@ class Suppression(Problem):
             np.minimum(first, second), np.maximum(first, second))
         area = (high - low).prod(1)
         common = np.maximum(np.minimum(high[taken], high[box]) - np.maximum(low[taken], low[box]), 0).prod(1)
-        union = np.maximum(area[taken] + area[box] - common, np.finfo(np.float32).tiny)
+        with np.errstate(invalid="ignore"):     # of boxes without end
+            union = np.maximum(area[taken] + area[box] - common, np.finfo(np.float32).tiny)
         return bool((common > overlap * union).any())

@@ -78,10 +78,12 @@ def _repeated(node: Node, items: Dim, channels: Dim, height: int, width: int) ->
     """Whatever its coordinates: of numbered pixels each is there a number of times, both ways."""
     if node.attrs.get("mode", "nearest") != "nearest" or "sizes" in node.attrs or len(node.inputs) > 1:
         return ()
+    if tuple(node.attrs["scales"][:2]) != (1, 1):
+        return ()
     pixels = np.arange(height * width, dtype=np.float32).reshape(1, 1, height, width)
     made, = op_of(node.op).reference(node, pixels)
     down, right = made.shape[2] // height, made.shape[3] // width
-    if made.shape[:2] != (1, 1) or not np.array_equal(made, pixels.repeat(down, 2).repeat(right, 3)):
+    if not np.array_equal(made, pixels.repeat(down, 2).repeat(right, 3)):
         return ()
     repeated = (items, channels, height, down, width, right)
     return (_reshape(items, channels, height, 1, width, 1), ("Expand", {"shape": repeated}, repeated),

@@ -47,6 +47,18 @@ def test_the_reference_takes_the_same_boxes(boxes, limit, most, overlap, least, 
     assert (len(got) > 0) == (most > 0 and least < 1)
 
 
+@EVERY_WIDTH
+def test_a_score_that_is_no_number_comes_last_and_a_box_without_end_covers_none(runner):
+    corners, scores = np.zeros((1, BATCH, 3, 4), np.float32), np.zeros((1, BATCH, CLASSES, 3), np.float32)
+    corners[..., :2] = np.arange(3, dtype=np.float32)[:, None] * 10
+    corners[..., 2:] = corners[..., :2] + 5
+    corners[:, 1, :2] = [-np.inf, -np.inf, np.inf, np.inf]
+    scores[:] = [0.5, np.nan, 0.9]
+    expected, got = chosen(spec_of(3, 3), runner, corners, scores, 3, 0.5, -np.inf)
+    np.testing.assert_array_equal(got, expected)
+    assert got[:3, 2].tolist() == [2, 0, 1] and len(got) == 18
+
+
 def test_a_wrong_share_is_caught():
     _, strict = chosen(spec_of(40, 40), CpuRunner(PORTABLE), *draw(40), 40, 0.1, -np.inf)
     expected, _ = chosen(spec_of(40, 40), CpuRunner(PORTABLE), *draw(40), 40, 0.2, -np.inf)

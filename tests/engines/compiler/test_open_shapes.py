@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -284,7 +286,7 @@ def test_the_general_version_serves_until_the_background_is_done() -> None:
     plan, begin, done = built(pairs_net()).plan, threading.Event(), threading.Event()
 
     class Slow(Specialiser):
-        def plan(self, extents: Any) -> Any:
+        def plan(self, extents: Any, max_batch: int | None = None) -> Any:
             begin.wait()
             try:
                 return super().plan(extents)
@@ -318,7 +320,7 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
     plan, begun = built(pairs_net()).plan, threading.Event()
 
     class Noted(Specialiser):
-        def plan(self, extents: Any) -> Any:
+        def plan(self, extents: Any, max_batch: int | None = None) -> Any:
             begun.set()
             return super().plan(extents)
 
@@ -331,11 +333,37 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
     assert engine.specialised == [plan.extents, {"rows": 5, "columns": 6}]
 
 
+ENDING = """
+import time
+from engines.compiler.specialise import Specialiser
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.policy import Policy
+from tests.engines.compiler.test_open_shapes import built, pairs_net, rows
+
+plan = built(pairs_net()).plan
+
+class Slow(Specialiser):
+    def plan(self, extents, max_batch=None):
+        print("makes", flush=True)
+        time.sleep(1)
+        return super().plan(extents, max_batch)
+
+engine = OpenEngine(plan, lambda: Slow(plan), policy=Policy("background", patience=0))
+for at in (3, 5, 7):
+    engine.run(rows(at, at + 1))
+"""
+
+
+def test_a_process_that_ends_does_not_stay_for_what_waits_to_be_specialised() -> None:
+    said = subprocess.run([sys.executable, "-c", ENDING], check=True, capture_output=True, text=True).stdout
+    assert said.count("makes") <= 1
+
+
 def test_where_specialising_fails_the_general_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     plan = built(pairs_net()).plan
 
     class Broken(Specialiser):
-        def plan(self, extents: Any) -> Any:
+        def plan(self, extents: Any, max_batch: int | None = None) -> Any:
             raise ModelError("no kernel")
 
     engine = OpenEngine(plan, lambda: Broken(plan), policy=Policy("background"))

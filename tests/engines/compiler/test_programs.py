@@ -186,6 +186,13 @@ def test_a_node_that_no_segment_can_have_is_left_to_the_host() -> None:
     assert_right(build.engine(), model, {"x": np.array([3, 8], np.float32), "v": random(6, 4)})
 
 
+def test_a_program_for_another_target_has_only_segments_for_it() -> None:
+    plan = build_engine(models.chosen_rows(), timing=False, target="portable").plan
+    assert {one.machine.target for segment in plan.program.segments for one in segment.plans} == {"portable"}
+    plan = build_engine(models.chosen_rows(), timing=False, target="avx512_vnni").plan
+    assert {one.machine.target for segment in plan.program.segments for one in segment.plans} == {"avx512_vnni"}
+
+
 def test_a_stripped_program_runs_what_it_was_tried_on(tmp_path: Path) -> None:
     model = models.scanned()
     build = built(model)

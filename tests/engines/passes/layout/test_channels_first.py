@@ -20,6 +20,8 @@ ALONE: dict[str, tuple[str, dict[str, Any], list[str]]] = {
                         ["Reshape", "Expand", "Reshape"]),
     "pixels chosen": ("Resize", {"mode": "nearest", "scales": (1.0, 1.0, 1.5, 2.0)},
                       ["Transpose", "Resize", "Transpose"]),
+    "channels chosen": ("Resize", {"mode": "nearest", "scales": (1.0, 1.5, 2.0, 2.0)},
+                        ["Transpose", "Resize", "Transpose"]),
     "a pool by ones": ("MaxPool", {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1)}, ["MaxPool"]),
     "a pool that cuts": ("AveragePool", {"kernel_shape": (2, 2), "strides": (2, 2)}, ["AveragePool"]),
     "a pool by twos": ("MaxPool", {"kernel_shape": (3, 3), "strides": (2, 2)}, ["Transpose", "MaxPool", "Transpose"]),

@@ -94,6 +94,7 @@ class SuppressionKernel(Kernel[Suppression]):
                 bits = f.cast("bitcast", score + 0, isa.ints, "bits")
                 keys = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
                 keys = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", keys, keys.like(LOWEST + 1), hint="keys")
+                keys = f.select(score.compare("oeq", score), keys, keys.like(LOWEST + 1), "keys")      # NaN comes last
                 for lane in range(count):
                     key, test = (f.op(element, f"extractelement {value}, i32 {lane}", "lane")
                                  for element, value in ((I32, keys), (I1, wanted)))
@@ -156,7 +157,7 @@ class SuppressionKernel(Kernel[Suppression]):
             sides = [_extreme("ogt", side, side.like(0)) for side in sides]
             common = sides[0] * sides[1]
             union = area + own[4] - common
-            covered = common.compare("ugt", overlap * _extreme("ogt", union, union.like(TINY)))
+            covered = common.compare("ogt", overlap * _extreme("ogt", union.like(TINY), union))
             state["covered"] = f.op(covered.type, f"or {covered}, {state['covered'].name}", "covered")
         found = f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", state["covered"], hint="found")
         return found.binary("xor", 1)
