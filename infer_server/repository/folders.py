@@ -32,6 +32,11 @@ class Source:
     def folder(self) -> Path:
         return self.file.parent.parent
 
+    @property
+    def is_onnx(self) -> bool:
+        """Whether an engine is built from the file; else it is a plan, or a Python model."""
+        return self.config.kind is Kind.ENGINE and self.file.suffix == ".onnx"
+
     def path(self, given: str, parameter: str) -> Path:
         """What a parameter names from the model's folder: a file or folder of the repository. Raises
         ModelConfigError."""

@@ -83,7 +83,7 @@ class Loader:
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
 
     def _engine(self, source: Source, threads: int) -> Engine:
-        if source.file.suffix == ".onnx":
+        if source.is_onnx:
             with self.compiler.build(source, threads) as plan:
                 return self._loaded(source, plan, threads)
         try:

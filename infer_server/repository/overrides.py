@@ -5,12 +5,15 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
+from infer_server.config.kinds import Kind
 from infer_server.errors import InvalidRequestError
+from infer_server.repository.folders import Source, read_model
+from protos import model_config
 
 PREFIX = "file:"
 _MOST_PARTS = 8                 # of a path
@@ -20,7 +23,7 @@ _MOST_PARTS = 8                 # of a path
 def written(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
     """A repository with that model alone, for as long as it takes to load it: models run from memory.
 
-    Raises InvalidRequestError: a name or a path that would lie elsewhere, or that is code.
+    Raises InvalidRequestError: a name or a path that would lie elsewhere.
     """
     if not is_name(name):
         raise InvalidRequestError(f"'{name}' is no name of a model that comes with its files")
@@ -37,6 +40,18 @@ def written(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
         yield Path(folder)
 
 
+def read_written(folder: Path, name: str, message: model_config.ModelConfig | None) -> Sequence[Source]:
+    """The versions of a model in such a repository. Raises InvalidRequestError: what would execute one is code that
+    came with the request, whatever its file is called; otherwise as read_model()."""
+    sources = read_model(folder, name, message)
+    for source in sources:
+        if source.config.kind is not Kind.ENSEMBLE and not source.is_onnx:
+            raise InvalidRequestError(f"'{PREFIX}{source.version}/{source.file.name}': code is not taken from "
+                                      "requests: no Python model, and no plan, which is machine code; send a model.onnx, or put "
+                                      "the model into the repository")
+    return sources
+
+
 def is_name(name: str) -> bool:
     """Whether a model can be called so: its name is that of a folder."""
     return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
@@ -48,7 +63,4 @@ def _checked(path: str) -> PurePosixPath:
     if not 1 < len(parts) <= _MOST_PARTS or not all(map(is_name, parts)):
         raise InvalidRequestError(f"'{PREFIX}{path}': expected a path in the model's folder, such as "
                                   f"'{PREFIX}1/model.onnx'")
-    if parts[-1].endswith(".py"):
-        raise InvalidRequestError(f"'{PREFIX}{path}': code is not taken from requests; put Python models into the "
-                                  "repository")
     return PurePosixPath(path)

@@ -18,7 +18,7 @@ from infer_server.config.kinds import Kind
 from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
 from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
-from infer_server.repository.overrides import written
+from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import Place, names_in, place_of
 from infer_server.workers import in_daemon_thread
 from protos import model_config
@@ -154,9 +154,9 @@ class Repository:
             return
         with ExitStack() as until_loaded:
             folder = await in_daemon_thread(lambda: until_loaded.enter_context(written(name, files)))
-            await self._load_from(name, lambda: read_model(folder, name, message))
+            await self._load_from(name, lambda: read_written(folder, name, message))
 
-    async def _load_from(self, name: str, read: Callable[[], list[Source]]) -> None:
+    async def _load_from(self, name: str, read: Callable[[], Sequence[Source]]) -> None:
         async with self._alone(name):
             try:
                 for needed in await in_daemon_thread(lambda: self._steps_of(name, read, ())):
@@ -188,7 +188,7 @@ class Repository:
         place.fetch(name)
         return read_model(place.path, name, message)
 
-    def _steps_of(self, name: str, read: Callable[[], list[Source]], above: tuple[str, ...]) -> list[str]:
+    def _steps_of(self, name: str, read: Callable[[], Sequence[Source]], above: tuple[str, ...]) -> list[str]:
         """The models that an ensemble calls, each after those that it calls itself. Blocks.
 
         Raises RepositoryError: it calls itself. What cannot be read is found out when it is loaded.

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from infer_server.errors import InvalidRequestError
+from infer_server.repository.building import Compiler
 from infer_server.repository.overrides import written
 from tests.infer_server.endpoints.test_http import CLOSE, ask, post
 from tests.infer_server.numpy_engine import write_model
@@ -48,16 +50,18 @@ def plan(kind: str = "echo") -> bytes:
     return json.dumps({"kind": kind}).encode()
 
 
-def test_a_load_may_bring_the_models_files(client: Any, server: RunningServer) -> None:
+def test_a_load_may_bring_the_models_files(
+        client: Any, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiler, "build", lambda self, source, threads: nullcontext(source.file))
     for name in ("affine", "of a client"):
-        client.load_model(name, config="{}", files={"file:3/model.plan": plan(), "file:labels.d/a.txt": b"a"})
+        client.load_model(name, config="{}", files={"file:3/model.onnx": plan(), "file:labels.d/a.txt": b"a"})
         assert answer(client, name) == [1, 2, 3, 4] and client.is_model_ready(name, "3")
         client.unload_model(name)
     client.load_model("affine")
     assert answer(client, "affine") == [3, 5, 7, 9], "what the repository has is served again"
-    client.load_model("affine", config="{}", files={"file:1/model.plan": plan()})
+    client.load_model("affine", config="{}", files={"file:1/model.onnx": plan()})
     with pytest.raises(InferenceServerException, match="is no plan"):
-        client.load_model("affine", config="{}", files={"file:1/model.plan": b"\0"})
+        client.load_model("affine", config="{}", files={"file:1/model.onnx": b"\0"})
     assert answer(client, "affine") == [1, 2, 3, 4], "what was loaded goes on"
     client.load_model("affine")
     assert not (server.server.repository._places[0].path / "of a client").exists()
@@ -66,13 +70,22 @@ def test_a_load_may_bring_the_models_files(client: Any, server: RunningServer) -
 @pytest.mark.parametrize(("name", "path", "said"), [
     ("m", "../m/1/model.plan", "expected a path in the model's folder"), ("m", "/etc/cron.d/x", "expected a path"),
     ("m", "1/../../x", "expected a path"), ("m", "1//x", "expected a path"), ("m", "x", "expected a path"),
-    ("m", "1/\0", "expected a path"), ("m", "1/model.py", "code is not taken from requests"),
+    ("m", "1/\0", "expected a path"),
     ("../m", "1/model.plan", "is no name of a model"), ("..", "1/model.plan", "is no name"),
     ("", "1/model.plan", "is no name"), (".m", "1/model.plan", "is no name"), ("a/b", "1/model.plan", "is no name"),
 ])
 def test_files_that_would_lie_elsewhere_are_refused(name: str, path: str, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said), written(name, {path: b""}):
         pass
+
+
+def test_code_is_not_taken_from_requests(client: Any) -> None:
+    for file in ("model.plan", "model.py", "model.pyc", "model.so", "model"):
+        for config in ({}, {"backend": "python"}, {"platform": "tensorrt_plan"},
+                       {"default_model_filename": file}, {"default_model_filename": file, "backend": "python"}):
+            with pytest.raises(InferenceServerException, match="code is not taken from requests"):
+                client.load_model("m", config=json.dumps(config), files={f"file:1/{file}": plan()})
+    assert not client.is_model_ready("m")
 
 
 def test_a_file_that_is_also_a_folder_is_refused() -> None:
@@ -82,8 +95,8 @@ def test_a_file_that_is_also_a_folder_is_refused() -> None:
 
 def test_files_come_with_a_configuration_and_as_base64(client: Any, server: RunningServer) -> None:
     with pytest.raises(InferenceServerException, match="give the parameter 'config'"):
-        client.load_model("m", files={"file:1/model.plan": plan()})
-    body = json.dumps({"parameters": {"config": "{}", "file:1/model.plan": "%%"}}).encode()
+        client.load_model("m", files={"file:1/model.onnx": plan()})
+    body = json.dumps({"parameters": {"config": "{}", "file:1/model.onnx": "%%"}}).encode()
     assert b"expected base64" in ask(server, post("/v2/repository/models/m/load", body, CLOSE))
 
 
