@@ -3,7 +3,7 @@
     ServeError
     ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
-    ├── RepositoryError ── ModelConfigError
+    ├── RepositoryError ── ModelConfigError, FetchError
     └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
         NotServedError, ExecutionError
 """
@@ -75,3 +75,7 @@ class RepositoryError(ServeError):
 
 class ModelConfigError(RepositoryError):
     """A config.pbtxt is wrong, or does not fit the model."""
+
+
+class FetchError(RepositoryError):
+    """A model could not be copied from where it is, which may go better the next time."""

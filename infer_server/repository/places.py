@@ -19,11 +19,11 @@ class Place(ABC):
 
     @abstractmethod
     def fetch(self, name: str) -> None:
-        """Brings path/<name> up to date, until release(). Raises RepositoryError."""
+        """Brings path/<name> up to date, until release(). Raises RepositoryError; FetchError: the next time it may succeed."""
 
     @abstractmethod
     def release(self, name: str) -> None:
-        """A model is unloaded: its files are not needed."""
+        """A model is unloaded: its files are not needed. Returns at once."""
 
     @abstractmethod
     def fingerprint(self, name: str) -> Hashable:

@@ -1,7 +1,8 @@
 """Looks for what has changed in the repository, from time to time: model control mode poll.
 
 A model is loaded when its files are as they were at the look before: what is still being copied is let alone, and what
-was loaded goes on. One that cannot be loaded is tried again when it changes.
+was loaded goes on. One that cannot be loaded is tried again when it changes; one that could not be copied, at each
+look.
 """
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ class Poller:
         unsettled = False
         while True:
             await asyncio.sleep(min(_SETTLING_SECS, self._secs) if unsettled else self._secs)
-            unsettled = await self.look()
+            try:
+                unsettled = await self.look()
+            except Exception:                           # our bug; the next look may go better
+                log.exception("polling failed")
 
     async def look(self) -> bool:
         """Loads and unloads what has changed. True: something still changes."""
@@ -50,7 +54,8 @@ class Poller:
             self._reported = str(error)
             return False
         self._reported, seen, self._seen = "", self._seen, found
-        changed = [name for name in found if found[name] != self._loaded.get(name)]
+        changed = [name for name in found
+                   if found[name] != self._loaded.get(name) or name in self._repository.unfetched]
         for name in changed:
             if found[name] == seen.get(name):
                 self._loaded[name] = found[name]
@@ -58,13 +63,15 @@ class Poller:
         for name in self._loaded.keys() - found.keys():
             del self._loaded[name]
             await self._quietly(self._repository.unload(name))
-        return any(found[name] != self._loaded.get(name) for name in changed)
+        return any(found[name] != seen.get(name) for name in changed)
 
     async def _quietly(self, change: Awaitable[None]) -> None:
         try:
             await change
         except ServeError as error:                     # which the log has, and the index
             log.debug("polling: %s", error)
+        except Exception:                               # our bug, which the other models must not notice
+            log.exception("polling failed")
 
     async def _look(self) -> Mapping[str, Hashable]:
         return await in_daemon_thread(lambda: {name: place.fingerprint(name)

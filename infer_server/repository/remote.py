@@ -24,7 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from infer_server.errors import RepositoryError
+from engines.files import atomic_write
+from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.overrides import is_name
 from infer_server.repository.places import Place
 
@@ -65,7 +66,7 @@ class RemoteFolder(Place):
             self._files.invalidate_cache()
             found = self._files.ls(self._root, detail=True)
         except Exception as error:                  # every store has errors of its own
-            raise RepositoryError(f"model repository {self}: {type(error).__name__}: {error}") from error
+            raise FetchError(f"model repository {self}: {type(error).__name__}: {error}") from error
         names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"}
         return sorted(filter(is_name, names))
 
@@ -75,18 +76,20 @@ class RemoteFolder(Place):
     def fetch(self, name: str) -> None:
         with self._lock:
             self._held.add(name)
-            self._fetch(name)
+            try:
+                self._fetch(name)
+            except OSError as error:            # of the disk
+                raise FetchError(f"{self}/{name}: {error}") from error
 
     def release(self, name: str) -> None:
-        with self._lock:
-            self._held.discard(name)
+        self._held.discard(name)                # without the lock: a copy of another model may take minutes
 
     def _fetch(self, name: str) -> None:
         folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)
         versions = _versions(about)
         if not versions:
-            raise RepositoryError(f"{self}/{name} has no files")
-        here: dict[str, str] = json.loads(manifest.read_text()) if manifest.exists() else {}
+            raise FetchError(f"{self}/{name} has no files")
+        here = _read_manifest(manifest)
         changed = [path for path, version in versions.items()
                    if here.get(path) != version or not (folder / path).is_file()]
         if changed:
@@ -95,18 +98,20 @@ class RemoteFolder(Place):
                 for path in changed:
                     self._copy(f"{name}/{path}", Path(incoming, path), _size(about[path]))
                 if _versions(self._about(name)) != versions:
-                    raise RepositoryError(f"{self}/{name} was changed while it was copied; load it again")
+                    raise FetchError(f"{self}/{name} was changed while it was copied; load it again")
                 manifest.unlink(missing_ok=True)    # until all is in place
                 for path in changed:
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
                     os.replace(Path(incoming, path), folder / path)
             log.info("copied %d files of %s/%s", len(changed), self, name)
-        for path in here.keys() - versions.keys():
-            (folder / path).unlink(missing_ok=True)
+        for file in list(folder.rglob("*")):    # whatever the manifest knew: it is gone after a copy that failed
+            if not file.is_dir() and file.relative_to(folder).as_posix() not in versions:
+                file.unlink()
         for empty in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
             if not any(empty.iterdir()):
                 empty.rmdir()
-        manifest.write_text(json.dumps(versions))   # its time is that of the last use
+        with atomic_write(manifest) as new:     # its time is that of the last use
+            new.write(json.dumps(versions).encode())
 
     def _about(self, name: str) -> dict[str, Mapping[str, Any]]:
         """What the store says of each file of a model, by its path in the model's folder; hidden files are left out."""
@@ -115,7 +120,7 @@ class RemoteFolder(Place):
             self._files.invalidate_cache()
             found: dict[str, Mapping[str, Any]] = self._files.find(root, detail=True)
         except Exception as error:
-            raise RepositoryError(f"{self}/{name}: {type(error).__name__}: {error}") from error
+            raise FetchError(f"{self}/{name}: {type(error).__name__}: {error}") from error
         files = {path.partition(root)[2]: about for path, about in found.items()}
         for path in files:
             if not {"", ".", ".."}.isdisjoint(path.split("/")):     # the name of an object may be anything
@@ -127,9 +132,9 @@ class RemoteFolder(Place):
         try:
             self._files.get_file(f"{self._root}/{path}", str(to))
         except Exception as error:
-            raise RepositoryError(f"{self}/{path}: {type(error).__name__}: {error}") from error
+            raise FetchError(f"{self}/{path}: {type(error).__name__}: {error}") from error
         if to.stat().st_size != size:
-            raise RepositoryError(f"{self}/{path}: {to.stat().st_size} bytes came of {size}; load it again")
+            raise FetchError(f"{self}/{path}: {to.stat().st_size} bytes came of {size}; load it again")
 
     def _make_room(self, name: str, wanted: int) -> None:
         """Removes copies of models that are not loaded, those used last at last, until there is room for a model."""
@@ -170,6 +175,15 @@ def _lock(folder: Path) -> int:
         os.close(file)
         raise RepositoryError(f"{folder} is another server's: give this one a --repository-cache of its own") from error
     return file
+
+
+def _read_manifest(file: Path) -> dict[str, str]:
+    """The version of each file of a copy; of none where that is not known, so that all are copied again."""
+    try:
+        versions = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return versions if isinstance(versions, dict) else {}
 
 
 def _size(about: Mapping[str, Any]) -> int:

@@ -13,9 +13,17 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import TypeVar
 
 from infer_server.config.kinds import Kind
-from infer_server.errors import InvalidRequestError, RepositoryError, ServeError, UnavailableError, UnknownModelError
+from infer_server.errors import (
+    FetchError,
+    InvalidRequestError,
+    RepositoryError,
+    ServeError,
+    UnavailableError,
+    UnknownModelError,
+)
 from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
@@ -24,6 +32,7 @@ from infer_server.workers import in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
 _LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
@@ -69,6 +78,7 @@ class Repository:
         self._users = Counter[str]()                        # of each lock
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._loads = asyncio.Semaphore(_LOADS)
+        self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
     def find(self, name: str, version: str = "") -> Model:
         """A ready model: the version asked for, else the highest ready one.
@@ -161,8 +171,11 @@ class Repository:
             try:
                 for needed in await in_daemon_thread(lambda: self._steps_of(name, read, ())):
                     await self._load_needed(needed)
-                sources = await in_daemon_thread(read)
+                sources = await in_daemon_thread(lambda: _told(read))
+                self.unfetched.discard(name)
             except RepositoryError as error:
+                if isinstance(error, FetchError):
+                    self.unfetched.add(name)
                 if name not in self._versions:
                     self._reasons[name] = str(error)
                 log.error("model '%s' cannot be loaded: %s", name, error)
@@ -196,7 +209,7 @@ class Repository:
         if name in above:
             raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
         try:
-            steps = read()[0].config.steps
+            steps = _told(read)[0].config.steps
         except RepositoryError:
             return []
         needed: list[str] = []
@@ -256,7 +269,7 @@ class Repository:
         try:
             async with self._loads:
                 began = time.monotonic()
-                model = await in_daemon_thread(lambda: self._load(source))
+                model = await in_daemon_thread(lambda: _told(lambda: self._load(source)))
                 model.load_secs = time.monotonic() - began
         except RepositoryError as error:
             if before.model is None:
@@ -272,6 +285,15 @@ class Repository:
 
     async def _drain(self, models: Iterable[Model]) -> None:
         await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))
+
+
+def _told(read: Callable[[], T]) -> T:
+    """What `read` returns. Raises RepositoryError for the errors of the disk, and of what is on it, as well: one model
+    must not keep the others from being served."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        raise RepositoryError(f"{type(error).__name__}: {error}") from error
 
 
 def _not_ready(what: str, status: Status) -> str:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from infer_server.errors import RepositoryError
+import infer_server.repository.remote
+from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.remote import RemoteFolder
 from infer_server.server import places_of
 from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -113,6 +115,61 @@ def test_what_cannot_be_read_says_why(store: Any, tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="is no path in the model's folder"):
         folder.fetch("m")
     assert not (tmp_path / "outside").exists()
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_manifest_that_is_no_json_costs_a_copy_and_no_more(store: Any, tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder = remote(tmp_path)
+    for damaged in ("", "[]", "{"):
+        folder.fetch("m")
+        (folder.path / ".manifests" / "m").write_text(damaged)
+        (folder.path / "m" / "1" / "model.plan").write_text("other")
+        folder.fetch("m")
+        assert copies(folder) == {"m/1/model.plan": b"one"}
+        assert list((folder.path / ".manifests").iterdir()) == [folder.path / ".manifests" / "m"]
+
+
+def test_one_model_that_the_disk_refuses_leaves_the_others_alone_and_is_tried_again(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "local"
+    write_model(repository, "good")
+    write_model(repository, "bad", config='default_model_filename: "{}"'.format("x" * 300))
+    put(store, "m/1/model.plan", b'{"kind": "echo"}')
+    with monkeypatch.context() as patch:
+        patch.setattr(infer_server.repository.remote.os, "replace", full)
+        with serving(tmp_path, model_repositories=(repository, "memory://models"), repository_cache=tmp_path / "store",
+                     poll_secs=0.05) as running, triton.InferenceServerClient(running.address) as client:
+            failures = running.server.failures()
+            assert "name too long" in failures["bad version 1"] and "No space left" in failures["m"]
+            assert running.server.repository.versions("good") == [1]
+            patch.undo()
+            assert eventually(lambda: client.is_model_ready("m")), "at a later look, though nothing has changed"
+            files, failing = running.server._poller._places[1]._files, [True]      # type: ignore[union-attr]
+            get_file = files.get_file
+            patch.setattr(files, "get_file", lambda *given: full() if failing else get_file(*given))
+            put(store, "m/2/model.plan", b'{"kind": "affine"}')
+            assert eventually(lambda: "m" in running.server.repository.unfetched)
+            failing.clear()
+            assert eventually(lambda: client.is_model_ready("m", "2"))
+
+
+def test_what_is_gone_is_removed_after_a_copy_that_failed(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "m/1/model.plan", b"one")
+    put(store, "m/2/model.plan", b"two")
+    folder = remote(tmp_path)
+    folder.fetch("m")
+    put(store, "m/2/model.plan", b"new")
+    with monkeypatch.context() as patch, pytest.raises(FetchError, match="No space left"):
+        patch.setattr(infer_server.repository.remote.os, "replace", full)
+        folder.fetch("m")
+    store.rm("/models/m/1", recursive=True)
+    folder.fetch("m")
+    assert copies(folder) == {"m/2/model.plan": b"new"}
 
 
 def answer(client: triton.InferenceServerClient) -> Any:
