@@ -121,7 +121,8 @@ class RemoteFolder(Place):
             found: dict[str, Mapping[str, Any]] = self._files.find(root, detail=True)
         except Exception as error:
             raise FetchError(f"{self}/{name}: {type(error).__name__}: {error}") from error
-        files = {path.partition(root)[2]: about for path, about in found.items()}
+        files = {path.partition(root)[2]: about for path, about in found.items()
+                 if not path.endswith("/") or _size(about)}         # which consoles of stores make for a folder
         for path in files:
             if not {"", ".", ".."}.isdisjoint(path.split("/")):     # the name of an object may be anything
                 raise RepositoryError(f"{self}/{name}: '{path}' is no path in the model's folder")

@@ -241,8 +241,6 @@ class Repository:
             self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
             await self._drain(models)
             self._versions[name] = {version: Status(State.UNAVAILABLE, _UNLOADED) for version in statuses}
-            for place in self._places:
-                place.release(name)
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
@@ -252,11 +250,17 @@ class Repository:
 
     @asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[None]:
-        """One load or unload of a model at a time; tells of the change at its end."""
+        """One load or unload of a model at a time; at its end tells of the change, and releases the files of a model
+        of which nothing is served."""
         self._users[name] += 1
         try:
             async with self._locks.setdefault(name, asyncio.Lock()):
-                yield
+                try:
+                    yield
+                finally:
+                    if not self.versions(name):
+                        for place in self._places:
+                            place.release(name)
         finally:
             self._users[name] -= 1
             if not self._users[name]:

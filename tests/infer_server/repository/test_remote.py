@@ -157,6 +157,27 @@ def test_one_model_that_the_disk_refuses_leaves_the_others_alone_and_is_tried_ag
             assert eventually(lambda: client.is_model_ready("m", "2"))
 
 
+def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b"no plan")
+    put(store, "good/1/model.plan", b'{"kind": "echo"}')
+    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
+        repository = running.server.repository
+        assert "m version 1" in running.server.failures() and repository._places[0]._held == {"good"}
+        running.run(repository.unload("good"))
+        assert not repository._places[0]._held
+
+
+def test_what_a_store_keeps_for_an_empty_folder_is_no_file(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "m/1/model.plan", b"one")
+    folder = remote(tmp_path)
+    find = folder._files.find
+    monkeypatch.setattr(folder._files, "find", lambda root, detail: {
+        root: {"size": 0}, f"{root}3/": {"size": 0, "type": "file"}, **find(root, detail=detail)})
+    folder.fetch("m")
+    assert copies(folder) == {"m/1/model.plan": b"one"}
+
+
 def test_what_is_gone_is_removed_after_a_copy_that_failed(
         store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "m/1/model.plan", b"one")
