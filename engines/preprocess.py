@@ -34,6 +34,7 @@ from engines.ir.graph import Dim
 from engines.ir.pixels import Pixels
 
 USUAL_SIZE = (224, 224)         # of pictures for an input of any height and width
+_MOST_RESIZED = 1 << 24         # pixels of a picture that is resized whole: a row of 1000 would have four times as many
 CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
 INTERPOLATIONS = MappingProxyType({
     "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
@@ -150,9 +151,13 @@ class Preprocess:
         if self.resize == "shorter-side":
             factor = max(whole_height / picture.height, whole_width / picture.width)
             whole_height, whole_width = round(picture.height * factor), round(picture.width * factor)
-        picture = picture.resize((whole_width, whole_height), INTERPOLATIONS[self.interpolation])
         left, top = (whole_width - width) // 2, (whole_height - height) // 2
-        return picture.crop((left, top, left + width, top + height))
+        kept = (left, top, left + width, top + height)
+        if whole_width * whole_height > _MOST_RESIZED:
+            scales = (picture.width, whole_width), (picture.height, whole_height)
+            box = tuple(edge * size / whole for edge, (size, whole) in zip(kept, scales * 2, strict=True))
+            return picture.resize((width, height), INTERPOLATIONS[self.interpolation], box)
+        return picture.resize((whole_width, whole_height), INTERPOLATIONS[self.interpolation]).crop(kept)
 
     # ---- as data
     @staticmethod

@@ -142,3 +142,20 @@ def test_a_toml_file_with_a_mistake_is_refused(tmp_path, text, complaint):
 def test_neither_a_file_nor_a_preset_names_the_nearest_preset():
     with pytest.raises(ConfigError, match="did you mean 'inception'"):
         load_preprocess("inceptoin")
+
+
+def test_a_picture_is_never_resized_to_far_more_than_is_kept_of_it(picture, monkeypatch):
+    settled, resized, largest = IMAGENET.fit(NCHW), Image.Image.resize, []
+
+    def recorded(image, size, *how):
+        largest.append(size[0] * size[1])
+        return resized(image, size, *how)
+
+    monkeypatch.setattr(Image.Image, "resize", recorded)
+    whole = settled.pixels_of(picture).astype(int)
+    for size in ((60_000, 1), (1, 60_000)):
+        row = Image.fromarray(np.arange(60_000).astype(np.uint8).reshape(size[::-1]))
+        assert settled.pixels_of(row).shape == (32, 32, 3)
+        assert max(largest) <= 1 << 24
+    monkeypatch.setattr("engines.preprocess._MOST_RESIZED", 0)
+    assert np.abs(settled.pixels_of(picture) - whole).max() <= 1, "the same part is kept"
