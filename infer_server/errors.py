@@ -7,6 +7,7 @@
     └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
         NotServedError, ExecutionError
 """
+from __future__ import annotations
 
 
 class ServeError(Exception):
@@ -43,6 +44,11 @@ class RestrictedError(ServeError):
 
 class UnavailableError(ServeError):
     """The model is known, but cannot answer now: it is loading, unloading, draining, or failed to load."""
+
+    @staticmethod
+    def closed(model: str) -> UnavailableError:
+        return UnavailableError(
+            f"model '{model}' takes no more requests: it is being unloaded, or the server is stopping")
 
 
 class QueueFullError(UnavailableError):

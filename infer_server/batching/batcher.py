@@ -79,8 +79,7 @@ class Batcher:
         limit = level.policy.max_queue_size
         with self._changed:
             if self._closed:
-                raise UnavailableError(
-                    f"model '{self._model}' takes no more requests: it is being unloaded, or the server is stopping")
+                raise UnavailableError.closed(self._model)
             if limit and len(level) >= limit:
                 raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
                                      " already; retry later, or raise max_queue_size")

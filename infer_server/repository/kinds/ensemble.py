@@ -48,8 +48,7 @@ class EnsembleModel(Model):
 
     def submit(self, request: Request) -> None:
         if self._closed:
-            raise UnavailableError(f"model '{self.name}' takes no more requests: it is being unloaded, or the server "
-                                   "is stopping")
+            raise UnavailableError.closed(self.name)
         request.enqueued_ns = time.monotonic_ns()
         absent = {spec.name for spec in self.config.inputs if spec.name not in request.inputs}
         run = self._runs[request] = Run(request, absent, self._find, self._finish)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from infer_server.errors import (
     ModelConfigError,
     QueueFullError,
     ServeError,
+    UnavailableError,
 )
 from infer_server.protocol.codec import FROM_ENGINE, InputTensor
 from infer_server.repository.cores import CpuDealer
@@ -137,21 +139,27 @@ class ImageModel(EngineModel):
         self._decoders = ThreadPoolExecutor(_DECODERS, f"{source.name} decoder")
         self._most = max(policy.max_queue_size for policy in self.config.queueing.policies)
         self._closed = False
+        self._accepting = threading.Lock()          # no file is accepted once drain() has seen what waits
 
     @property
     def pending(self) -> int:
         return super().pending + len(self._decoding)
 
     def submit(self, request: Request) -> None:
-        if self._closed or request.inputs[self._image.name].dtype != object:
+        if request.inputs[self._image.name].dtype != object:
             super().submit(request)
             return
         if self._most and self.pending >= self._most:
             self.failed(request, Failure.REJECTED)
             raise QueueFullError(f"Exceeds maximum queue size: {self._most} requests wait for model '{self.name}' "
                                  "already; retry later, or raise max_queue_size")
-        self._decoding[request] = None
-        self._decoders.submit(self._decode, request)
+        with self._accepting:
+            if not self._closed:
+                self._decoding[request] = None
+                self._decoders.submit(self._decode, request)
+                return
+        self.failed(request, Failure.OTHER)
+        raise UnavailableError.closed(self.name)
 
     def cancel(self, request: Request) -> None:
         if request in self._decoding:
@@ -161,11 +169,12 @@ class ImageModel(EngineModel):
             super().cancel(request)
 
     def drain(self) -> None:
+        with self._accepting:
+            self._closed = True
         while self._decoding:           # their arrays are queued on the event loop meanwhile
             time.sleep(0.01)
-        self._closed = True
-        self._decoders.shutdown()
         super().drain()
+        self._decoders.shutdown()
 
     def _decode(self, request: Request) -> None:
         """On a decoder's thread."""
@@ -183,13 +192,15 @@ class ImageModel(EngineModel):
     def _decoded(self, request: Request, result: NDArray[Any] | Exception) -> None:
         if request not in self._decoding:
             return
-        del self._decoding[request]
-        if isinstance(result, Exception):
-            self.failed(request, Failure.REJECTED if isinstance(result, DeadlineExceededError) else Failure.OTHER)
-            request.finish(result)
-            return
-        request.inputs = {**request.inputs, self._image.name: result}
         try:
-            super().submit(request)
+            if isinstance(result, Exception):
+                late = isinstance(result, DeadlineExceededError)
+                self.failed(request, Failure.REJECTED if late else Failure.OTHER)
+                request.finish(result)
+            else:
+                request.inputs = {**request.inputs, self._image.name: result}
+                super().submit(request)
         except ServeError as error:
             request.finish(error)
+        finally:
+            self._decoding.pop(request, None)       # last: drain() closes the queue once this is empty

@@ -4,8 +4,10 @@ from __future__ import annotations
 import io
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,38 @@ def test_a_picture_whose_client_leaves_while_it_is_decoded_is_not_queued(
     assert answer_to_another.as_numpy("y").shape == (1, *SHAPE[1:])
     assert after.failures[Failure.CANCELED] == before.failures[Failure.CANCELED] + 1
     assert after.inference_count == before.inference_count + 1
+
+
+def test_a_server_that_stops_answers_the_pictures_that_it_has_accepted_and_takes_no_more(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = ImageInput.decoded
+
+    def slowly(image: ImageInput, contents: Any) -> Any:
+        time.sleep(0.02)
+        return decoded(image, contents)
+
+    monkeypatch.setattr(ImageInput, "decoded", slowly)
+    write_model(tmp_path, "m", config=FILES, shape=SHAPE[1:], metadata={"preprocess": IMAGENET.fit(SHAPE).to_json()})
+    tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(files(jpeg()))
+    ended: list[str] = []
+
+    def ask_until_refused() -> None:
+        with tritonclient.grpc.InferenceServerClient(server.address) as client:
+            while True:
+                try:
+                    client.infer("m", [tensor])
+                    ended.append("OK")
+                except InferenceServerException as error:
+                    ended.append(error.status())
+                    return
+
+    with serving(tmp_path, exit_timeout_secs=2.0) as server, ThreadPoolExecutor(12) as clients:
+        asking = [clients.submit(ask_until_refused) for _ in range(12)]
+        assert eventually(lambda: len(ended) > 12)
+        answered = server.stop()
+    assert answered and all(client.result() is None for client in asking)
+    assert set(ended) == {"OK", "StatusCode.UNAVAILABLE"}
 
 
 @pytest.mark.parametrize(("parameters", "config", "said"), [
