@@ -154,8 +154,8 @@ class Preprocess:
         left, top = (whole_width - width) // 2, (whole_height - height) // 2
         kept = (left, top, left + width, top + height)
         if whole_width * whole_height > _MOST_RESIZED:
-            scales = (picture.width, whole_width), (picture.height, whole_height)
-            box = tuple(edge * size / whole for edge, (size, whole) in zip(kept, scales * 2, strict=True))
+            box = (left * picture.width / whole_width, top * picture.height / whole_height,
+                   (left + width) * picture.width / whole_width, (top + height) * picture.height / whole_height)
             return picture.resize((width, height), INTERPOLATIONS[self.interpolation], box)
         return picture.resize((whole_width, whole_height), INTERPOLATIONS[self.interpolation]).crop(kept)
 
