@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from infer_server.endpoints.grpc.infer import GrpcCall, GrpcClient, GrpcFront
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.errors import ServeError
+from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.wire import length_delimited, split_request
 from infer_server.serving import Submitted
 from protos import inference
@@ -48,7 +48,7 @@ class _Stream:
 
     def __init__(self, context: grpc.aio.ServicerContext, front: GrpcFront) -> None:
         self.context, self.front = context, front
-        self.client = GrpcClient(context, front.disconnect)
+        self.client = _StreamClient(context, front.disconnect, self.fail)
         self.over = False                               # nobody reads any more
         self._unanswered: deque[_Answer] = deque()      # in the order of their requests
         self._unsent: deque[tuple[bytes, OpenCall | None]] = deque()
@@ -90,7 +90,7 @@ class _Stream:
                     async with asyncio.timeout(self.front.inflight.send_timeout_secs):
                         await self.context.write(message)
                 except TimeoutError:
-                    log.warning("%s does not read its stream: its connection is closed", self.client.peer())
+                    log.warning("%s does not read its stream, which is ended", self.client.peer())
                     self.client.disconnect()
                     return
                 finally:
@@ -123,9 +123,14 @@ class _Stream:
 
     def fails_with(self, error: Exception) -> bool:
         """Whether the stream ends with an error of a request."""
-        if self._ends_with_status and not self._failure.done():
-            self._failure.set_exception(error)
+        if self._ends_with_status:
+            self.fail(error)
         return self._ends_with_status
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with an error."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _drop(self) -> None:
         """Withdraws what is not answered, and forgets what is not sent: nobody waits for it."""
@@ -136,6 +141,20 @@ class _Stream:
                 self.front.inflight.end(held)
         self._unanswered.clear()
         self._unsent.clear()
+
+
+class _StreamClient(GrpcClient):
+    """Its stream ends at once. That of a client of the other front comes by a socket of this process, and outlives the
+    connections to the port."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None],
+                 end: Callable[[Exception], None]) -> None:
+        super().__init__(context, disconnect)
+        self._end = end
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self._end(UnavailableError("the answers of this stream are not read"))
 
 
 class _Answer:
