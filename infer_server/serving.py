@@ -89,8 +89,9 @@ class Call(ABC):
         """What its client asks for beside the tensors: timeout (in us), priority, sequence_id, ..."""
 
     @abstractmethod
-    def expect(self, response_bytes: int) -> None:
-        """Takes the bytes that the tensors of the response will have. Raises MemoryLimitError."""
+    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        """Takes the bytes that the tensors of the response will have, and those of tensors that are made of files.
+        Raises MemoryLimitError."""
 
     @abstractmethod
     def contents(self, tensors: Sequence[InputTensor]) -> Mapping[str, NDArray[Any]]:
@@ -207,7 +208,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
             if len(model.prepared) >= _KEPT:
                 model.prepared.clear()
             model.prepared[call.form] = prepared
-    call.expect(prepared.answer_bytes)
+    call.expect(prepared.answer_bytes, prepared.fit.decoded_bytes)
     return Request(
         inputs=model.signature.to_model(call.contents(prepared.tensors)), items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,

@@ -21,6 +21,7 @@ class Fit:
     """A request that fits the model: how many items it has, and which others it can share a batch with."""
     items: int                              # items on the batch axis; 1 without one
     shape_key: Hashable                     # equal for requests that can share a batch
+    decoded_bytes: int = 0                  # of the tensors that are made of its files
 
 
 @dataclass(frozen=True)

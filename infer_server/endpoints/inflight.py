@@ -68,9 +68,10 @@ class Inflight:
         self._calls[call] = None
         return call
 
-    def expect(self, call: OpenCall, answer_bytes: int) -> None:
-        """Reserves the bytes of a call's answer, before the call is executed. Raises MemoryLimitError."""
-        self.hold(call, _ANSWER_COPIES * answer_bytes)
+    def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
+        """Reserves the bytes of a call's answer and of what its files become, before the call is executed. Raises
+        MemoryLimitError."""
+        self.hold(call, _ANSWER_COPIES * answer_bytes + decoded_bytes)
         call.expected_bytes = _ANSWER_COPIES * answer_bytes
 
     def answered(self, call: OpenCall, answer_bytes: int) -> None:

@@ -100,8 +100,8 @@ class GrpcCall(Call):
         parameters = self._message.header.parameters
         return from_messages(parameters) if parameters else NONE
 
-    def expect(self, response_bytes: int) -> None:
-        self._front.inflight.expect(self._held, response_bytes)
+    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
         if not self._message.form.inputs_have_parameters:

@@ -79,8 +79,8 @@ class GenerateCall(Call):
     def parameters(self) -> Parameters:
         return self._parameters
 
-    def expect(self, response_bytes: int) -> None:
-        self._front.inflight.expect(self._held, response_bytes)
+    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: from_json(tensor, self._values[tensor.name]) for tensor in tensors}

@@ -147,8 +147,8 @@ class HttpCall(Call):
     def parameters(self) -> Parameters:
         return self._said.parameters
 
-    def expect(self, response_bytes: int) -> None:
-        self._front.inflight.expect(self._held, response_bytes)
+    def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
         arrays, at = {}, 0

@@ -114,7 +114,11 @@ class ImageSignature(Signature):
         self._image = image
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
-        return super().fit([self._as_tensor(tensor) for tensor in declared])
+        given = list(declared)
+        tensors = [self._as_tensor(tensor) for tensor in given]
+        decoded = (tensor for tensor, sent in zip(tensors, given, strict=True) if tensor is not sent)
+        item_bytes = math.prod(self._image.item) * np.dtype(self._image.dtype).itemsize
+        return replace(super().fit(tensors), decoded_bytes=sum(tensor.shape[0] for tensor in decoded) * item_bytes)
 
     def _as_tensor(self, tensor: InputTensor) -> InputTensor:
         image = self._image

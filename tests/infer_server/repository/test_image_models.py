@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import threading
 import time
@@ -136,6 +137,20 @@ def test_a_queue_of_pictures_has_its_bound_and_lets_go_of_who_leaves(server: Run
             waiting.cancel()
             assert eventually(lambda: model.pending == 0)
         assert eventually(lambda: len(ended) == 3) and ended.count(None) == 1
+
+
+def test_what_pictures_become_counts_as_held_until_they_are_answered(server: RunningServer) -> None:
+    inflight, array = server.server._inflight, files(jpeg())
+    with tritonclient.grpc.InferenceServerClient(server.address) as client:
+        tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
+        tensor.set_data_from_numpy(array)
+        with GATES["pictures"].closed():
+            client.async_infer("gated", [tensor], lambda result, error: None)
+            assert GATES["pictures"].holds(1)
+            beside_its_file = inflight.held_bytes - len(array[0, 0])
+            answer_bytes = decoded_bytes = 4 * math.prod(SHAPE[1:])
+            assert 0 <= beside_its_file - 2 * answer_bytes - decoded_bytes < 200
+        assert eventually(lambda: inflight.held_bytes == 0)
 
 
 def test_a_picture_whose_client_leaves_while_it_is_decoded_is_not_queued(
