@@ -51,8 +51,9 @@ class GenerateCall(Call):
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
         self._front, self._held, self._headers = front, exchange.held, request.headers
-        self.id = member(request, "id", str, "")
-        members = {**request.json(), **member(request, _PARAMETERS, dict, {})}
+        body = request.json()
+        self.id = member(body, "id", str, "")
+        members = {**body, **member(body, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}
         self._values = {name: _values(value) for name, value in members.items() if name in specs}
         self._inputs = [InputTensor(name, specs[name].datatype, _shape(specs[name], model.config.batched, len(values)))

@@ -77,9 +77,8 @@ def parsed(text: bytes) -> Any:
         raise errors.InvalidRequestError(f"failed to parse the request JSON: {error}") from error
 
 
-def member(request: HttpRequest, name: str, kind: type, default: Any = None) -> Any:
-    """A member of the body's JSON object, which may be left out if it has a default. Raises InvalidRequestError."""
-    body = request.json()
+def member(body: Any, name: str, kind: type, default: Any = None) -> Any:
+    """A member of a body's JSON object, which may be left out if it has a default. Raises InvalidRequestError."""
     value = body.get(name, default) if isinstance(body, dict) else None
     if type(value) is not kind:
         raise errors.InvalidRequestError(f"expected a JSON object whose '{name}' is of type {kind.__name__}")

@@ -67,7 +67,7 @@ class ModelPages:
 
 def _set_parameters(parameters: Any, request: HttpRequest) -> None:
     """The member "parameters" of a load or unload, as the messages have them."""
-    for name, value in member(request, "parameters", dict, {}).items():
+    for name, value in member(request.json(), "parameters", dict, {}).items():
         set_parameter(parameters[name], _decoded(name, value) if name.startswith(PREFIX) else value)
 
 
@@ -80,4 +80,4 @@ def _decoded(name: str, text: Any) -> bytes:
 
 
 def _ready_only(request: HttpRequest) -> bool:
-    return bool(member(request, "ready", bool, False))
+    return bool(member(request.json(), "ready", bool, False))

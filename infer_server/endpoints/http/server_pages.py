@@ -27,11 +27,12 @@ class ServerPages:
     async def register_memory(self, request: HttpRequest, kind: str, region: str) -> HttpResponse:
         if kind == "cuda":
             await self._memory.CudaSharedMemoryRegister(inference.CudaSharedMemoryRegisterRequest(name=region))
-        offset, byte_size = member(request, "offset", int, 0), member(request, "byte_size", int)
+        body = request.json()
+        offset, byte_size = member(body, "offset", int, 0), member(body, "byte_size", int)
         if not 0 <= offset < 1 << 64 or not 0 <= byte_size < 1 << 64:
             raise InvalidRequestError(f"no region has {byte_size} bytes at {offset}")
         await self._memory.SystemSharedMemoryRegister(inference.SystemSharedMemoryRegisterRequest(
-            name=region, key=member(request, "key", str), offset=offset, byte_size=byte_size))
+            name=region, key=member(body, "key", str), offset=offset, byte_size=byte_size))
         return HttpResponse()
 
     async def unregister_memory(self, _: HttpRequest, kind: str, region: str) -> HttpResponse:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from infer_server.endpoints.http import messages
+from infer_server.endpoints.http.messages import parsed
 from tests.infer_server.endpoints.test_http import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.endpoints.test_streams import COUNT_CONFIG
@@ -78,6 +80,18 @@ def test_inputs_and_outputs_are_plain_members(server: RunningServer) -> None:
     assert json.loads(generate(server, "text/versions/1", {"x": "caf\u00e9"})[2])["y"] == "caf\u00e9"
     assert json.loads(generate(server, "text", {"parameters": {"x": ["a", "b"]}})[2])["y"] == ["a", "b"]
     assert json.loads(generate(server, "counts", {"count": 1})[2])["i"] == 0
+
+
+def test_the_body_of_a_generation_is_parsed_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    def counted(text: bytes) -> Any:
+        read.append(text)
+        return parsed(text)
+
+    monkeypatch.setattr(messages, "parsed", counted)
+    assert generate(server, "affine", {"x": [1, 2, 3, 4]})[0] == 200
+    assert len(read) == 1
 
 
 def test_every_response_is_an_event(server: RunningServer) -> None:
