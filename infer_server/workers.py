@@ -1,15 +1,17 @@
-"""Runs blocking work on threads beside the event loop."""
+"""Between the event loop and threads: what runs beside it, what it is given to do, what it waits for."""
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_LOOKING_SECS = 0.02            # between two looks at what nobody tells of
 
 
 def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
@@ -20,6 +22,13 @@ def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argume
         if not loop.is_closed():
             raise
         log.debug("%s came after the end of the event loop", function)
+
+
+async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:
+    """Waits on the loop until something is so, at most `timeout_secs`."""
+    end = time.monotonic() + timeout_secs
+    while not is_so() and time.monotonic() < end:
+        await asyncio.sleep(_LOOKING_SECS)
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
 from infer_server.process import trim
-from infer_server.workers import in_daemon_thread
+from infer_server.workers import in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,6 @@ _ANSWER_COPIES = 2              # ours, and the one that gRPC sends from
 _MUCH_BYTES = 64 << 20          # worth being given back to the system ...
 _LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
 _QUIET_SECS = 1.0               # ... for so long
-_LOOKING_SECS = 0.02
 
 
 class Client(Protocol):
@@ -57,9 +56,7 @@ class Inflight:
     async def wait_sent(self, timeout_secs: float) -> None:
         """Waits until the calls that are open now have ended and their answers are sent, at most `timeout_secs`."""
         calls = list(self._calls)
-        end = self._loop.time() + timeout_secs
-        while any(call in self._calls for call in calls) and self._loop.time() < end:
-            await asyncio.sleep(_LOOKING_SECS)
+        await wait_until(lambda: not any(call in self._calls for call in calls), timeout_secs)
 
     def begin(self, client: Client, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""

@@ -31,7 +31,7 @@ _PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag 
 _MANY_BYTES = 4096          # of an input; with fewer, protobuf's parser is as fast
 MAX_VARINT_BYTES = 10
 _MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
-_KEPT_FORMS, _KEPT_BYTES = 1024, 2048       # that are kept, and the most that the header of one may have
+KEPT_FORMS, KEPT_BYTES = 1024, 2048         # that are kept, and the most that the header, or the JSON, of one may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ def split_request(data: bytes) -> InferRequest:
 
 
 def _form(header: bytes) -> Form:
-    return _kept_form(header) if len(header) <= _KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
+    return _kept_form(header) if len(header) <= KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
 
 
-@functools.lru_cache(_KEPT_FORMS)
+@functools.lru_cache(KEPT_FORMS)
 def _kept_form(header: bytes) -> Form:
     return Form(inference.ModelInferRequest.FromString(header), is_kept=True)
 

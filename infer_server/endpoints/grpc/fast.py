@@ -26,7 +26,7 @@ from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
 from infer_server.protocol.wire import split_request
 from infer_server.serving import Submitted
-from infer_server.workers import post
+from infer_server.workers import post, wait_until
 
 if TYPE_CHECKING:
     from pygrpc_native import NativeGrpcFront
@@ -35,7 +35,6 @@ _CALL = "ModelInfer"
 _PATH = f"/{protos.INFERENCE_SERVICE}/{_CALL}"
 _AT_A_TIME = 64                     # calls that one hand-over takes
 _IO_THREADS = 1
-_LOOKING_SECS = 0.02
 # Settings of a channel, as gRPC's C core calls them, and what they are called here.
 _SETTINGS: dict[str, tuple[str, type]] = {
     "grpc.keepalive_time_ms": ("keepalive_time_ms", int), "grpc.keepalive_timeout_ms": ("keepalive_timeout_ms", int),
@@ -85,9 +84,7 @@ class FastServer:
 
     async def wait_sent(self, timeout_secs: float) -> None:
         """Waits until clients have what was answered, at most `timeout_secs`."""
-        end = time.monotonic() + timeout_secs
-        while self._unsent() and time.monotonic() < end:
-            await asyncio.sleep(_LOOKING_SECS)
+        await wait_until(lambda: not self._unsent(), timeout_secs)
 
     async def stop(self, grace: float | None) -> None:
         await self._behind.stop(grace)

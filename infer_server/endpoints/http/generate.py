@@ -16,11 +16,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Reply
+from infer_server.batching.request import Arrays
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.infer import NO_JSON, flat, from_json, to_json
+from infer_server.endpoints.http.infer import NO_JSON, HttpReply, flat, from_json, to_json
 from infer_server.endpoints.http.messages import HttpResponse, error_text, member
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.protocol.codec import InputTensor
@@ -99,21 +99,7 @@ class GenerateCall(Call):
         return encode
 
 
-class _HttpReply(Reply):
-    """What replies to an exchange have in common."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    @property
-    def gone(self) -> bool:
-        return self._exchange.gone
-
-    def fail(self, error: Exception) -> None:
-        self._exchange.fail(error)
-
-
-class OneReply(_HttpReply):
+class OneReply(HttpReply):
     """The answer in one piece, of a model that gives one response."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -134,7 +120,7 @@ class OneReply(_HttpReply):
                                      "a model that may produce another number of them"))
 
 
-class EventsReply(_HttpReply):
+class EventsReply(HttpReply):
     """An event for each response. An error is a status if it is the first, and else the last event."""
 
     def __init__(self, exchange: Exchange) -> None:

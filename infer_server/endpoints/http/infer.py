@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays
+from infer_server.batching.request import Arrays, Reply
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
@@ -32,33 +32,36 @@ from infer_server.protocol.codec import (
     shaped,
 )
 from infer_server.protocol.parameters import Parameters
+from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.serving import Call, Served
 
 NO_JSON = ("FP16", "BF16")                         # datatypes
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
-_KEPT_FORMS, _KEPT_BYTES = 1024, 2048               # that are kept, and the most that the JSON of one may have
 
 
 def infer(exchange: Exchange, model: str, version: str, front: Front) -> None:
     """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors."""
     call = HttpCall(exchange.request, model, version, front, exchange.held)
-    exchange.left = front.inferences.submit(call, HttpReply(exchange)).cancel
+    exchange.left = front.inferences.submit(call, _InferReply(exchange)).cancel
 
 
-@dataclass(frozen=True, slots=True)
-class HttpReply:
-    """Answers an exchange."""
-    exchange: Exchange
+class HttpReply(Reply):
+    """What replies to an exchange have in common."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
     @property
     def gone(self) -> bool:
-        return self.exchange.gone
-
-    def send(self, response: HttpResponse) -> None:
-        self.exchange.respond(response)
+        return self._exchange.gone
 
     def fail(self, error: Exception) -> None:
-        self.exchange.fail(error)
+        self._exchange.fail(error)
+
+
+class _InferReply(HttpReply):
+    def send(self, response: HttpResponse) -> None:
+        self._exchange.respond(response)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Encoder:
     """Makes responses of computed outputs, on an instance's thread."""
     served: Served
     outputs: Sequence[Output]
-    binary: Sequence[bool]              # likewise: as bytes behind the JSON
+    binary: Sequence[bool]              # of each of them: as bytes behind the JSON
     request_id: str
 
     def __call__(self, computed: Arrays) -> HttpResponse | ServeError:
@@ -270,11 +273,11 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
                                   f"{len(request.body)} bytes")
     size = int(length)
     head = request.body[:size]
-    return (_kept_form(head) if size <= _KEPT_BYTES else Form(_object(parsed(head), "the request")),
+    return (_kept_form(head) if size <= KEPT_BYTES else Form(_object(parsed(head), "the request")),
             memoryview(request.body)[size:])
 
 
-@functools.lru_cache(_KEPT_FORMS)
+@functools.lru_cache(KEPT_FORMS)
 def _kept_form(head: bytes) -> Form:
     return Form(_object(parsed(head), "the request"), is_kept=True)
 
