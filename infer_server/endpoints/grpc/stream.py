@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -66,6 +67,7 @@ class _Stream:
                 task.result()
         finally:
             self.over = True
+            work.add_done_callback(_taken_note_of)
             work.cancel()
             self._failure.cancel()
             self._drop()
@@ -141,6 +143,12 @@ class _Stream:
                 self.front.inflight.end(held)
         self._unanswered.clear()
         self._unsent.clear()
+
+
+def _taken_note_of(work: asyncio.Future[Any]) -> None:
+    """What cancelled work ends with is no news, which asyncio would log."""
+    if not work.cancelled():
+        work.exception()
 
 
 class _StreamClient(GrpcClient):
