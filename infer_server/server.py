@@ -122,7 +122,8 @@ class Server:
                         options.cores, options.kind_gpu)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(places, loader.load, self.lifecycle.changed)
+        self.repository = Repository(places, loader.load)
+        self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)

@@ -13,6 +13,8 @@ from infer_server.repository.repository import Repository
 
 log = logging.getLogger(__name__)
 
+_Then = Callable[[], None]
+_Failed = Callable[[Exception], None]
 _RETRY_SECS = 30.0              # before a model that could not be loaded, or is not there, is tried again
 _MOST_FAILURES = 10_000         # that are remembered
 
@@ -24,37 +26,55 @@ class OnDemand:
         """limit_bytes: what the loaded models may hold together, by their own estimate."""
         self._repository, self._limit_bytes = repository, limit_bytes
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # for a model, in the order that they came
         self._tasks = set[asyncio.Task[None]]()
         self._one_at_a_time = asyncio.Lock()            # makes room
         self._loaded_ms: dict[str, float] = {}          # when, by the clock of Statistics.last_inference_ms
         self._retry_at: dict[str, float] = {}           # of models that failed
+        repository.watch(self._look)
 
     async def load(self, name: str) -> None:
         """Loads a model unless it is there. Raises nothing: why there is none, Repository.find() says."""
-        if self._repository.versions(name) or time.monotonic() < self._retry_at.get(name, 0):
+        if self._is_settled(name):
             return
+        settled = asyncio.get_running_loop().create_future()
+        self._wait(name, lambda: settled.set_result(None), lambda error: None)      # it is cancelled, maybe
+        await settled
+
+    def when_loaded(self, name: str, then: _Then, failed: _Failed) -> None:
+        """Calls `then` when a version of a model is ready, or none will be, which may be now; `failed` with what it
+        raises later. Nobody overtakes who waits for the same model."""
+        if self._is_settled(name):
+            then()
+        else:
+            self._wait(name, then, failed)
+
+    def _is_settled(self, name: str) -> bool:
+        return name not in self._waiting and bool(
+            self._repository.versions(name) or time.monotonic() < self._retry_at.get(name, 0))
+
+    def _wait(self, name: str, then: _Then, failed: _Failed) -> None:
+        self._waiting.setdefault(name, []).append((then, failed))
         if name not in self._loading:
             self._loading[name] = asyncio.create_task(self._load(name))
-        await asyncio.shield(self._loading[name])       # others wait for it, too
 
-    def when_loaded(self, name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """Calls `then` when a model is loaded, which may be now; `failed` with what it raises later."""
-        if self._repository.versions(name):
-            then()
-            return
-        self._start(self._later(name, then, failed))
+    def _look(self) -> None:
+        """Lets those go on whose model is there."""
+        for name in list(self._waiting):
+            if self._repository.versions(name):
+                self._go_on(name)
+
+    def _go_on(self, name: str) -> None:
+        for then, failed in self._waiting.pop(name, ()):
+            try:
+                then()
+            except Exception as error:
+                failed(error)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)                           # the loop itself keeps no task alive
         task.add_done_callback(self._tasks.discard)
-
-    async def _later(self, name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        await self.load(name)
-        try:
-            then()
-        except Exception as error:
-            failed(error)
 
     async def _load(self, name: str) -> None:
         try:
@@ -62,13 +82,17 @@ class OnDemand:
             self._retry_at.pop(name, None)
             self._loaded_ms[name] = time.time() * 1000
             self._start(self._make_room(name))          # nobody waits for others to be drained
-        except ServeError as error:
-            log.debug("%s is not loaded on demand: %s", name, error)
+        except Exception as error:
+            if isinstance(error, ServeError):
+                log.debug("%s is not loaded on demand: %s", name, error)
+            else:                                       # our bug, which nobody shall wait for
+                log.exception("%s is not loaded on demand", name)
             if len(self._retry_at) >= _MOST_FAILURES:
                 self._retry_at.clear()
             self._retry_at[name] = time.monotonic() + _RETRY_SECS
         finally:
             del self._loading[name]
+            self._go_on(name)
 
     async def _make_room(self, kept: str) -> None:
         """Unloads what was used least recently, and nothing that `kept` needs, until the others fit."""

@@ -47,8 +47,8 @@ def read_written(folder: Path, name: str, message: model_config.ModelConfig | No
     for source in sources:
         if source.config.kind is not Kind.ENSEMBLE and not source.is_onnx:
             raise InvalidRequestError(f"'{PREFIX}{source.version}/{source.file.name}': code is not taken from "
-                                      "requests: no Python model, and no plan, which is machine code; send a model.onnx, or put "
-                                      "the model into the repository")
+                                      "requests: no Python model, and no plan, which is machine code; send a "
+                                      "model.onnx, or put the model into the repository")
     return sources
 
 

@@ -19,7 +19,8 @@ class Place(ABC):
 
     @abstractmethod
     def fetch(self, name: str) -> None:
-        """Brings path/<name> up to date, until release(). Raises RepositoryError; FetchError: the next time it may succeed."""
+        """Brings path/<name> up to date, until release(). Raises RepositoryError; FetchError: it may go better the
+        next time."""
 
     @abstractmethod
     def release(self, name: str) -> None:

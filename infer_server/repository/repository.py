@@ -66,12 +66,10 @@ class IndexEntry:
 class Repository:
     """Folders of models. find() is the request path: two dictionary lookups."""
 
-    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model],
-                 changed: Callable[[], None] = lambda: None) -> None:
-        """changed: called when the state of a model has changed."""
+    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model]) -> None:
         self._places = places
         self._load = load
-        self._changed = changed
+        self._watchers: list[Callable[[], None]] = []
         self._versions: dict[str, dict[int, Status]] = {}
         self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
         self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
@@ -79,6 +77,14 @@ class Repository:
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._loads = asyncio.Semaphore(_LOADS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """changed: called when the state of a model has changed."""
+        self._watchers.append(changed)
+
+    def _changed(self) -> None:
+        for changed in self._watchers:
+            changed()
 
     def find(self, name: str, version: str = "") -> Model:
         """A ready model: the version asked for, else the highest ready one.
@@ -284,6 +290,7 @@ class Repository:
             raise
         statuses[source.version] = Status(State.READY, model=model)
         log.info("model '%s' version %d is ready", source.name, source.version)
+        self._changed()                         # the other versions may take long
         if before.model is not None:
             await self._drain([before.model])
 

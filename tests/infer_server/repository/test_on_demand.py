@@ -1,6 +1,7 @@
 """Models that are loaded when they are first asked for, within a limit of memory."""
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.repository.on_demand import OnDemand
+from infer_server.repository.repository import Repository
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 MIB = 1 << 20
 CHAIN = """platform: "ensemble" max_batch_size: 8
@@ -100,3 +103,38 @@ def test_what_cannot_be_loaded_is_not_tried_for_each_request(
             with pytest.raises(InferenceServerException, match=said):
                 answer(library, server, name)
     assert caplog.text.count("'bad' version 1 cannot be loaded") == 1
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_requests_go_on_with_the_first_version_that_is_ready(tmp_path: Path, front: str) -> None:
+    write_model(tmp_path, "m", 2, config="version_policy { all {} }")
+    write_model(tmp_path, "m", 1, gate="older")
+    with serving(tmp_path, model_memory_bytes=16 * MIB, grpc_front=front) as running, GATES["older"].closed():
+        assert answer(tritonclient.grpc, running, "m") == answer(tritonclient.http, running, "m") == [3, 5, 7, 9]
+        assert running.server.repository.versions("m") == [2]
+
+
+def test_nobody_overtakes_who_waits_for_a_model() -> None:
+    class Loading(Repository):
+        ready = False
+
+        async def load(self, name: str, *_: Any) -> None:
+            await asyncio.sleep(0.01)
+            raise ValueError("a bug")
+
+        def versions(self, name: str) -> list[int]:
+            return [1] if self.ready else []
+
+    async def ask() -> list[str]:
+        went: list[str] = []
+        repository = Loading([], lambda source: None)               # type: ignore[arg-type, return-value]
+        on_demand = OnDemand(repository, MIB)
+        on_demand.when_loaded("m", lambda: went.append("first"), lambda error: None)
+        repository.ready = True
+        on_demand.when_loaded("m", lambda: went.append("second"), lambda error: None)
+        assert not went
+        await on_demand.load("m")
+        on_demand.when_loaded("m", lambda: went.append("third"), lambda error: None)
+        return went
+
+    assert asyncio.run(ask()) == ["first", "second", "third"]
