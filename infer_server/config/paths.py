@@ -1,8 +1,8 @@
-"""Paths in a configuration, which may come from a client: nothing outside of the repository is read by one."""
+"""Names and paths that may come from a client: nothing outside of the repository is read by one."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from infer_server.errors import ModelConfigError
 
@@ -16,3 +16,8 @@ def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
     if not found.is_relative_to(os.path.normpath(bounds)) or "\0" in path:
         raise ModelConfigError(f"{what}: '{path}' is not in {bounds.name}")
     return found
+
+
+def is_name(name: str) -> bool:
+    """Whether a model can be called so: its name is that of a folder."""
+    return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from infer_server.config.kinds import Kind
+from infer_server.config.paths import is_name
 from infer_server.errors import InvalidRequestError
 from infer_server.repository.folders import Source, read_model
 from protos import model_config
@@ -50,11 +51,6 @@ def read_written(folder: Path, name: str, message: model_config.ModelConfig | No
                                       "requests: no Python model, and no plan, which is machine code; send a "
                                       "model.onnx, or put the model into the repository")
     return sources
-
-
-def is_name(name: str) -> bool:
-    """Whether a model can be called so: its name is that of a folder."""
-    return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
 
 
 def _checked(path: str) -> PurePosixPath:

@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.files import atomic_write
+from infer_server.config.paths import is_name
 from infer_server.errors import FetchError, RepositoryError
-from infer_server.repository.overrides import is_name
 from infer_server.repository.places import Place
 
 log = logging.getLogger(__name__)
