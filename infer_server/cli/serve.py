@@ -33,7 +33,11 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     what will not be served; 2: bad options.
     """
     parsed = _parser().parse_args(arguments)
-    handler = logging.FileHandler(parsed.log_file) if parsed.log_file else logging.StreamHandler(sys.stderr)
+    try:
+        handler = logging.FileHandler(parsed.log_file) if parsed.log_file else logging.StreamHandler(sys.stderr)
+    except OSError as error:
+        print(f"infer-server: error: --log-file {parsed.log_file}: {error.strerror}", file=sys.stderr)
+        return 2
     logging.basicConfig(level=log_level(parsed), handlers=[handler],
                         format="%(asctime)s %(levelname)s %(message)s")
     parsed.model_repository = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
@@ -86,8 +90,8 @@ def _mistake(parsed: argparse.Namespace) -> str:
         access = access_of(parsed)
     except ValueError as error:
         return str(error)
-    if parsed.grpc_front == "fast" and (reason := why_not(access["grpc_channel"])):
-        return reason
+    if parsed.grpc_front == "fast" and access["grpc_tls"] is None and (reason := why_not(access["grpc_channel"])):
+        return reason                           # with TLS grpcio serves
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"
     return ""

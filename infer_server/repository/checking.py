@@ -31,9 +31,13 @@ def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
     names = names_in(places)
     for place in places:
         for name in place.names():
-            place.fetch(name)
-            remarks = list(_check_model(place.path, name, names, kind_gpu))
-            place.release(name)
+            try:
+                place.fetch(name)
+                remarks = list(_check_model(place.path, name, names, kind_gpu))
+            except RepositoryError as error:
+                remarks = [Remark(name, str(error), True)]
+            finally:
+                place.release(name)
             if name in owner:
                 remarks.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = place

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import pytest
 import tritonclient.grpc as triton
 
+from infer_server.cli import serve
 from infer_server.cli.serve import _run, main
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import serving
@@ -166,3 +167,21 @@ def test_it_serves_on_asyncio_where_uvloop_is_missing(
     monkeypatch.setitem(sys.modules, "uvloop", None)        # importing it raises ImportError
     assert _run(on_asyncio())
     assert "uvloop is not installed" in caplog.text
+
+
+def test_options_that_cannot_be_met_are_said_without_a_traceback(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model-repository", str(tmp_path), "--log-file", str(tmp_path / "nowhere" / "log")]
+    assert main(given) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_what_is_in_the_way_of_the_fast_front_counts_without_tls_only(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "why_not", lambda channel: "in the way")
+    (tmp_path / "pem").touch()
+    given = ["--model-repository", str(tmp_path), "--grpc-front", "fast"]
+    tls = ["--grpc-use-ssl", "true", "--grpc-server-cert", str(tmp_path / "pem"), "--grpc-server-key",
+           str(tmp_path / "pem")]
+    assert serve._mistake(serve._parser().parse_args(given)) == "in the way"
+    assert serve._mistake(serve._parser().parse_args([*given, *tls])) == ""

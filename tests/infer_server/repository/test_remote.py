@@ -12,6 +12,7 @@ import tritonclient.grpc as triton
 
 import infer_server.repository.remote
 from infer_server.errors import FetchError, RepositoryError
+from infer_server.repository.checking import check
 from infer_server.repository.remote import RemoteFolder
 from infer_server.server import places_of
 from tests.infer_server.endpoints.test_serving import eventually
@@ -155,6 +156,13 @@ def test_one_model_that_the_disk_refuses_leaves_the_others_alone_and_is_tried_ag
             assert eventually(lambda: "m" in running.server.repository.unfetched)
             failing.clear()
             assert eventually(lambda: client.is_model_ready("m", "2"))
+
+
+def test_a_check_goes_on_behind_a_model_that_cannot_be_copied(store: Any, tmp_path: Path) -> None:
+    put(store, "large/1/model.plan", bytes(2 * MIB))
+    put(store, "m/1/model.plan", b"one")
+    large, well = check([remote(tmp_path)], "cpu")
+    assert large.is_error and "raise it" in large.text and str(well) == "m: ok"
 
 
 def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) -> None:
