@@ -63,10 +63,12 @@ class Loader:
 
     def _engine_model(self, source: Source) -> QueuedModel:
         threads = int(source.config.build.threads or self.threads)
-        engine = self._engine(source, threads)
+        engine, plan_bytes = self._engine(source, threads)
         instances = default_instances(self.cores, threads, engine.arena_bytes)
         kind = ImageModel if source.config.build.image_input else EngineModel
-        return kind(source, engine, self.loop, instances, self.dealer)
+        model = kind(source, engine, self.loop, instances, self.dealer)
+        model.memory_bytes += plan_bytes
+        return model
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
@@ -82,7 +84,8 @@ class Loader:
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
 
-    def _engine(self, source: Source, threads: int) -> Engine:
+    def _engine(self, source: Source, threads: int) -> tuple[Engine, int]:
+        """The engine, and the bytes of its plan, whose constants it holds."""
         if source.is_onnx:
             with self.compiler.build(source, threads) as plan:
                 return self._loaded(source, plan, threads)
@@ -93,6 +96,7 @@ class Loader:
             with self.compiler.relower(source) as plan:
                 return self._loaded(source, plan, threads)
 
-    def _loaded(self, source: Source, plan: Path, threads: int) -> Engine:
+    def _loaded(self, source: Source, plan: Path, threads: int) -> tuple[Engine, int]:
         specialise = source.config.build.specialise
-        return self.load_engine(plan, threads, specialise) if specialise else self.load_engine(plan, threads)
+        engine = self.load_engine(plan, threads, specialise) if specialise else self.load_engine(plan, threads)
+        return engine, plan.stat().st_size

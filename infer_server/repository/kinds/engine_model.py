@@ -40,7 +40,7 @@ class EngineModel(QueuedModel):
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
-        self.memory_bytes = source.file.stat().st_size + len(contexts) * engine.threads * engine.arena_bytes
+        self.memory_bytes = len(contexts) * engine.threads * engine.arena_bytes
         self.start(executors, [own[0] if own else None for own in cpus])
 
 

@@ -5,6 +5,7 @@ import asyncio
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.repository.building import Compiler
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.repository import Repository
 from tests.infer_server.endpoints.test_serving import eventually
@@ -103,6 +105,16 @@ def test_what_cannot_be_loaded_is_not_tried_for_each_request(
             with pytest.raises(InferenceServerException, match=said):
                 answer(library, server, name)
     assert caplog.text.count("'bad' version 1 cannot be loaded") == 1
+
+
+def test_a_model_that_was_built_holds_its_plan_and_not_its_onnx_file(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large(tmp_path, "m")
+    plan = (tmp_path / "m" / "1" / "model.plan").rename(tmp_path / "built.plan")
+    (tmp_path / "m" / "1" / "model.onnx").write_bytes(b"")           # its weights are beside it
+    monkeypatch.setattr(Compiler, "build", lambda self, source, threads: nullcontext(plan))
+    with serving(tmp_path) as running:
+        assert MIB < running.server.repository.find("m").memory_bytes < 2 * MIB
 
 
 @pytest.mark.parametrize("front", FRONTS)
