@@ -29,7 +29,7 @@ from engines.lowering.epilogue.program import load_meaning
 from engines.lowering.problems.problem import Array, ImageProblem
 from engines.lowering.problems.view import View, joined
 
-FEW, MANY = 1 << 6, 1 << 12         # pixels of a GlobalPool: up to FEW are one run, ...
+FEW, MANY = 1 << 7, 1 << 12         # pixels of a GlobalPool: up to FEW are one run, ...
 RUN, LONG_RUN = 1 << 5, 1 << 9      # ... up to MANY are cut into short ones: about as many runs as are pixels in each
 
 
