@@ -9,10 +9,8 @@ from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import GENERAL, RULES, AnyCall, Call, Context, FallbackCall, Refused
-from engines.lowering.calls.placement import ITEMS, axis_of_item, batch_axis, has_batch
+from engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
 from engines.lowering.rules.copies import copy_call
-
-_ANY_BATCH = ("Reshape", "Transpose")       # whose rules know where the axis of the batch stands
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,6 @@ def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
     refusal = Refused(f"no kernel for {node.anchor.op}")
     for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
         try:
-            if rule is RULES.get(node.anchor.op) and node.op not in _ANY_BATCH and (name := _batch_inside(ctx, node)):
-                raise Refused(f"the batch is not the leading axis of '{name}'")
             calls = tuple(rule(ctx, node))
             for problem in (call.problem for call in calls if call.problem.misfit):
                 raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
@@ -73,11 +69,6 @@ def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
         except Refused as reason:
             refusal = reason
     raise refusal
-
-
-def _batch_inside(ctx: Context, node: Node) -> str:
-    """A tensor of the node with axes before that of the batch: rules take shapes as items lie in memory."""
-    return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
 def _fallback(ctx: Context, node: Node, reason: str) -> FallbackCall:

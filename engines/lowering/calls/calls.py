@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.ir.graph import Graph, Node, TensorType
 from engines.lowering.calls.aliasing import Aliasing
-from engines.lowering.calls.placement import Placement
+from engines.lowering.calls.placement import Placement, batch_axis
 from engines.lowering.problems.problem import Array, Problem
 
 
@@ -63,12 +63,16 @@ RULES: dict[str, Rule] = {}
 GENERAL: dict[str, Rule] = {}       # for what those refuse: by nests of any loops
 
 
-def lowers(*ops: str, images: bool = False, volumes: bool = False) -> Callable[[Rule], Rule]:
+def lowers(*ops: str, images: bool = False, volumes: bool = False,
+           any_batch: bool = False) -> Callable[[Rule], Rule]:
     """Registers a rule for nodes whose anchor is one of these operators. images: where it works on images in NHWC;
-    volumes: and on those in NDHWC."""
+    volumes: and on those in NDHWC. any_batch: where it knows on which axis the batch stands; others take shapes as
+    items lie in memory."""
     def register(rule: Rule) -> Rule:
         def checked(ctx: Context, node: Node) -> Sequence[Call]:
             anchor = node.anchor
+            if not (any_batch and node.op == anchor.op) and (name := _batch_inside(ctx, node)):
+                raise Refused(f"the batch is not the leading axis of '{name}'")
             if images and not anchor.attrs.get("channels_last"):
                 raise Refused(f"only a {anchor.op} of images in NHWC is compiled")
             if images and not volumes and len(ctx.type(anchor.inputs[0]).shape) != 4:
@@ -80,6 +84,11 @@ def lowers(*ops: str, images: bool = False, volumes: bool = False) -> Callable[[
             RULES[op] = checked
         return rule
     return register
+
+
+def _batch_inside(ctx: Context, node: Node) -> str:
+    """A tensor of the node with axes before that of the batch."""
+    return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
 def lowers_in_general(*ops: str) -> Callable[[Rule], Rule]:

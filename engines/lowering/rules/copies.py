@@ -34,7 +34,7 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
     return calls
 
 
-@lowers("Reshape")
+@lowers("Reshape", any_batch=True)
 def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
     source, output = node.inputs[0], node.outputs[0]
@@ -47,7 +47,7 @@ def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
 
 
-@lowers("Transpose")
+@lowers("Transpose", any_batch=True)
 def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     name, output = node.inputs[0], node.outputs[0]
     source, target = ctx.placements[name], ctx.placements[output]
