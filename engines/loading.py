@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.backends import device_of
-from engines.errors import ConfigError, EngineError, PlanError, PlanTargetError
+from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.plan.file import read_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
@@ -126,14 +126,19 @@ def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool) -> Plan:
 
 
 def _with_room(plan: Plan, items: int) -> Plan:
-    """The plan for so many items. Raises PlanTargetError: the compiler is not installed."""
+    """The plan for so many items. Raises PlanTargetError: the compiler is not installed; InputError: the plan's file,
+    which has the weights, is gone."""
     try:
         from engines.compiler.specialise import relower
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: items that depend on each other are not cut, and more than "
                               f"{plan.max_batch} of them are compiled for: install what is missing ({error})"
                               ) from error
-    larger: Plan = relower(replace(plan, max_batch=items), plan.machine.target)
+    try:
+        larger: Plan = relower(replace(plan, max_batch=items), plan.machine.target)
+    except PlanError as error:
+        raise InputError(f"{plan.name}: more than {plan.max_batch} items cannot be run in slices, for they depend on "
+                         f"each other, and the plan cannot be compiled for {items} now: {error}") from error
     return larger
 
 
