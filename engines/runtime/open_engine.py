@@ -228,8 +228,9 @@ class OpenEngine(OfPlan):
     def _missing(self, key: Key) -> Engine:
         if self.policy.specialise == "wait":
             return self._specialised(key)
-        waits = self.policy.specialise == "background" and not (self.policy.segment and self._is_new(key))
-        return waits and self._made_soon(key) or self._general_version(key)
+        if self.policy.specialise == "off" or self.policy.segment and self._is_new(key):
+            return self._general_version(key)
+        return self._made_soon(key) or self._general_version(key)
 
     def _is_new(self, key: Key) -> bool:
         """Whether it is met for the first time, as far as is remembered."""

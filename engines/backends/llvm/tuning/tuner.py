@@ -135,8 +135,9 @@ class Tuner:
         self._batches, wanted = tuple(batches), list(wanted)
         found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
-        for graph in (wanted, self._choices, () if self._choices else others()) if missing else ():
-            self.generals.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
+        if missing:
+            for graph in (wanted, self._choices or others()):
+                self.generals.meet(kernel for problem in graph for kernel in kernels_for(problem, batches[-1]))
         with compiler_pool(self.isa) as pool:
             made = self.generals.make([(one.kernel, one.tactic) for one in missing], pool)
         return {problem: choice for problem, choice in found.items() if choice} | {
