@@ -18,8 +18,9 @@ from statistics import quantiles
 
 from benchmarks.reports.document import Cell, machine, markdown_table
 from engines.backends.llvm.codegen.isa import Isa, best_isa
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.peaks import measure_peaks
-from engines.backends.llvm.tuning.tuner import Candidate, Tuner
+from engines.backends.llvm.tuning.tuner import Tuner
 from engines.lowering.buffers import write_borders
 from engines.lowering.lower import lower
 from engines.lowering.problems.problem import Problem

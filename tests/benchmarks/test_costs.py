@@ -6,7 +6,7 @@ import pytest
 from benchmarks.costs import loss, ratios
 from engines.backends.llvm.codegen.isa import AVX2
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
-from engines.backends.llvm.tuning.tuner import Candidate
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.view import dense_view

@@ -9,7 +9,7 @@ import numpy as np
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
 from engines.backends.llvm.sharing import SharedConstants
-from engines.backends.llvm.tuning.tuner import Choice
+from engines.backends.llvm.tuning.candidates import Choice
 from engines.ir.graph import Graph
 from engines.lowering.calls.calls import Call, name_of
 from engines.lowering.problems.problem import Array, Problem

@@ -14,10 +14,11 @@ from engines.backends.llvm.constants import Constants
 from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
+from engines.backends.llvm.tuning.candidates import Choice
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.references import with_reference_times
-from engines.backends.llvm.tuning.tuner import Choice, Tuner
+from engines.backends.llvm.tuning.tuner import Tuner
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of

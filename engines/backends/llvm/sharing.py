@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.llvm.tuning.tuner import Choice
+from engines.backends.llvm.tuning.candidates import Choice
 from engines.ir.graph import Array
 from engines.lowering.calls.calls import Call, name_of
 from engines.plan.checksums import page_sums

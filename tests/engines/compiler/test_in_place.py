@@ -15,8 +15,9 @@ from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, 
 from engines.backends.llvm.session import LlvmSession
 from engines.backends.llvm.tuning import in_place
 from engines.backends.llvm.tuning import tuner as tuner_module
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
-from engines.backends.llvm.tuning.tuner import Candidate, Estimate, Tuner
+from engines.backends.llvm.tuning.tuner import Estimate, Tuner
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Graph, Node, TensorType
 from engines.lowering.calls.calls import GENERAL

@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from calibration.accuracy.measures import sqnr_db
-from engines.backends.llvm.tuning import tuner
+from engines.backends.llvm.tuning import candidate_times
 from engines.errors import PlanTargetError
 from engines.loading import load_engine
 from engines.lowering.calls.calls import GENERAL, RULES
@@ -244,7 +244,7 @@ def test_the_batch_to_optimise_for_is_one_that_the_plan_takes(workshop: Workshop
 
 def test_tactics_are_timed_with_the_batch_to_optimise_for(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
-    monkeypatch.setattr(tuner, "call_of", lambda function, arrays, grid, items: lambda: timed.append(items))
+    monkeypatch.setattr(candidate_times, "call_of", lambda function, arrays, grid, items: lambda: timed.append(items))
     onnx.save(_one_node("Relu", shape=("N", 3, 8, 6)), workshop.path("relu.onnx"))
     assert workshop.build("--opt-batch", "3", "--max-batch", "4", model="relu.onnx") == 0
     assert set(timed) == {3}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.backends.llvm.tuning import timing, tuner
+from engines.backends.llvm.tuning import candidate_times, timing
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 
 
@@ -18,7 +18,7 @@ def test_a_build_from_a_timing_cache_times_nothing_and_is_the_same_file(
     monkeypatch.setattr(timing, "TIMING_SECONDS", 1e-4)         # any times will do
     first = workshop.built(*cache)
     assert all(step.time_us > 0 for step in first.plan.machine.steps)
-    monkeypatch.setattr(tuner, "measure", lambda calls: pytest.fail(f"{len(calls)} tactics are timed again"))
+    monkeypatch.setattr(candidate_times, "measure", lambda calls: pytest.fail(f"{len(calls)} tactics are timed again"))
     workshop.built(*cache, output="second.plan")
     assert Path(workshop.path("second.plan")).read_bytes() == Path(workshop.path("m.plan")).read_bytes()
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from engines.backends.base import Progress
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, calls_of
-from engines.backends.llvm.tuning.tuner import Candidate, Choice, Estimate, Tuner
+from engines.backends.llvm.tuning.candidates import Candidate, Choice, packing
+from engines.backends.llvm.tuning.tuner import Estimate, Tuner
 from engines.lowering.problems.problem import Problem
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Buffer, Plan
@@ -85,12 +86,12 @@ def _rivals(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
     rivals, room = {}, MOST_BYTES
     for problem, us in times.items():
         rivals[problem] = list[Candidate]()
-        packed = {tuner.packing(choices[problem])}
+        packed = {packing(choices[problem])}
         for one in tuner.rivals(problem, most if us >= LEAST_SHARE * whole else 1):
-            more = 0 if tuner.packing(one) in packed else uses.count(problem) * tuner.constant_bytes(one)
+            more = 0 if packing(one) in packed else uses.count(problem) * tuner.constant_bytes(one)
             if more <= room:
                 rivals[problem].append(one)
-                packed.add(tuner.packing(one))
+                packed.add(packing(one))
                 room -= more
     return rivals
 

@@ -1,33 +1,27 @@
 """Kernels for problems: compiled once each, their tactics timed alone on this machine, the fastest taken.
 
 Those that are near the fastest are its rivals: in_place.py times them again inside the network. All problems of a
-graph are timed together, in turns that do not disturb each other: while tactics are compiled, on every processor,
-nothing is timed; while they are timed, nothing is compiled. A problem's tactics are one module, so that those that
-differ in their outer loops only share what is inside.
+graph are timed together (candidate_times.py).
 """
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile import compiler_pool
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
-from engines.backends.llvm.runtime.abi import KERNEL
-from engines.backends.llvm.runtime.elf import LoadedCode, functions_of
+from engines.backends.llvm.tuning.candidate_times import CandidateTimes, Constants, Report
+from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
 from engines.backends.llvm.tuning.general import Found, GeneralKernels
 from engines.backends.llvm.tuning.nearest import Timed, correction
-from engines.backends.llvm.tuning.timing import CLOCK_US, Times, aligned, call_of, mean_ratios, measure, memory_of
+from engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from engines.codegen.compiler_pool import CompilerPool
-from engines.codegen.ir_builder import Module
-from engines.lowering.problems.problem import Array, Problem
+from engines.lowering.problems.problem import Problem
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel
-from engines.version import COMPILER_VERSION
 
 MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
 NEAR = 1.1                  # times the least time: noise, inputs from afar
@@ -36,15 +30,6 @@ GAIN = 0.99                 # of the time inside the network; less is noise
 DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
 TRUST = 0.5                 # in times of another problem, to that in costs: both are wrong by a tenth
 COPY = 1.03                 # times the time: what packs weights otherwise than a plan that has them is to gain that
-
-Constants = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel cut by one of its tactics: what is compiled and timed."""
-    kernel: Kernel[Any]
-    tactic: Any
 
 
 class Estimate(NamedTuple):
@@ -56,23 +41,6 @@ class Estimate(NamedTuple):
         """The best estimate that both make together: each weighs by how sure it is."""
         ours, theirs = self.error ** -2, other.error ** -2
         return Estimate((self.value * ours + other.value * theirs) / (ours + theirs), (ours + theirs) ** -0.5)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The candidate that was taken for a problem, and its machine code.
-
-    symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
-    further_item: the share of that time which each further item of a batch takes, as far as a larger one was timed.
-    told: the table of a general kernel, which it reads behind its other operands.
-    """
-    kernel: Kernel[Any]
-    tactic: Any
-    symbol: str
-    code: bytes
-    time_us: float
-    further_item: float
-    told: tuple[int, ...] | None = None
 
 
 class Tuner:
@@ -87,22 +55,28 @@ class Tuner:
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[Problem, Choice] = {}
         self._alone: dict[Problem, dict[Candidate, Times]] = {}
-        self._modules: dict[Candidate, bytes] = {}      # code of candidates, with that of their rivals
-        self._objects: dict[Candidate, bytes] = {}      # and by itself, as a plan has it
-        self._made: dict[str, bytes] = {}               # and of others, by symbol
+        self._code = CandidateCode(isa)
+        self._times = CandidateTimes(isa, cache, processor, self._code)
         self._timed = Timed({})
         self.generals = GeneralKernels(isa)
-        self._batches: tuple[int, ...] = (1,)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
-        self.timed = 0              # tactics measured, not found in the cache
+
+    @property
+    def timed(self) -> int:
+        """Tactics measured, not found in the cache."""
+        return self._times.measured
+
+    def digest(self, one: Candidate) -> str:
+        """Of all that its code is made of."""
+        return self._code.digest(one)
 
     def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
                   generals: Iterable[GeneralKernel] = ()) -> None:
         """From sessions that compiled the same model for other shapes: their `corrections`, their code, and what of it
         is general."""
         self._timed = Timed(corrections)
-        self._made |= {name: code for code in objects for name in functions_of(code)}
-        self.generals.add(generals, self._made)
+        self._code.take_over(objects)
+        self.generals.add(generals, self._code.made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
@@ -111,17 +85,17 @@ class Tuner:
         progress(done, of, what) is called as kernels are compiled and timed. batches: the sizes of batches that are
         timed; the first is for kernels to which the batch makes no difference, all are for those that it does.
         """
-        self._batches = tuple(batches)
+        self._times.batches = tuple(batches)
         new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
-        self._batches_of |= dict.fromkeys(new, self._batches)
+        self._batches_of |= dict.fromkeys(new, self._times.batches)
         # With timing each is compiled and timed twice, and compiled once more.
-        report = _Report(progress, len(new), steps=5 if self.timing else 1)
+        report = Report(progress, len(new), steps=5 if self.timing else 1)
         with compiler_pool(self.isa) as pool:
             if self.timing:
                 self._time_alone(pool, new, report)
             taken = {problem: self._least(self._alone[problem]) if self.timing else self._usual(problem)
                      for problem in new}
-            code = self._compiled(pool, taken.values(), lambda: report("compiled"))
+            code = self._code.alone(pool, taken.values(), lambda: report("compiled"))
         for problem, candidate in taken.items():
             found = self._alone[problem][candidate] if self.timing else (0.0,)
             self._choices[problem] = self._choice(candidate, found, code[candidate])
@@ -132,7 +106,7 @@ class Tuner:
         """A kernel for each problem of which the code is there: its own, or one that is told its numbers. Where there
         is none, one is compiled that is told what differs from other problems, those of the model at other numbers
         among them, for all that come later."""
-        self._batches, wanted = tuple(batches), list(wanted)
+        self._times.batches, wanted = tuple(batches), list(wanted)
         found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
         if missing:
@@ -148,16 +122,16 @@ class Tuner:
             return self._choices[problem]
         own: list[Candidate] = []
         told: dict[Candidate, Found] = {}
-        for kernel in kernels_for(problem, self._batches[-1]):
+        for kernel in kernels_for(problem, self._times.batches[-1]):
             tactics = kernel.tactics(self.isa)
-            own += [one for tactic in tactics if self._symbol(one := Candidate(kernel, tactic)) in self._made]
+            own += [one for tactic in tactics if self._code.symbol(one := Candidate(kernel, tactic)) in self._code.made]
             told |= {Candidate(kernel, one.tactic): one for one in self.generals.find(kernel, tactics)}
         if not own and not told:
             return None
         best = min(own or told, key=self._estimate)
         if best in told:
             return self._told(best.kernel, told[best])
-        return Choice(best.kernel, best.tactic, symbol := self._symbol(best), self._made[symbol], 0.0, 1.0)
+        return Choice(best.kernel, best.tactic, symbol := self._code.symbol(best), self._code.made[symbol], 0.0, 1.0)
 
     def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
         symbol = one.general.symbol
@@ -165,10 +139,10 @@ class Tuner:
 
     def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
         """Microseconds of every candidate for each problem, of the hopeless too: what costs are compared with."""
-        self._batches_of |= dict.fromkeys(wanted, self._batches)
+        self._batches_of |= dict.fromkeys(wanted, self._times.batches)
         every = {problem: self._candidates(problem) for problem in wanted}
         with compiler_pool(self.isa) as pool:
-            found = self._times(pool, wanted, every, _Report(None, 0, steps=0))
+            found = self._times.find(pool, wanted, every, Report(None, 0, steps=0))
         return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
 
     def rivals(self, problem: Problem, most: int) -> list[Candidate]:
@@ -184,7 +158,7 @@ class Tuner:
         least, worst = mean_ratios(alone), mean_ratios(waiting, alone)
         near = [one for one in sorted(least, key=lambda one: least[one]) if least[one] <= NEAR * min(worst.values())]
         for one in near:
-            packings.setdefault(self.packing(one), one)
+            packings.setdefault(packing(one), one)
         return list(dict.fromkeys((taken, *packings.values(), *near)))[:most]
 
     def alone(self, problem: Problem, one: Candidate) -> Estimate:
@@ -194,24 +168,16 @@ class Tuner:
         waits = self.constant_bytes(one) / FAR_BYTES / max(found[0], CLOCK_US)
         return Estimate(scores[one] / min(scores.values()), DOUBT + waits / 2)
 
-    @staticmethod
-    def packing(one: Candidate | Choice) -> Any:
-        """What decides how a problem's constants are packed."""
-        return type(one.kernel), one.kernel.packing(one.tactic)
-
     def constant_bytes(self, one: Candidate) -> int:
         return one.kernel.constant_bytes(self.isa, one.tactic)
 
     def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
         """The rivals as choices that can be run; those of a problem have their code in common."""
-        missing = {problem: some for problem, some in rivals.items() if any(one not in self._modules for one in some)}
-        report = _Report(progress, len(missing), steps=1)
+        report = Report(progress, len(rivals), steps=1)
         with compiler_pool(self.isa) as pool:
-            code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
-        for some, object_ in zip(missing.values(), code, strict=True):
-            self._modules |= dict.fromkeys(some, object_)
-        return {problem: [self._choice(one, self._alone[problem][one], self._modules[one]) for one in some]
+            code = self._code.beside(pool, list(rivals.values()), lambda: report("compiled"))
+        return {problem: [self._choice(one, self._alone[problem][one], code[one]) for one in some]
                 for problem, some in rivals.items()}
 
     def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
@@ -225,27 +191,28 @@ class Tuner:
             best = min(ratios, key=lambda one: ratios[one])
             taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
         with compiler_pool(self.isa) as pool:
-            code = self._compiled(pool, taken.values())
+            code = self._code.alone(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
 
     def _choice(self, candidate: Candidate, found: Times, code: bytes) -> Choice:
         batches, further = self._batches_of[candidate.kernel.problem], 1.0
         if len(found) > 1 and found[0]:
             further = min(max((found[1] / found[0] - 1) / (batches[1] - batches[0]), 0.0), 1.0)
-        return Choice(candidate.kernel, candidate.tactic, self._symbol(candidate), code, found[0] / batches[0], further)
+        symbol = self._code.symbol(candidate)
+        return Choice(candidate.kernel, candidate.tactic, symbol, code, found[0] / batches[0], further)
 
-    def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: _Report) -> None:
+    def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: Report) -> None:
         """The likely candidates for each problem, and refinements of the fastest."""
         likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
-        times = self._times(pool, wanted, likely, report)
+        times = self._times.find(pool, wanted, likely, report)
         refined = {problem: [one for one in self._refinements(self._least(found)) if one not in found]
                    for problem, found in times.items()}
-        for problem, more in self._times(pool, wanted, refined, report).items():
+        for problem, more in self._times.find(pool, wanted, refined, report).items():
             self._alone[problem] = times[problem] | more
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
         """Every tactic of every kernel that solves the problem on this machine."""
-        return [Candidate(kernel, tactic) for kernel in kernels_for(problem, self._batches[-1])
+        return [Candidate(kernel, tactic) for kernel in kernels_for(problem, self._times.batches[-1])
                 for tactic in kernel.tactics(self.isa)]
 
     def _scores(self, times: Mapping[Candidate, Times]) -> dict[Candidate, float]:
@@ -290,7 +257,7 @@ class Tuner:
             least, taken = min(scores.values()), Candidate(choice.kernel, choice.tactic)
             for one, score in {**scores, taken: GAIN * least}.items():
                 cost = one.kernel.cost(self.isa, one.tactic) or 1.0
-                if self.constant_bytes(one) and self.packing(one) != self.packing(taken):
+                if self.constant_bytes(one) and packing(one) != packing(taken):
                     score *= COPY
                 found.setdefault(repr(one.kernel), {})[repr(one.tactic)] = float(f"{score / least / cost:.4g}")
         return found
@@ -307,94 +274,3 @@ class Tuner:
             limits[candidate.kernel] = min(cost * MAX_COST_RATIO, limits.get(candidate.kernel, math.inf))
         return sorted((candidate for candidate, cost in costs.items() if cost <= limits[candidate.kernel]),
                       key=lambda candidate: costs[candidate])
-
-    # ---- code
-    def _compiled(self, pool: CompilerPool, candidates: Collection[Candidate],
-                  done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
-        """The code of each by itself."""
-        self._objects |= {one: self._made[symbol] for one in candidates
-                          if self._made and (symbol := self._symbol(one)) in self._made}
-        missing = [one for one in dict.fromkeys(candidates) if one not in self._objects]
-        code = pool.compile((self._text([one]) for one in missing), done)
-        self._objects |= dict(zip(missing, code, strict=True))
-        return self._objects
-
-    def _text(self, candidates: Sequence[Candidate]) -> str:
-        """The module of some candidates for one problem."""
-        module = Module()
-        for candidate in candidates:
-            candidate.kernel.emit(module, self._symbol(candidate), self.isa, candidate.tactic)
-        return module.text()
-
-    def _symbol(self, candidate: Candidate) -> str:
-        return f"{candidate.kernel.problem.family}_{self.digest(candidate)[:16]}"
-
-    def digest(self, candidate: Candidate) -> str:
-        """Of all that its code is made of."""
-        text = repr((COMPILER_VERSION, self.isa.name, candidate))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    # ---- times
-    def _times(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
-               candidates: Mapping[Problem, Sequence[Candidate]],
-               report: _Report) -> dict[Problem, dict[Candidate, Times]]:
-        """Those of each candidate for each problem, from the cache or measured side by side."""
-        known = {problem: {one: self._known(one) for one in some} for problem, some in candidates.items()}
-        missing = {problem: [one for one, found in times.items() if found is None] for problem, times in known.items()}
-        missing = {problem: some for problem, some in missing.items() if some}
-        report("in the timing cache", 2 * (len(candidates) - len(missing)))
-        code = pool.compile(map(self._text, missing.values()), lambda: report("compiled"))
-        for (problem, some), object_ in zip(missing.items(), code, strict=True):
-            self._modules |= dict.fromkeys(some, object_)
-            known[problem] |= self._measured(problem, some, wanted[problem], object_)
-            report(f"timed {problem.family}")
-        return {problem: {one: found for one, found in times.items() if found is not None}
-                for problem, times in known.items()}
-
-    def _sizes(self, candidate: Candidate) -> tuple[int, ...]:
-        return self._batches if candidate.kernel.by_batch else self._batches[:1]
-
-    def _known(self, candidate: Candidate) -> Times | None:
-        """What the cache has, if it has all."""
-        found = [self.cache.get(self._key(candidate, items)) for items in self._sizes(candidate)]
-        known = tuple(time_us for time_us in found if time_us is not None)
-        return known if len(known) == len(found) else None
-
-    def _key(self, candidate: Candidate, items: int) -> str:
-        return f"{self.processor}/{self.digest(candidate)}/{items}"
-
-    def _measured(self, problem: Problem, candidates: Sequence[Candidate], constants: Constants,
-                  code: bytes) -> dict[Candidate, Times]:
-        """Those of candidates on batches of zeros, which the cache takes."""
-        loaded, sizes = LoadedCode([code]), {one: self._sizes(one) for one in candidates}
-        most = max(map(max, sizes.values()))
-        inputs, outputs = ([memory_of(view, most) for view in views] for views in (problem.inputs, problem.outputs))
-        packed: dict[Any, list[Array]] = {}
-        calls: dict[int, dict[Candidate, Callable[[], None]]] = {}
-        for one in candidates:
-            packing = one.kernel, one.kernel.packing(one.tactic)
-            if packing not in packed:
-                packed[packing] = [aligned(constant)
-                                   for constant in one.kernel.expanded_constants(self.isa, one.tactic, constants)]
-            function = KERNEL(loaded.addresses[self._symbol(one)])
-            for items in sizes[one]:
-                calls.setdefault(items, {})[one] = call_of(function, [*inputs, *packed[packing], *outputs],
-                                                         one.kernel.grid(self.isa, one.tactic), items)
-        times = {items: measure(of_candidates) for items, of_candidates in calls.items()}
-        self.timed += len(candidates)
-        for items, found in times.items():
-            for one, microseconds in found.items():
-                self.cache.put(self._key(one, items), microseconds)
-        return {one: tuple(times[items][one] for items in sizes[one]) for one in candidates}
-
-
-class _Report:
-    """Counts towards a progress, so many steps for each problem."""
-
-    def __init__(self, progress: Progress | None, problems: int, steps: int) -> None:
-        self._progress, self._done, self._of = progress, 0, problems * steps
-
-    def __call__(self, what: str, count: int = 1) -> None:
-        self._done += count
-        if self._progress and count:
-            self._progress(self._done, self._of, what)

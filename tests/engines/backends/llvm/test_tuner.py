@@ -7,8 +7,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
-from engines.backends.llvm.tuning import timing
-from engines.backends.llvm.tuning import tuner as tuner_module
+from engines.backends.llvm.tuning import candidate_times, timing
 from engines.backends.llvm.tuning.timing import measure
 from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -64,11 +63,11 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
 def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes, monkeypatch):
     """The clock says how many rows of the grid were run."""
     cache, isa = TimingCache(), best_isa(detect().features)
-    monkeypatch.setattr(tuner_module, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
+    monkeypatch.setattr(candidate_times, "measure", lambda calls: {tactic: 1.0 for tactic in calls})
     constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
     seen = []
-    real = tuner_module.call_of
-    monkeypatch.setattr(tuner_module, "call_of", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
+    real = candidate_times.call_of
+    monkeypatch.setattr(candidate_times, "call_of", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
     for _ in range(2):          # the second tuner finds all in the cache
         tuner = Tuner(isa, cache, "")
         choice = tuner.choose({spec: constants}, batches=(1, 8))[spec]
@@ -91,7 +90,7 @@ def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
         timed.extend(tactic for some in tactics.values() for tactic in some)
         return {spec: dict.fromkeys(some, (1.0,)) for spec, some in tactics.items()}
 
-    monkeypatch.setattr(Tuner, "_times", times)
+    monkeypatch.setattr(candidate_times.CandidateTimes, "find", times)
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}

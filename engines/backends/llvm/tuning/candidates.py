@@ -1,0 +1,96 @@
+"""Candidates for problems, and their machine code: each by itself as a plan has it, or with its rivals to be timed.
+
+A problem's tactics are one module when they are timed, so that those that differ in their outer loops only share what
+is inside.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.kernel import Kernel
+from engines.backends.llvm.runtime.elf import functions_of
+from engines.codegen.compiler_pool import CompilerPool
+from engines.codegen.ir_builder import Module
+from engines.version import COMPILER_VERSION
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel cut by one of its tactics: what is compiled and timed."""
+    kernel: Kernel[Any]
+    tactic: Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that was taken for a problem, and its machine code.
+
+    symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
+    further_item: the share of that time which each further item of a batch takes, as far as a larger one was timed.
+    told: the table of a general kernel, which it reads behind its other operands.
+    """
+    kernel: Kernel[Any]
+    tactic: Any
+    symbol: str
+    code: bytes
+    time_us: float
+    further_item: float
+    told: tuple[int, ...] | None = None
+
+
+def packing(one: Candidate | Choice) -> Any:
+    """What decides how a problem's constants are packed."""
+    return type(one.kernel), one.kernel.packing(one.tactic)
+
+
+class CandidateCode:
+    """Compiles candidates for one instruction set, each once."""
+
+    def __init__(self, isa: Isa) -> None:
+        self._isa = isa
+        self.made: dict[str, bytes] = {}                    # by other sessions, by symbol
+        self._alone: dict[Candidate, bytes] = {}            # each by itself
+        self._beside: dict[Candidate, bytes] = {}           # with that of its rivals
+
+    def take_over(self, objects: Iterable[bytes]) -> None:
+        """What other sessions compiled."""
+        self.made |= {name: code for code in objects for name in functions_of(code)}
+
+    def alone(self, pool: CompilerPool, candidates: Collection[Candidate],
+              done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
+        """The code of each by itself."""
+        self._alone |= {one: self.made[symbol] for one in candidates
+                        if self.made and (symbol := self.symbol(one)) in self.made}
+        missing = [one for one in dict.fromkeys(candidates) if one not in self._alone]
+        code = pool.compile((self._text([one]) for one in missing), done)
+        self._alone |= dict(zip(missing, code, strict=True))
+        return self._alone
+
+    def beside(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
+               done: Callable[[], None]) -> Mapping[Candidate, bytes]:
+        """The code of rivals, those of a group as one, if it is not there yet. done() is called for each group."""
+        missing = [some for some in groups if any(one not in self._beside for one in some)]
+        for _ in range(len(groups) - len(missing)):
+            done()
+        for some, code in zip(missing, pool.compile(map(self._text, missing), done), strict=True):
+            self._beside |= dict.fromkeys(some, code)
+        return self._beside
+
+    def symbol(self, candidate: Candidate) -> str:
+        return f"{candidate.kernel.problem.family}_{self.digest(candidate)[:16]}"
+
+    def digest(self, candidate: Candidate) -> str:
+        """Of all that its code is made of."""
+        text = repr((COMPILER_VERSION, self._isa.name, candidate))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _text(self, candidates: Sequence[Candidate]) -> str:
+        """The module of some candidates for one problem."""
+        module = Module()
+        for candidate in candidates:
+            candidate.kernel.emit(module, self.symbol(candidate), self._isa, candidate.tactic)
+        return module.text()
