@@ -1,0 +1,205 @@
+"""The micro-kernels of a Recurrence: for some items and units of a stage, the products in registers, then the updates.
+
+They also say how the states of a block of items lie in scratch: each item's h or other state in floats, behind it the
+same in integers where products read those, then what 1 of these integers means where that is found at run time.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.kernels.common.access import hidden
+from engines.backends.llvm.kernels.common.arithmetic import Operand
+from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
+from engines.backends.llvm.kernels.kernel import ALIGNMENT
+from engines.backends.llvm.kernels.recurrent.rounding import load_unit
+from engines.backends.llvm.kernels.recurrent.tiling import STEPS, Panels, RecurrenceTiling
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I8, I16, I64, PTR, vector
+from engines.lowering.problems.recurrence import Source, Stage
+from engines.lowering.problems.view import SIZES
+
+STRANDS = 4             # units whose updates are written in turns
+FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
+LINE = 64               # bytes of a cache line
+
+
+class MicroKernels:
+    """Those of one kernel, written once each."""
+
+    def __init__(self, kernel: RecurrenceTiling, module: Module, name: str, isa: Isa, tactic: Panels,
+                 block: int) -> None:
+        """block: items whose states lie side by side."""
+        self.kernel, self.module, self.name, self.isa, self.tactic = kernel, module, name, isa, tactic
+        self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
+        self.stored = kernel.stored(isa)
+        self.integers = kernel.room(isa) * 4            # where the state in integers follows
+        self.unit = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]     # where what 1 of them means is
+        size = self.unit + 4 if self.problem.rounds else self.unit if self.stored else self.integers
+        self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
+        self.area = self.pitch * block                                      # of a state of all items
+
+    def lanes(self, count: int) -> Lanes:
+        return Lanes(self.isa, count, packed=False)
+
+    def write(self, which: int, number: int, size: int, width: int) -> str:
+        """`size` items by `width` units of a stage; its name."""
+        name = f"{self.name}_{which}_{number}_{size}x{width}"
+        if name in self.module.functions:
+            return name
+        problem, isa, stage = self.problem, self.isa, self.problem.cells[which].stages[number]
+        y = {"y": PTR} if problem.y is not None else {}
+        f = self.module.function(name, internal=True, x=PTR, old=PTR, new=PTR, rest=PTR, **y, w=PTR, units=PTR,
+                                 start=I64, ahead=PTR)
+        vectors = -(-width // isa.lanes)
+        sums = self._products(f, stage, size, vectors)
+        with f.interleaved(STRANDS) as begin:
+            for item in range(size):
+                for v in range(vectors):
+                    begin()
+                    own = {gate: sums[item, g, v] for g, gate in enumerate(stage.gates)}
+                    _Unit(self, f, which, item, v, min(isa.lanes, width - v * isa.lanes), own).update(stage)
+        return name
+
+    def _products(self, f: Function, stage: Stage, size: int, vectors: int) -> dict[tuple[int, int, int], Value]:
+        """{(item, gate's place in the stage, vector): sum over k of state * weight}"""
+        kernel, isa, arithmetic = self.kernel, self.isa, self.arithmetic
+        source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
+        keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
+        split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
+        if kernel.by_batch and not arithmetic.exact:
+            split = 1       # floats are summed in one order in all tiles: an item's do not depend on its neighbours
+        acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
+        state = source + (self.integers if arithmetic.exact else 0)
+        at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
+        if kernel.head(isa):
+            for item, g, v in keys:
+                start = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
+                acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
+            at["w"] += len(stage.gates) * isa.bytes
+        step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
+        places = self.tactic.places
+        parts, apart = max(split, places), kernel.turns() // places
+        for _ in f.loop("k", kernel.turns() // parts, acc=acc, at=at):
+            for part in range(parts):
+                k = part % places * apart + part // places
+                states = {item: at["s"] + item * self.pitch + k * step for item in range(size)}
+                weights = {(g, v): at["w"] + v * kernel.stage_vector(isa, stage) + (k * len(stage.gates) + g) * weight
+                           for v in range(vectors) for g in range(len(stage.gates))}
+                self._outer_product(acc, part % split, states, weights)
+                if self.tactic.prefetch:
+                    isa.prefetch(at["ahead"])
+                    at["ahead"] += LINE
+            at["s"] += parts // places * step
+            at["w"] += parts // places * len(stage.gates) * weight
+        while split > 1:
+            split //= 2
+            for part in range(split):
+                for key in keys:
+                    acc[part, key] += acc[part + split, key]
+        return {key: arithmetic.finish(isa, acc[0, key]) for key in keys}
+
+    def _outer_product(self, acc: dict[Any, Value], part: int, states: dict[int, Value],
+                       weights: dict[tuple[int, int], Value]) -> None:
+        """acc += state * weight for each pair, given addresses. The shorter side waits in registers."""
+        isa, arithmetic = self.isa, self.arithmetic
+
+        def add(item: int, place: tuple[int, int], state: Operand, weight: Operand) -> None:
+            key = part, (item, *place)
+            acc[key] = arithmetic.dot(isa, acc[key], state, weight)
+
+        if len(states) <= len(weights):
+            pixels = {item: arithmetic.pixel(isa, address) for item, address in states.items()}
+            for place, address in weights.items():
+                # Hidden, or LLVM loads all weights at once, and the tile spills.
+                weight = arithmetic.weights(isa, hidden(address) if len(pixels) > 1 else address)
+                for item, pixel in pixels.items():
+                    add(item, place, pixel, weight)
+            return
+        loaded = {place: arithmetic.weights(isa, address) for place, address in weights.items()}
+        for item, address in states.items():
+            pixel = arithmetic.pixel(isa, address)
+            for place, weight in loaded.items():
+                add(item, place, pixel, weight)
+
+    def store_y(self, value: Value, count: int, address: Value) -> None:
+        """h to y."""
+        view = self.problem.y
+        assert view is not None
+        result = self.problem.program.run(self.isa, value, [], [value.like(number) for number in self.problem.numbers])
+        store_channels(self.lanes(count), view, [[result]], [address])
+
+
+class _Unit:
+    """A vector of units of one item after the products: finds what updates read, stores what they make."""
+
+    def __init__(self, emitter: MicroKernels, f: Function, which: int, item: int, v: int, count: int,
+                 sums: dict[int, Value]) -> None:
+        self.e, self.f, self.item, self.v, self.count, self.sums = emitter, f, item, v, count, sums
+        self.cell = emitter.problem.cells[which]
+        self.known: dict[Source, Value] = {}
+
+    def update(self, stage: Stage) -> None:
+        for update in stage.updates:
+            operands = [self.find(source) for source in update.operands]
+            numbers = [operands[0].like(number) for number in update.numbers]
+            value = update.program.run(self.e.isa, None, operands, numbers)
+            if update.slot:
+                self.known["state", update.slot] = value
+            self._store(update.slot, value)
+
+    def find(self, source: Source) -> Value:
+        if source not in self.known:
+            self.known[source] = self._found(*source)
+        return self.known[source]
+
+    def _found(self, kind: str, index: int) -> Value:
+        e, problem, isa, parameters = self.e, self.e.problem, self.e.isa, self.f.parameters
+        scales = e.kernel.scales
+        if kind == "gate" and scales:
+            return isa.fma(self.sums[index], self._scale(index), self.find(("x", index)))
+        if kind == "gate":
+            return self.sums[index] + self.find(("x", index))
+        if kind == "sum":
+            total = self.sums[index]
+            return total * self._scale(index) if scales else total
+        if kind == "unit":
+            return self._constant(index)
+        if kind == "state":
+            return self.f.load(isa.floats, self._address(index, "old"), isa.bytes, f"state {index}")
+        unit = index * problem.hidden + self.v * isa.lanes
+        address = parameters["x"] + (self.item * problem.gates.item + unit * problem.gates.strides[1])
+        return load_channels(e.lanes(self.count), problem.gates, address)[0]
+
+    def _scale(self, gate: int) -> Value:
+        """What makes real numbers of a gate's integer sums."""
+        scale = self._constant(self.cell.units + gate)
+        if not self.e.problem.rounds:
+            return scale
+        return scale * load_unit(self.e.isa, self.f.parameters["old"] + (self.item * self.e.pitch + self.e.unit))
+
+    def _constant(self, index: int) -> Value:
+        isa, each = self.e.isa, self.cell.units + self.e.kernel.scales
+        place = self.f.parameters["units"] + (self.v * each + index) * isa.bytes
+        return self.f.load(isa.floats, place, isa.bytes, "constant")
+
+    def _address(self, slot: int, h: str) -> Value:
+        """Of this vector of a state; h: which of its two buffers."""
+        e, parameters = self.e, self.f.parameters
+        base = parameters["rest"] + (slot - 1) * e.area if slot else parameters[h]
+        return base + (self.item * e.pitch + self.v * e.isa.bytes) + parameters["start"] * 4
+
+    def _store(self, slot: int, value: Value) -> None:
+        e, f, isa, problem = self.e, self.f, self.e.isa, self.e.problem
+        f.store(value, self._address(slot, "new"), isa.bytes)
+        if e.stored and any(stage.source == slot for stage in self.cell.stages):
+            size = SIZES[e.arithmetic.dtype]
+            integers = isa.round(value * e.stored.one) + e.stored.zero
+            narrow = f.cast("trunc", integers, vector(isa.lanes, {1: I8, 2: I16}[size]), "integers")
+            base = f.parameters["rest"] + (slot - 1) * e.area if slot else f.parameters["new"]
+            at = base + (self.item * e.pitch + e.integers + self.v * isa.lanes * size) + f.parameters["start"] * size
+            f.store(narrow, at, size * isa.lanes)
+        if slot == 0 and problem.y is not None:
+            unit = self.v * isa.lanes * problem.y.strides[1]
+            e.store_y(value, self.count, f.parameters["y"] + (self.item * problem.y.item + unit))
