@@ -34,6 +34,16 @@ class BindsArrays(Protocol):
         InputError: it is not there, or does not fit."""
 
 
+@runtime_checkable
+class WorksInArrays(Protocol):
+    """An execution that may read inputs where their caller has them, and write outputs where he gets them."""
+
+    def lend(self, view: TensorView, array: Array) -> bool:
+        """Let an array be an input or an output until `take_back`. False: it cannot, and is to be copied."""
+
+    def take_back(self) -> None: ...
+
+
 class Loaded(Protocol):
     """A plan made ready to run: code and constants, shared by any number of executions."""
     @property

@@ -56,6 +56,9 @@ class ExpandedConstant:
     name: str = ""              # of the first step that reads it
 
 
+SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
@@ -63,7 +66,7 @@ class Buffer:
     Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
     """
     name: str                   # of the (first) tensor in it, for whoever reads a plan
-    bytes: int                  # at max_batch, with whatever a kernel may read past the end
+    bytes: int                  # at max_batch, and SLACK
     first: int                  # index of the first step that writes it
     last: int                   # index of the last step that reads it
 

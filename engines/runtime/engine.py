@@ -1,6 +1,7 @@
 """Engine: a loaded plan, for any number of threads. ExecutionContext: the memory of one request or batch at a time."""
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -11,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from engines.backends import device_of
-from engines.backends.device import BindsArrays, Execution, Loaded
+from engines.backends.device import BindsArrays, Execution, Loaded, WorksInArrays
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
-from engines.plan.plan import IoTensor, Plan, Step
+from engines.plan.plan import IoTensor, Plan, Step, TensorView
+from engines.runtime.results import Results
+
+LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
 
 
 def _checked_cpus(cpus: Sequence[int] | None, threads: int) -> tuple[int, ...] | None:
@@ -179,6 +183,10 @@ class ExecutionContext:
         self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
         self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+        self._lender = execution if isinstance(execution, WorksInArrays) else None
+        self._results = Results()
+        self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
+                               and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
         """The context itself: a plan without open extents is for one set of shapes. See OpenContext."""
@@ -199,6 +207,27 @@ class ExecutionContext:
     def output(self, name: str, batch: int = 1) -> Array:
         """An output of the last execute: a view, valid until the next one."""
         return self._array("output", name, batch)
+
+    def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
+        """The outputs of inputs that fit. What is large is not copied, where the execution works in arrays."""
+        lent: dict[str, Array] = {}
+        try:
+            for name, array in arrays.items():
+                if array.nbytes < LENT_BYTES or not self._lends(self._inputs[name], array):
+                    np.copyto(self.input(name, batch), array)
+            for name, view in self._large_outputs:
+                array = self._results.array((batch, *view.shape) if view.batched else view.shape,
+                                            memory_dtype(view.dtype))
+                if self._lends(view, array):
+                    lent[name] = array
+            self.execute(batch)
+        finally:
+            if self._lender:
+                self._lender.take_back()
+        return {name: lent[name] if name in lent else self.output(name, batch).copy() for name in self._outputs}
+
+    def _lends(self, view: TensorView, array: Array) -> bool:
+        return self._lender is not None and self._lender.lend(view, array)
 
     def bind(self, name: str, array: Any) -> None:
         """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
@@ -313,7 +342,7 @@ def _unread(plan: Plan) -> frozenset[str]:
 def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
     slots = plan.batch_slots
     if 1 <= items <= slots:
-        return _run_slice(context, plan, arrays, items)
+        return context.run(arrays, items)
     if plan.dependence:
         raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
                          f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "
@@ -323,15 +352,8 @@ def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Arra
         part = slice(start, min(start + slots, items))
         feeds = {io.name: arrays[io.name][part] if io.batched else arrays[io.name] for io in plan.inputs
                  if io.name in arrays}
-        made = _run_slice(context, plan, feeds, part.stop - part.start)
+        made = context.run(feeds, part.stop - part.start)
         for io in plan.outputs:
             items_of = (slice(None),) * io.batch_axis + (part,) if io.batched else ...
             results[io.name][items_of] = made[io.name]
     return results
-
-
-def _run_slice(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
-    for name, array in arrays.items():
-        np.copyto(context.input(name, batch), array)
-    context.execute(batch)
-    return {io.name: context.output(io.name, batch).copy() for io in plan.outputs}

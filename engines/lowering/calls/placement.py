@@ -11,11 +11,10 @@ import numpy as np
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.lowering.problems.view import Halo, View, dense_view
-from engines.plan.plan import TensorView
+from engines.plan.plan import SLACK, TensorView
 
 NO_BUFFER = -1
 ITEMS = -1          # as an axis of an item: the axis before them, where it is no batch
-SLACK = 128         # bytes past every buffer that a kernel may read (never use): the end of its last vector
 
 
 @dataclass(frozen=True)

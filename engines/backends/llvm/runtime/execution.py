@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
+from engines.backends.llvm.runtime.lending import Lendable, address_of
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
@@ -71,6 +72,7 @@ class LoadedPlan:
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
+        self.lendable = Lendable(plan, self._operand_buffers, self._operand_offsets)
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
@@ -210,6 +212,8 @@ class Arena:
         bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
+        self._words = memoryview(self._operands)            # ... which is quicker to write one by one
+        self._lent: list[tuple[int, int]] = []              # operands that are elsewhere, and their own addresses
 
     @cached_property
     def _item_operands(self) -> Words:
@@ -231,6 +235,22 @@ class Arena:
     def array(self, view: TensorView, batch: int) -> Array:
         """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
         return array_at(self._owner(view.buffer)._memory.bytes, self._layout.offsets[view.buffer], view, batch)
+
+    def lend(self, view: TensorView, array: Array) -> bool:
+        """Let an array stand in for the buffer of an input or output. False: it cannot."""
+        places, begin = self._program.lendable.places.get(view.buffer), address_of(array)
+        if places is None or begin is None:
+            return False
+        for operand, offset in places:
+            self._lent.append((operand, self._words[operand]))
+            self._words[operand] = begin + offset
+        return True
+
+    def take_back(self) -> None:
+        """Every tensor lies in its own buffer again."""
+        while self._lent:
+            operand, address = self._lent.pop()
+            self._words[operand] = address
 
     def prepare(self, batch: int) -> None:
         """Write the halos of the first `batch` slots, unless that has been done. Inputs are written after this."""
@@ -261,6 +281,12 @@ class SerialExecution:
     def run(self, batch: int) -> None:
         for call in self._calls.get(batch) or self._ready(batch):
             call()
+
+    def lend(self, view: TensorView, array: Array) -> bool:
+        return self._arena.lend(view, array)
+
+    def take_back(self) -> None:
+        self._arena.take_back()
 
     def _ready(self, batch: int) -> tuple[Callable[[], None], ...]:
         """Halos written, and the spans as calls."""

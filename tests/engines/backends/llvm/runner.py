@@ -14,9 +14,9 @@ from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel, Window, kern
 from engines.backends.llvm.tuning.general import spelling, told_kernel
 from engines.codegen.extents import Trace, value_of
 from engines.codegen.ir_builder import Module
-from engines.lowering.calls.placement import SLACK
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
+from engines.plan.plan import SLACK
 from tests.engines.backends.llvm.emulation import EMULATION
 from tests.engines.backends.llvm.jit import LoadedKernel, runs_here
 from tests.engines.backends.suite import UNTOUCHED, guarded, random_array

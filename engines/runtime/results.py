@@ -1,0 +1,43 @@
+"""Memory for results, used again once their caller has let go of the last view of them.
+
+Fresh memory costs a page fault for every 4 KiB that is written first, which is more than a short step takes.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import Array
+
+LARGEST = 1 << 24       # bytes of a result whose memory is kept
+KEPT = 4                # results of one shape that are kept
+
+
+def _unread(arrays: Sequence[Array], references: int) -> Array | None:
+    """One of the arrays that has no more references than that: nobody has a view of it. NumPy tells temporaries so."""
+    for array in arrays:
+        if sys.getrefcount(array) <= references:
+            return array
+    return None
+
+
+ALONE = next(count for count in range(1, 9) if _unread([np.empty(1)], count) is not None)
+
+
+class Results:
+    """Results of one context; views of them are handed out."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array of whatever its memory holds."""
+        made = self._made.setdefault((shape, dtype), [])
+        if (found := _unread(made, ALONE)) is None:
+            found = np.empty(shape, dtype)
+            if len(made) < KEPT and found.nbytes <= LARGEST:
+                made.append(found)
+        return found.view()

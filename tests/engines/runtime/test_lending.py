@@ -1,0 +1,96 @@
+"""Large inputs and outputs are not copied: steps work in the caller's arrays. On plans made by hand."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.ir.graph import Array
+from engines.plan.arena import PAGE
+from engines.plan.plan import SLACK
+from engines.runtime import engine
+from engines.runtime.engine import Engine
+from engines.runtime.results import Results
+from tests.engines.tiny import halo_plan, mix_plan, mix_reference
+
+READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "LENT_BYTES", 0)
+
+
+def some_input(items: int, seed: int = 0) -> Array:
+    """Far from the end of a page."""
+    memory = np.empty(2 * PAGE, np.uint8)
+    x = memory[-memory.ctypes.data % PAGE:][:items * 240].view(np.int32).reshape(items, 6, 10)
+    x[...] = np.random.default_rng(seed).integers(-1000, 1000, x.shape, np.int32)
+    return x
+
+
+def assert_right(got: dict[str, Array], x: Array) -> None:
+    for name, want in mix_reference(READS, OUTPUTS, x).items():
+        np.testing.assert_array_equal(got[name], want, err_msg=name)
+
+
+@pytest.mark.parametrize("items", [1, 3, 9])
+def test_steps_read_the_callers_input_and_write_what_he_is_given(items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Array] = []
+    monkeypatch.setattr(np, "copyto", lambda to, array: copied.append(array))
+    x = some_input(items)
+    before = x.copy()
+    assert_right(Engine(mix_plan(READS, OUTPUTS)).run({"x": x}), before)
+    np.testing.assert_array_equal(x, before)
+    assert not copied
+
+
+def test_what_is_not_in_one_piece_or_ends_with_its_page_is_copied() -> None:
+    memory = np.zeros(2 * PAGE, np.uint8)
+    at = -memory.ctypes.data % PAGE
+    assert address_of(memory[at:at + PAGE - SLACK]) == memory.ctypes.data + at
+    assert address_of(memory[at:at + PAGE - SLACK + 1]) is None
+    assert address_of(memory[at:at + 64:2]) is None
+    assert address_of(memory[at + 1:at + 65].view(np.int32)) is None
+    mixer = Engine(mix_plan(READS, OUTPUTS))
+    x = some_input(4)
+    assert_right(mixer.run({"x": np.asfortranarray(x)}), x)
+    assert_right(mixer.run({"x": x}), x)
+
+
+def test_a_context_that_was_lent_arrays_runs_on_its_own_memory_again() -> None:
+    context = Engine(mix_plan(READS, OUTPUTS)).create_context()
+    x, other = some_input(2), some_input(2, seed=1)
+    context.input("x", 2)[...] = x
+    assert_right(context.run({"x": other}, 2), other)
+    context.execute(2)
+    assert_right({f"t{i}": context.output(f"t{i}", 2) for i in OUTPUTS}, x)
+
+
+def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
+    def places(plan: engine.Plan) -> set[int]:
+        operands = [operand for step in plan.machine.steps for operand in step.operands]
+        buffers = np.array([-1 if operand.buffer is None else operand.buffer for operand in operands])
+        return set(Lendable(plan, buffers, np.array([operand.offset for operand in operands])).places)
+
+    plan = mix_plan(READS, OUTPUTS)
+    assert places(plan) == {0, *OUTPUTS}
+    assert places(halo_plan()) == {0}                                                   # y has a halo
+    second = plan.machine.outputs[1]
+    assert places(plan.with_machine(outputs=(replace(second, buffer=0), second))) == {3}     # an input is an output
+    assert places(plan.with_machine(outputs=(second, replace(second, name="same")))) == {0}
+    wide = replace(plan.machine.inputs[0], strides=(48, 4))
+    assert places(plan.with_machine(inputs=(wide,))) == {*OUTPUTS}
+
+
+def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_before() -> None:
+    results = Results()
+    first = results.array((4, 100), np.dtype(np.float32))
+    at, row = first.ctypes.data, first[1:]
+    assert results.array((4, 100), np.dtype(np.float32)).ctypes.data != at
+    del first
+    assert results.array((4, 100), np.dtype(np.float32)).ctypes.data != at
+    del row
+    assert results.array((4, 100), np.dtype(np.float32)).ctypes.data == at
