@@ -9,7 +9,7 @@ import pytest
 from engines.backends.llvm.runtime.lending import Lendable, address_of
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE
-from engines.plan.plan import SLACK
+from engines.plan.plan import SLACK, Plan
 from engines.runtime import engine
 from engines.runtime.engine import Engine
 from engines.runtime.results import Results
@@ -70,7 +70,7 @@ def test_a_context_that_was_lent_arrays_runs_on_its_own_memory_again() -> None:
 
 
 def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
-    def places(plan: engine.Plan) -> set[int]:
+    def places(plan: Plan) -> set[int]:
         operands = [operand for step in plan.machine.steps for operand in step.operands]
         buffers = np.array([-1 if operand.buffer is None else operand.buffer for operand in operands])
         return set(Lendable(plan, buffers, np.array([operand.offset for operand in operands])).places)

@@ -212,7 +212,7 @@ class Arena:
         bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
-        self._words = memoryview(self._operands)            # ... which is quicker to write one by one
+        self._words = self._operands.data                    # ... which is quicker to write one by one
         self._lent: list[tuple[int, int]] = []              # operands that are elsewhere, and their own addresses
 
     @cached_property
