@@ -4,7 +4,6 @@
     python -m benchmarks.gpu --results gpu.json --minutes 9                 # again: goes on where it was interrupted
     python -m benchmarks.gpu --steps right,networks --models resnet50
     python -m benchmarks.gpu --emulated sm_80 --models trial --batches 1,2  # without a GPU: whether all of this works
-    python -m benchmarks.gpu --emulated sm_61 --steps right --results a.json    # every family by every tactic: an hour
 
 What fails says so in the results, and the next part runs; results are written as they come. A kernel's fault costs its
 process the GPU: so a problem of a family runs in a process of its own, and this one starts anew after such a fault,
@@ -150,7 +149,7 @@ class Bench:
 # ---- is it right?
 def right(bench: Bench) -> None:
     """A few problems of every family, each against its reference, in a process of its own."""
-    from tests.gpu.test_kernels import CASES
+    from tests.gpu.cases import CASES
     wanted = [name for name in CASES if bench.options.match in name and bench.results.wants(f"right: {name}")]
     if bench.options.emulated:
         for name in wanted:
@@ -166,7 +165,7 @@ def checked(name: str, emulated: str, most: int | None) -> str:
     """"yes", or what is wrong. emulated: the architecture; "": the GPU at hand. most: tactics; None: all."""
     from tests.engines.backends.cuda.runner import GpuRunner, Way, at_hand
     from tests.engines.backends.suite import check
-    from tests.gpu.test_kernels import CASES
+    from tests.gpu.cases import CASES
     runner: Any = GpuRunner(GPUS[emulated]) if emulated else at_hand()
     case, tolerance = CASES[name]
     problem, inputs, constants = case()

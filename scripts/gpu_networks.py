@@ -1,28 +1,22 @@
 """Whole networks on the emulated GPU: INT8 gives the bytes of the plan for a CPU, other precisions are near its floats.
 
-    python scripts/gpu_networks.py --results networks.json PLAN... --targets sm_61,sm_80      # plans of any machine
-    python scripts/gpu_networks.py --results networks.json --table                            # what was found so far
+    python -m scripts.gpu_networks --results networks.json PLAN... --targets sm_61,sm_80      # plans of any machine
+    python -m scripts.gpu_networks --results networks.json --table                            # what was found so far
 
-A network of few pixels or tokens takes a minute. Results are written as they come; what is there is not done again.
+A network of few pixels or tokens takes a minute.
 """
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from engines.backends.cuda.runtime.device import DEVICE
 from engines.compiler.specialise import relower
-from engines.errors import ConfigError
 from engines.ir.graph import Array
-from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
+from scripts.gpu_checks import Check, Found
 from tests.gpu.emulated import EmulatedGpu
 
 TARGETS = ("sm_61", "sm_75", "sm_80", "sm_90a")
@@ -44,9 +38,9 @@ def inputs_of(plan: Plan) -> dict[str, Array]:
     return {tensor.name: drawn(tensor) for tensor in plan.inputs}
 
 
-def compared(plan: Plan, target: str) -> dict[str, Any]:
+def compared(plan: Plan, target: str) -> Found:
     """How far the outputs are from those of the CPU."""
-    begin, inputs = time.monotonic(), inputs_of(plan)
+    inputs = inputs_of(plan)
     theirs = Engine(plan).run(inputs)
     there = relower(plan, target)
     size = 2 * (len(there.machine.constants) + sum(buffer.bytes for buffer in there.machine.buffers)) + (16 << 20)
@@ -57,42 +51,14 @@ def compared(plan: Plan, target: str) -> dict[str, Any]:
     same = all(np.array_equal(ours[name], value) for name, value in theirs.items())
     right = same if plan.precision == "int8" else furthest <= NEAR
     return {"precision": plan.precision, "steps": len(there.machine.steps), "same bytes": same, "error": furthest,
-            "right": right, "seconds": round(time.monotonic() - begin, 1)}
+            "right": right}
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """In Markdown."""
-    rows = [["plan", "target", "kernels", "of the CPU's outputs"], ["---"] * 4]
-    for key, found in results.items():
-        name, target = key.split()
-        said = found.get("refused") or ("the same bytes" if found["same bytes"] else f"within {found['error']:.1e}")
-        rows.append([name, f"`{target}`", str(found.get("steps", "")), said])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plans", nargs="*", type=Path, metavar="PLAN")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for path in options.plans:
-        plan = read_plan(path)
-        for target in options.targets.split(","):
-            if (key := f"{path.stem} {target}") in results:
-                continue
-            try:
-                results[key] = compared(plan, target)
-            except ConfigError as error:        # a node that no kernel runs
-                results[key] = {"refused": str(error)}
-            print(key, results[key], flush=True)
-            options.results.write_text(json.dumps(results, indent=1))
-    if options.table:
-        print(table(results))
-    return int(not all(found.get("right") for found in results.values()))
+CHECK = Check(__doc__, TARGETS, {
+    "precision": lambda found: found["precision"], "kernels": lambda found: found["steps"],
+    "of the CPU's outputs": lambda found: "the same bytes" if found["same bytes"] else f"within {found['error']:.1e}"},
+    lambda found: found.get("right", False))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CHECK.main_of_plans(compared))

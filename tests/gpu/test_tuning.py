@@ -20,9 +20,9 @@ from engines.plan.expected import expected
 from engines.plan.file import write_plan
 from engines.plan.plan import Plan
 from tests.engines.compiler.small_models import node, small_model
+from tests.gpu.cases import convolution
 from tests.gpu.emulated import EmulatedGpu
 from tests.gpu.ptx.text import Kernel
-from tests.gpu.test_kernels import convolution
 
 GPU, CARD = GPUS["sm_75"], CARDS["sm_75"]
 

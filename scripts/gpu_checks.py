@@ -1,0 +1,94 @@
+"""What the long checks of GPU kernels have in common: parts, one for each subject and architecture, done one by one.
+
+Results are written as they come; what is there is not done again, so a check may be stopped and goes on where it was.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines.errors import ConfigError
+from engines.plan.file import read_plan
+from engines.plan.plan import Plan
+
+Found = dict[str, Any]          # of a part; "refused": no kernel runs it there, and why; "failed": what went wrong
+Part = Callable[[str], Found]   # of an architecture
+
+
+@dataclass(frozen=True)
+class Check:
+    """what: the command's help. columns: of the table, how each is read from what was found. right: whether that is as
+    it should be."""
+    what: str
+    targets: Sequence[str]
+    columns: Mapping[str, Callable[[Found], object]]
+    right: Callable[[Found], bool]
+
+    def main(self, subjects: Callable[[argparse.Namespace], Mapping[str, Part]],
+             ask: Callable[[argparse.ArgumentParser], object]) -> int:
+        """Does what is missing. subjects: by name, of the options that `ask` has added to the command's."""
+        parser = argparse.ArgumentParser(description=self.what, formatter_class=argparse.RawDescriptionHelpFormatter)
+        ask(parser)
+        parser.add_argument("--results", type=Path, required=True, metavar="FILE.json")
+        parser.add_argument("--targets", type=lambda text: text.split(","), default=self.targets, metavar="SM,...")
+        parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing is begun")
+        parser.add_argument("--table", action="store_true", help="what has been found so far, in Markdown")
+        options = parser.parse_args()
+        end, results = time.monotonic() + 60 * options.minutes, {}
+        if options.results.exists():
+            results = json.loads(options.results.read_text())
+        wanted = {f"{name} {target}": partial(part, target) for name, part in subjects(options).items()
+                  for target in options.targets}
+        for key in [key for key in wanted if key not in results]:
+            if time.monotonic() >= end:
+                break
+            results[key] = found(wanted[key])
+            print(f"{len(results.keys() & wanted.keys())} of {len(wanted)}: {key}: {results[key]}", flush=True)
+            options.results.write_text(json.dumps(results, indent=1))
+        if options.table:
+            print(self.table(results))
+        missing = len(wanted.keys() - results.keys())
+        wrong = [key for key, one in results.items() if not self.right(one)]
+        print(f"{len(results)} done, {missing} to do; {len(wrong)} not right{': ' * bool(wrong)}{', '.join(wrong)}")
+        return int(bool(wrong))
+
+    def table(self, results: Mapping[str, Found]) -> str:
+        """In Markdown; in place of what was not found, the reason."""
+        rows = [["of", "target", *self.columns], ["---"] * (len(self.columns) + 2)]
+        for key, one in results.items():
+            name, _, target = key.rpartition(" ")
+            reason = one.get("refused") or one.get("failed", "").strip().rpartition("\n")[2]
+            rows.append([name, f"`{target}`", *([reason] if reason else
+                                                [str(read(one)) for read in self.columns.values()])])
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+    def main_of_plans(self, of: Callable[[Plan, str], Found]) -> int:
+        """Its subjects are plans of any machine, with their graphs."""
+        def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
+            return {path.stem: partial(_of_plan, of, path) for path in options.plans}
+
+        return self.main(subjects, lambda parser: parser.add_argument("plans", nargs="*", type=Path, metavar="PLAN"))
+
+
+def found(part: Callable[[], Found]) -> Found:
+    """And in how many seconds. What goes wrong is said, and the next part runs."""
+    begin = time.monotonic()
+    try:
+        result = part()
+    except ConfigError as error:        # a node that no kernel runs
+        result = {"refused": str(error)}
+    except Exception:
+        result = {"failed": traceback.format_exc()}
+    return {**result, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def _of_plan(of: Callable[[Plan, str], Found], path: Path, target: str) -> Found:
+    return of(read_plan(path), target)

@@ -1,0 +1,51 @@
+"""Every family of kernels on the emulated GPUs: in each precision, by every tactic that the tuner may take, a problem's
+result is the reference's; integers bit for bit.
+
+    python -m scripts.gpu_families --results families.json
+    python -m scripts.gpu_families --results families.json --targets sm_70 --match attention
+    python -m scripts.gpu_families --results families.json --table
+
+Half an hour of a core for all of them.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from functools import partial
+
+from engines.backends.cuda.codegen.gpu import GPUS
+from scripts.gpu_checks import Check, Found, Part
+from tests.engines.backends.cuda.runner import GpuRunner, every_way
+from tests.engines.backends.suite import check
+from tests.gpu.cases import CASES
+
+TARGETS = ("sm_61", "sm_70", "sm_75", "sm_80", "sm_90a")
+
+
+def checked(name: str, target: str) -> Found:
+    """By how many tactics it was right, and what those said that were not."""
+    case, tolerance = CASES[name]
+    problem, inputs, constants = case()
+    ways = every_way(problem, GPUS[target])
+    wrong = {}
+    for way in ways:
+        try:
+            check(way, GpuRunner(GPUS[target]), inputs, constants, tolerance)
+        except Exception as error:      # of the comparison, of the PTX machine, of the compiler
+            wrong[str(way.tactic)] = str(error)[:600]
+    return {"tactics": len(ways), "wrong": wrong}
+
+
+def subjects(options: argparse.Namespace) -> Mapping[str, Part]:
+    return {name: partial(checked, name) for name in CASES if options.match in name}
+
+
+CHECK = Check(__doc__, TARGETS, {
+    "tactics": lambda found: found["tactics"], "wrong": lambda found: ", ".join(found["wrong"])},
+    lambda found: found.get("wrong") == {})
+
+
+if __name__ == "__main__":
+    sys.exit(CHECK.main(subjects, lambda parser: parser.add_argument(
+        "--match", default="", help="only cases with this in their name")))

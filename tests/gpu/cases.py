@@ -1,0 +1,272 @@
+"""A few problems of every family that GPUs have kernels for, with inputs for some items.
+
+tests/gpu/test_kernels.py runs each once on the emulated GPU, scripts/gpu_families.py by every tactic on every
+architecture, benchmarks/gpu.py by every tactic on a real one.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.nest.program import Writer
+from engines.lowering.problems.convolution import Contraction, Depthwise
+from engines.lowering.problems.elementwise import CumulativeSum, Integers, Pointwise, TopK
+from engines.lowering.problems.images import GlobalPool, Pool, Resize
+from engines.lowering.problems.matmul import Attention, Product
+from engines.lowering.problems.movement import GatherElements, Lookup, Permute, Take
+from engines.lowering.problems.nest import Nest, Scatter
+from engines.lowering.problems.problem import STORED, Array, Problem
+from engines.lowering.problems.rows import Extreme, Lrn, Norm, Reduce, RowProblem, Softmax
+from engines.lowering.problems.view import View, dense_view
+from tests.engines.backends.suite import gapped, random_array, requantise
+from tests.engines.backends.test_recurrence import Case as Layer
+from tests.engines.backends.test_recurrence import node_of
+
+Case = tuple[Any, list[Array], dict[str, Any]]      # a problem, its inputs for some items, its constants
+TOLERANCE = {"int8": 0, "int16": 0, "fp32": 1e-4, "bf16": 4e-2, "fp16": 8e-3}    # of sums in another order
+
+
+def inputs_of(problem: Problem, seed: int = 0) -> list[Array]:
+    random = np.random.default_rng(seed)
+    return [random_array(random, view.dtype, (2, *view.shape)) for view in problem.inputs]
+
+
+def convolution(precision: str = "int8", cin: int = 48, cout: int = 72, groups: int = 1, gap: int = 16,
+                taps: int = 3, stride: int = 1, stored: str = "") -> Case:
+    random, dtype = np.random.default_rng(0), STORED[precision]
+    program, constants = requantise(cout, random, (0.005 if precision == "int8" else 10) / (cin * taps) ** 0.5,
+                                    residual=True)
+    reach = 3 * stride + taps
+    y = gapped(stored or dtype, (4, 4, cout), 1)
+    problem = Contraction(gapped(dtype, (reach, reach, cin), gap), y, (y,), program, precision, (taps, taps),
+                          (stride, stride), groups=groups)
+    shape = (cout, cin // groups, taps, taps)
+    weights = random_array(random, "int8" if precision == "int8" else "float32", shape)
+    return problem, inputs_of(problem), {"weights": weights if precision != "bf16" else weights / 4, **constants}
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "3 channels": dict(cin=3, cout=17, gap=0, taps=5, stride=2),
+    "groups": dict(cin=24, cout=36, groups=4),
+    "a product of matrices, odd": dict(cin=100, cout=70, taps=1, gap=0),
+    "to floats": dict(stored="float32"),
+}
+
+
+def pointwise(precision: str) -> Case:
+    program, constants = requantise(24, np.random.default_rng(0), residual=True, accumulator=False)
+    view = gapped(STORED[precision], (3, 5, 24))
+    problem = Pointwise((view, gapped("int64", (3, 5, 24))), view, program)
+    return problem, inputs_of(problem), constants
+
+
+def functions(_: str) -> Case:
+    """Exponentials and the like are the same Python as for CPUs, and give the same bits."""
+    b = ProgramBuilder(False)
+    value = b.operand()
+    for name in ("gelu", "tanh", "sigmoid", "log", "sin", "float16", "bfloat16", "exp", "erf"):
+        value = b.add(name, value)
+    view = dense_view("float32", (3, 7, 5))
+    problem = Pointwise((view,), view, b.program(), uniform=True)
+    return problem, inputs_of(problem), {"program": b.constants}
+
+
+def permute(precision: str) -> Case:
+    y = dense_view(STORED[precision], (5, 6, 3))
+    problem = Permute(View(y.dtype, y.shape, (6 * y.size, y.size, 30 * y.size), 90 * y.size), y)
+    return problem, inputs_of(problem), {}
+
+
+def integers(_: str) -> Case:
+    view = dense_view("int32", (4, 9))
+    problem = Integers((view, dense_view("int64", (4, 9))), dense_view("int64", (4, 9)), "modulo")
+    return problem, inputs_of(problem), {}
+
+
+def average(precision: str) -> Case:
+    program, constants = requantise(12, np.random.default_rng(0), residual=True)
+    x, y = (gapped(STORED[precision], shape) for shape in ((7, 9, 12), (4, 5, 12)))
+    problem = Pool(x, y, (y,), program, "average", (3, 3), (2, 2), (1, 1, 1, 1), count_include_pad=True, pad_value=7)
+    return problem, inputs_of(problem), constants
+
+
+def maximum(precision: str) -> Case:
+    view = gapped(STORED[precision], (7, 9, 5))
+    problem = Pool(view, view, (), ProgramBuilder(True).program(), "max", (3, 3), (1, 1), (2, 2, 2, 2), (2, 2))
+    return problem, inputs_of(problem), {"program": []}
+
+
+def global_sum(precision: str) -> Case:
+    program, constants = requantise(24, np.random.default_rng(0), 1 / 35, residual=True)
+    y = dense_view(STORED[precision], (1, 1, 24))
+    problem = GlobalPool(gapped("float32", (5, 7, 24)), y, (y,), program, "sum")
+    return problem, inputs_of(problem), constants
+
+
+def depthwise(precision: str) -> Case:
+    random, dtype = np.random.default_rng(0), STORED[precision]
+    program, constants = requantise(24, random, 0.02 if precision == "int8" else 3.0, residual=True)
+    y = gapped(dtype, (5, 6, 24))
+    problem = Depthwise(gapped(dtype, (11, 8, 24)), y, (y,), program, precision, (3, 3), (2, 1))
+    weights = random_array(random, "int8" if precision == "int8" else "float32", (24, 1, 3, 3))
+    return problem, inputs_of(problem), {"weights": weights, **constants}
+
+
+def resize(precision: str) -> Case:
+    program, constants = requantise(8, np.random.default_rng(0), residual=True)
+    y, random = dense_view(STORED[precision], (6, 8, 8)), np.random.default_rng(0)
+    problem = Resize(dense_view(y.dtype, (3, 4, 8)), y, (y,), program, (2, 2))
+    tables = {name: (random.integers(0, extent, (outputs, 2)), random.random((outputs, 2)).astype(np.float32))
+              for name, outputs, extent in (("rows", 6, 3), ("columns", 8, 4))}
+    return problem, inputs_of(problem), {**tables, **constants}
+
+
+def take(axis: int, precision: str) -> Case:
+    shape, dtype = [4, 5, 16], STORED[precision]
+    shape[axis] = 7
+    problem = Take(dense_view(dtype, (4, 5, 16)), dense_view(dtype, tuple(shape)), axis)
+    return problem, inputs_of(problem), {"index": np.random.default_rng(0).integers(-3, 3, 7)}
+
+
+def lookup(_: str) -> Case:
+    random = np.random.default_rng(0)
+    problem = Lookup(dense_view("int64", (6,)), dense_view("float32", (6, 20)), 11)
+    return problem, [random.integers(-15, 15, (2, 6))], {"table": random.standard_normal((11, 20)).astype(np.float32)}
+
+
+def cumulative(_: str) -> Case:
+    problem = CumulativeSum(gapped("float32", (3, 7, 5)), gapped("float32", (3, 7, 5)), 1, exclusive=True, reverse=True)
+    return problem, inputs_of(problem), {}
+
+
+def cumulative_product(_: str) -> Case:
+    problem = CumulativeSum(gapped("int32", (3, 7, 5)), gapped("int32", (3, 7, 5)), 1, product=True)
+    return problem, inputs_of(problem), {}
+
+
+def top_k(_: str) -> Case:
+    """Of many equals, and of both zeros, the first come first."""
+    problem = TopK(gapped("float32", (3, 70)), gapped("float32", (3, 5)), gapped("int64", (3, 5)), largest=False)
+    x, = inputs_of(problem)
+    return problem, [np.rint(x * 2)], {}
+
+
+def nest(_: str) -> Case:
+    """y[i, j] of x[i, k, j], a sum of products in float64 and where the last maximum is."""
+    w = Writer((3, 5), (7,))
+    x, z = w.read(0, "f64"), w.read(1, "f64")
+    program = w.program(w.reduce("sum", x * z), w.reduce("last_max", x))
+    problem = Nest((View("float64", (3, 5, 7), (280, 8, 40), 840), View("float64", (3, 5, 7), (0, 0, 8), 56)),
+                   (gapped("float64", (3, 5)), gapped("int64", (3, 5))), (3, 5), (7,), program)
+    x, z = (np.rint(array * 4) for array in inputs_of(problem))
+    return problem, [x, np.broadcast_to(z[:, :1, :1], z.shape)], {}
+
+
+def scatter(parts: int, _: str) -> Case:
+    """Updates that meet, of few parts that threads share, or of a part for each thread."""
+    x, updates = gapped("float32", (6, parts)), dense_view("float32", (9, parts))
+    places = View("int32", (9, parts), (4, 0), 36)
+    w = Writer((9, parts))
+    place = w.read(2, "i32").to("i64").within(6)
+    problem = Scatter((x, updates, places), dense_view("float32", (6, parts)), (9, parts),
+                      w.program(w.read(1, "f32"), place, w.index(1)), "add")
+    first, added, chosen = inputs_of(problem)
+    return problem, [first, added, np.broadcast_to(chosen[:, :, :1] % 7 - 1, chosen.shape)], {}
+
+
+def extreme(_: str) -> Case:
+    """Of more rows than there are warps."""
+    one = View("float32", (1,), (4,), 0)
+    problem = Extreme((gapped("float32", (17, 3, 40)),), one, kind="max")
+    return problem, inputs_of(problem), {}
+
+
+def gather(_: str) -> Case:
+    y, of_index = dense_view("float32", (3, 9)), dense_view("int32", (3, 9))
+    problem = GatherElements(dense_view("float32", (4, 9)), y, of_index, 0)
+    x, index = inputs_of(problem)
+    return problem, [x, (index % 12 - 6).astype(np.int32)], {}
+
+
+def rows(kind: type[RowProblem], precision: str, width: int = 100, **options: Any) -> Case:
+    random, dtype = np.random.default_rng(0), STORED[precision]
+    prologue, before = requantise(width, random, 0.02, accumulator=False)
+    program, after = requantise(width, random, 20.0, residual=True)
+    x, y = gapped(dtype, (5, width)), gapped(dtype, (5, width))
+    problem = kind((x,), y, (y,), prologue, program, **options)
+    return problem, inputs_of(problem), {"prologue": before["program"], "program": after["program"]}
+
+
+def wide_sum(precision: str) -> Case:
+    """Too wide to stay in registers."""
+    problem = Reduce((gapped(STORED[precision], (3, 1500)),), gapped("float32", (3, 1)))
+    return problem, inputs_of(problem), {}
+
+
+def product(precision: str, across: bool = True) -> Case:
+    """Of 19 x 44 and 44 x 37, the second as it is or with its last two axes the other way round; both repeat."""
+    dtype, integer = STORED[precision], precision == "int8"
+    size = View(dtype, (), (), 0).size
+    steps = (44 * 40 * size, size, 44 * size) if across else (44 * 40 * size, 40 * size, size)
+    program, constants = requantise(37, np.random.default_rng(0), 0.001 if integer else 1.0, residual=True)
+    y = gapped(dtype, (2, 19, 37))
+    problem = Product(gapped(dtype, (2, 19, 44)), View(dtype, (2, 44, 37), steps, 2 * steps[0]), y, (y,), program,
+                      precision)
+    return problem, inputs_of(problem), {"numbers": (3.0, 120.0) if integer else (0.0, 0.0), **constants}
+
+
+def attention(precision: str) -> Case:
+    random, dtype = np.random.default_rng(0), STORED[precision]
+    program, constants = requantise(20, random, 0.1 if precision == "int8" else 1.0)
+    query, key, value = (gapped(dtype, shape) for shape in ((2, 5, 12), (2, 37, 12), (2, 37, 20)))
+    mask = View("float32", (2, 5, 37), (0, 0, 4), 37 * 4)
+    problem = Attention(query, key, value, gapped(dtype, (2, 5, 20)), mask, program, precision)
+    scale, zeros = (0.0002, (100.0, 0.0, 117.0)) if precision == "int8" else (0.3, (0.0, 0.0, 0.0))
+    *factors, hidden = inputs_of(problem)
+    hidden[...] = np.where(random.random((2, 1, 1, 37)) < 0.3, -np.inf, 0)
+    hidden[1] = -np.inf         # an item that sees nothing
+    return problem, [*factors, hidden], {"numbers": (scale, *zeros), **constants}
+
+
+def recurrence(precision: str) -> Case:
+    """A GRU of two stages, both ways, items of lengths of their own."""
+    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, lengths=True, states=True)
+    return layer.spec, layer.inputs, layer.constants
+
+
+class Family(NamedTuple):
+    """How its problem is made in a precision, in which it exists, of which CI takes the first; `sums`: floats are
+    summed in another order than the reference's."""
+    case: Callable[[str], Case]
+    precisions: tuple[str, ...] = ("fp32",)
+    sums: bool = False
+
+
+_INT8, _BF16, _FP32 = (tuple(names.split()) for names in (
+    "int8 fp16 bf16 fp32", "bf16 int8 fp16 fp32", "fp32 int8 fp16 bf16"))
+
+FAMILIES: Mapping[str, Family] = {
+    "convolution": Family(convolution, _INT8, True),
+    **{f"convolution, {name}": Family(partial(convolution, **options), _INT8, True)
+       for name, options in CONVOLUTIONS.items()},
+    "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
+    "attention": Family(attention, _INT8, True), "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
+    "pointwise": Family(pointwise, _INT8), "permute": Family(permute, _BF16), "average": Family(average, _INT8),
+    "maximum": Family(maximum, _FP32), "global": Family(global_sum, _INT8), "resize": Family(resize, _INT8),
+    "take": Family(partial(take, 1), _FP32), "take of channels": Family(partial(take, 2), _FP32),
+    "softmax": Family(partial(rows, Softmax), _INT8), "layer norm": Family(partial(rows, Norm), _INT8),
+    "response norm": Family(partial(rows, Lrn, width=20, alpha=2.0), _INT8), "wide sum": Family(wide_sum, _FP32),
+    "functions": Family(functions), "integers": Family(integers), "lookup": Family(lookup), "gather": Family(gather),
+    "cumulative": Family(cumulative), "cumulative product": Family(cumulative_product), "top k": Family(top_k),
+    "nest": Family(nest), "scatter": Family(partial(scatter, 2)),
+    "scatter of many parts": Family(partial(scatter, 1100)), "extreme": Family(extreme)}
+
+
+# Each with its tolerance.
+CASES: Mapping[str, tuple[Callable[[], Case], float]] = {
+    f"{name}, {precision}": (partial(family.case, precision), TOLERANCE[precision] if family.sums else 0)
+    for name, family in FAMILIES.items() for precision in family.precisions}
