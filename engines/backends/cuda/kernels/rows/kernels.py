@@ -37,7 +37,7 @@ class LrnByWarp(RowByWarp[Lrn]):
             total = square(at.index - before)
             for k in range(1, lrn.size):
                 total = total + square(at.index + (k - before))
-            return response(row.gpu, lrn, lambda: row.x(at), total)
+            return response(self.gpu, lrn, lambda: row.x(at), total)
 
         row.store(normalised)
 
