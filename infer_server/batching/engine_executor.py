@@ -58,7 +58,8 @@ class EngineExecutor:
         context.execute(items)
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(context, batch, items)
-        return outcomes, BatchExecution(items, started_ns, copied_ns, computed_ns, time.monotonic_ns())
+        return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
+                                        time.monotonic_ns())
 
     def _execute_in_pieces(self, request: Request) -> tuple[list[Outcome], BatchExecution]:
         """A request of more items than the engine takes at once, which is alone in its batch."""
@@ -75,7 +76,7 @@ class EngineExecutor:
             computing_ns += took.computed_ns - took.copied_ns
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in self._outputs}
         outcome = (request, request.encode(joined))
-        return [outcome], BatchExecution(request.items, started_ns, started_ns + copying_ns,
+        return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
                                          started_ns + copying_ns + computing_ns, time.monotonic_ns())
 
     def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,8 @@ class Counters(BatchStatistics):
 class BatchExecution:
     """The times of one batch, all from the same clock."""
     items: int
-    started_ns: int                             # the batch was taken from the queue
+    enqueued_ns: int                            # its first request came into the queue
+    started_ns: int                             # the batch was taken from it
     copied_ns: int                              # its inputs are in their slots
     computed_ns: int
     encoded_ns: int                             # its responses are ready

@@ -34,6 +34,7 @@ from infer_server.python_backend.channel import Channel, ClosedError, Message, T
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
+_ENDING_SECS = 10.0             # for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # By the codes of pb_utils.TritonError.
 _ERRORS: dict[int, type[ServeError]] = {
@@ -124,7 +125,8 @@ class ModelProcess:
             if self._ended:
                 outcomes += self._unanswered()
         items = sum(request.items for request in batch)
-        return outcomes, BatchExecution(items, started_ns, sent_ns, computed_ns, time.monotonic_ns())
+        return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, sent_ns, computed_ns,
+                                        time.monotonic_ns())
 
     def cancel(self, request: Request) -> None:
         """Tells the model that nobody waits for a request, if it has it. From any thread."""
@@ -165,7 +167,7 @@ class ModelProcess:
 
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(1.0)
+            status = self._process.wait(_ENDING_SECS)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

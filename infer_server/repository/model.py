@@ -163,7 +163,8 @@ class QueuedModel(Model):
         return False
 
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
-        """Hands out what an execution gave, from any thread; None: it failed, or what it gave came later."""
+        """Hands out what an execution gave, from any thread: nothing, where responses were sent one by one. None: it
+        failed, or what it gave came later."""
         post(self._loop, self._finish, outcomes, execution)     # first: who has an answer finds it in the statistics
         now_ns = time.monotonic_ns()
         for request, result in outcomes:
@@ -193,10 +194,10 @@ class QueuedModel(Model):
             request.finish(result)
             self._after(request)
         if execution:
-            batching, waited_ns = self.config.batching, execution.started_ns - outcomes[0][0].enqueued_ns
+            batching = self.config.batching
             self.statistics.executed(execution, enqueued_ns, why_closed(
-                execution.items, waited_ns, batching.max_batch_size, batching.preferred_batch_sizes,
-                batching.max_queue_delay_us))
+                execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
+                batching.preferred_batch_sizes, batching.max_queue_delay_us))
             self.measured(execution.items, now_ns - execution.started_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines.errors import PlanCorruptError
 
-TIMEOUT_SECS = 30           # of whatever a test waits for
+TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long hangs, however busy the machine is
 
 
 class Gate:

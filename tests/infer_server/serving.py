@@ -39,6 +39,11 @@ class RunningServer:
     def address(self) -> str:
         return f"127.0.0.1:{self.ports.grpc}"
 
+    @property
+    def folder(self) -> Path:
+        """Of its models."""
+        return Path(self._options.model_repositories[0])
+
     def start(self) -> None:
         self._thread.start()
         assert self._started.wait(TIMEOUT_SECS)

@@ -73,7 +73,8 @@ class EnsembleModel(Model):
             self.failed(request, Failure.BACKEND)
         else:
             begun_ns, now_ns = request.enqueued_ns, time.monotonic_ns()
-            self.statistics.executed(BatchExecution(request.items, begun_ns, begun_ns, now_ns, now_ns), [begun_ns])
+            self.statistics.executed(
+                BatchExecution(request.items, begun_ns, begun_ns, begun_ns, now_ns, now_ns), [begun_ns])
         request.finish(result)
 
 

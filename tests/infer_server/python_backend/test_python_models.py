@@ -14,6 +14,7 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -76,8 +77,6 @@ class TritonPythonModel:
         x = np.zeros(1, np.float32) if x is None else x.as_numpy()
         if what == "die":
             os.kill(os.getpid(), 9)
-        if what == "hang":
-            time.sleep(1000)
         if what == "raise":
             raise ValueError("a bug in the model")
         if what == "refuse":
@@ -94,6 +93,21 @@ class TritonPythonModel:
         if what == "wrong type":
             x = x.astype(np.float64)
         return pb_utils.InferenceResponse([pb_utils.Tensor("out", x)])
+"""
+
+HANGS = HEAD + """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [1]})
+        config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [1]})
+        return config
+
+    def initialize(self, args):
+        open(os.path.join(args["model_repository"], f"{os.getpid()}.pid"), "w").close()
+
+    def execute(self, requests):
+        time.sleep(1000)
 """
 
 
@@ -113,7 +127,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     python_model(folder, "after", POSTPROCESS, """
         backend: "python" max_batch_size: 8
         input { name: "y" data_type: TYPE_FP32 dims: 4 } output { name: "label" data_type: TYPE_STRING dims: 1 }""")
-    python_model(folder, "misc", MISC, 'parameters { key: "execute_timeout_secs" value { string_value: "1" } }')
+    python_model(folder, "misc", MISC)
+    python_model(folder, "hangs", HANGS, 'parameters { key: "execute_timeout_secs" value { string_value: "0.2" } }')
     (folder / "classify").mkdir()
     (folder / "classify" / "config.pbtxt").write_text("""
         platform: "ensemble" max_batch_size: 8
@@ -161,16 +176,21 @@ def misc(client: triton.InferenceServerClient, what: str, x: NDArray[np.float32]
     return out
 
 
+def inferences(client: triton.InferenceServerClient) -> dict[str, int]:
+    """The items that each model has executed."""
+    return {model.name: model.inference_count for model in client.get_inference_statistics().model_stats}
+
+
 def test_an_ensemble_of_python_steps_around_an_engine_gives_labels_for_text(
         client: triton.InferenceServerClient) -> None:
-    sentence = np.array([[b"1 2 9 4"], [b"7 0 0 1"]], np.object_)
+    before, sentence = inferences(client), np.array([[b"1 2 9 4"], [b"7 0 0 1"]], np.object_)
     result = client.infer("classify", [tensor("sentence", sentence)])
     assert result.as_numpy("class").tolist() == [[b"class 2"], [b"class 0"]]
     np.testing.assert_array_equal(result.as_numpy("scores"), [[3, 5, 19, 9], [15, 1, 1, 3]])
     assert client.get_model_metadata("classify").platform == "ensemble"
     assert client.get_model_config("before").config.backend == "python"
-    stats = {model.name: model.inference_count for model in client.get_inference_statistics().model_stats}
-    assert stats["classify"] == stats["before"] == stats["affine"] == 2
+    assert {name: count - before[name] for name, count in inferences(client).items() if count != before[name]} == {
+        "classify": 2, "before": 2, "after": 2, "affine": 2}
 
 
 def test_an_error_of_a_step_names_the_step(client: triton.InferenceServerClient) -> None:
@@ -213,7 +233,6 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("refuse", "INVALID_ARGUMENT", "not like this"),
     ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
-    ("hang", "INTERNAL", "misc_0_0: execute took more than 1 s, and its process was killed; it is started again"),
 ])
 def test_a_model_that_fails_says_why_and_serves_on(
         client: triton.InferenceServerClient, what: str, status: str, said: str) -> None:
@@ -221,6 +240,27 @@ def test_a_model_that_fails_says_why_and_serves_on(
         misc(client, what)
     assert caught.value.status() == f"StatusCode.{status}"
     assert misc(client, "echo", np.ones(2, np.float32)).tolist() == [1, 1]
+
+
+def test_a_model_that_hangs_is_killed_and_started_again(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    for _ in range(2):
+        with pytest.raises(InferenceServerException, match=r"hangs_0_0: execute took more than 0\.2 s, and its process "
+                                                           "was killed; it is started again"):
+            client.infer("hangs", [tensor("x", np.ones(1, np.float32))])
+    assert len(list((server.folder / "hangs").glob("*.pid"))) == 2
+
+
+def test_executions_that_sent_their_responses_one_by_one_are_counted(
+        client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture) -> None:
+    before = inferences(client)
+    answers: queue.Queue[tuple[triton.InferResult | None, Exception | None]] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer("rows", [tensor("count", np.array([0], np.int32))], enable_empty_final_response=True)
+    assert answers.get(timeout=TIMEOUT_SECS)[1] is None
+    client.stop_stream()
+    assert eventually(lambda: inferences(client)["rows"] == before["rows"] + 1)
+    assert "Traceback" not in caplog.text
 
 
 def test_a_model_that_cannot_be_initialised_says_why(tmp_path: Path) -> None:
