@@ -47,7 +47,11 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 
 
 def error_from_rpc(error: grpc.RpcError, url: str, call: str) -> ClientError:
-    """The named error for a failed call; a status without a name of its own becomes ServerError."""
-    status, details = error.code(), error.details()
-    kind = _BY_STATUS.get(status, ServerError)
-    return kind(f"{url}: {call}: {details or 'no details'} [{status.name}]")
+    """The named error for a failed call."""
+    return error_of(error.code().name, url, call, error.details())
+
+
+def error_of(status: str, url: str, call: str, details: str | None) -> ClientError:
+    """The named error for a status; one without a name of its own becomes ServerError."""
+    kind = _BY_STATUS.get(grpc.StatusCode[status], ServerError)
+    return kind(f"{url}: {call}: {details or 'no details'} [{status}]")

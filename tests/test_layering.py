@@ -151,7 +151,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server": (),
     "protos": (),
     "clients": (),
-    "clients.load": ("clients",),
+    "clients.load.transports": ("clients",),
+    "clients.load": ("clients.load.transports",),
+    "clients.load.mlperf": ("clients.load",),
+    "clients.load.cli": ("clients.load.mlperf",),
 }
 # What serving a ready plan may load; a plan's fallback steps, or a plan for another machine, need more when they run.
 SERVING = ("engines", "engines.loading", "engines.preprocess", "engines.runtime", "engines.version",

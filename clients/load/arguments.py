@@ -5,7 +5,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.load.schedule import Closed, Load, Open
+from clients.load.schedule import SCENARIOS, Closed, Load, Open, Scenario
+from clients.load.transports import SCHEMES
 
 EPILOG = """\
 A load is measured in windows of a tenth of --duration. It ends when three windows in a row agree (throughput and mean
@@ -20,7 +21,9 @@ class Options:
     model: str
     version: str
     url: str
+    against: str            # another server, which is measured beside the first; "": none
     loads: tuple[Load, ...]
+    scenario: Scenario | None       # in the place of the loads
     batch: int
     duration: float
     warmup: float
@@ -33,15 +36,23 @@ class Options:
     csv: Path | None
     plot: Path | None
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the one server, or the two."""
+        return [self.url, *filter(None, [self.against])]
+
 
 def parse(arguments: list[str] | None = None) -> Options:
     """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
     parser = argparse.ArgumentParser(
-        "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2 over gRPC.",
+        "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True, help="its name on the server")
     parser.add_argument("--model-version", default="", metavar="V", help="default: the server's choice")
-    parser.add_argument("-u", "--url", default="localhost:8001", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("-u", "--url", type=_url, default="localhost:8001", metavar="[http://|shm://]HOST:PORT",
+                        help="over gRPC, HTTP, or gRPC with tensors in shared memory (default: %(default)s)")
+    parser.add_argument("--against", type=_url, metavar="URL",
+                        help="another server, or another way to it, measured by turns with the first and compared")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=_counts, metavar="N,...", default=[1],
                       help="closed loop: requests in flight, one load after the other (default: 1)")
@@ -63,11 +74,37 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--json", type=_output, metavar="FILE", help="write the report (schema in its module's text)")
     parser.add_argument("--csv", type=_output, metavar="FILE", help="write a row a load")
     parser.add_argument("--plot", type=_output, metavar="FILE", help="write a PNG of latency and throughput by load")
+    _add_scenario(parser, load)
     parsed = parser.parse_args(arguments)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))
-    return Options(parsed.model, parsed.model_version, parsed.url, loads, parsed.batch, parsed.duration, parsed.warmup,
-                   parsed.timeout, parsed.seed, parsed.input_data, dict(parsed.shape), parsed.allow_errors, parsed.json,
-                   parsed.csv, parsed.plot)
+    return Options(parsed.model, parsed.model_version, parsed.url, parsed.against or "", loads,
+                   _scenario(parser, parsed), parsed.batch, parsed.duration, parsed.warmup, parsed.timeout, parsed.seed,
+                   parsed.input_data, dict(parsed.shape), parsed.allow_errors, parsed.json, parsed.csv, parsed.plot)
+
+
+def _add_scenario(parser: argparse.ArgumentParser, load: argparse._MutuallyExclusiveGroup) -> None:
+    load.add_argument("--scenario", choices=SCENARIOS,
+                      help="one of MLPerf's, by MLCommons' load generator; a sample is a request of one item, and "
+                           "--duration the least time of a run")
+    parser.add_argument("--latency", type=_seconds, metavar="MS",
+                        help="of Server: what the 99th percentile must hold; the highest such rate is searched for")
+    parser.add_argument("--queries", type=_count, default=100, metavar="N",
+                        help="of a scenario: at least (default: %(default)s)")
+    parser.add_argument("--samples-per-query", type=_count, default=8, metavar="N",
+                        help="of MultiStream (default: %(default)s)")
+    parser.add_argument("--mlperf-logs", type=Path, metavar="FOLDER", help="keep the generator's logs, a folder a run")
+
+
+def _scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Scenario | None:
+    if not parsed.scenario:
+        return None
+    if parsed.scenario == "Server" and parsed.latency is None:
+        parser.error("argument --scenario: Server needs --latency MS, the bound of its 99th percentile")
+    for name, given in (("--batch", parsed.batch != 1), ("--csv", parsed.csv), ("--plot", parsed.plot)):
+        if given:
+            parser.error(f"argument {name}: not with --scenario; there is --json")
+    return Scenario(parsed.scenario, parsed.latency or 0.0, parsed.queries, parsed.samples_per_query,
+                    parsed.mlperf_logs)
 
 
 # ---- argparse shows the message of an ArgumentTypeError
@@ -100,6 +137,14 @@ def _seconds_or_none(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is out of range")
     return value
+
+
+def _url(text: str) -> str:
+    scheme, separator, address = text.rpartition("://")
+    host, _, port = address.rpartition(":")
+    if (separator and scheme not in SCHEMES) or not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not HOST:PORT, or such behind {'://, '.join(SCHEMES)}://")
+    return text
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -2,35 +2,27 @@
 
     load-test -m classifier -u localhost:8001 --concurrency 1,4,16 --plot latency.png     as fast as it can
     load-test -m classifier -u localhost:8001 --rate 200,400                              as users would
+    load-test -m classifier -u localhost:8001 --against otherhost:8001 --concurrency 16   two servers by turns
 """
 from __future__ import annotations
 
 import asyncio
 import sys
-import zipfile
-from functools import partial
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import TextIO
 
-import grpc
-import numpy as np
-
-from clients.aio import AsyncInferenceClient
-from clients.calls import bind_raw_infer, channel_options
-from clients.codec import Array
-from clients.errors import ClientError, ServerError, error_from_rpc
+from clients.errors import ClientError
 from clients.load.arguments import Options, parse
-from clients.load.generator import Sender, Timing, run_level
 from clients.load.measure import Summary
-from clients.load.payload import PayloadError, prepare
+from clients.load.mlperf.report import scenario_table, write_scenario
+from clients.load.mlperf.run import Measured, measure, require_loadgen
 from clients.load.plot import require_matplotlib, write_plot
 from clients.load.report import Report, table, write_csv, write_json
-from clients.load.schedule import Load
-from clients.load.statistics import Reading, read
+from clients.load.schedule import Load, Scenario
+from clients.load.target import open_target
 
 FINE, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
 CLEAR = "\r\033[K"
-SETUP_TIMEOUT = 30.0        # seconds for a call that is not part of the load
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,9 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     progress = Progress()
     try:
-        if options.plot:
-            require_matplotlib()
-        report = asyncio.run(run(options, progress))
+        return measure_scenario(options, options.scenario, progress) if options.scenario else (
+            measure_loads(options, progress))
     except ClientError as error:
         progress.clear()
         print(f"load-test: {error}", file=sys.stderr)
@@ -49,6 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
         progress.clear()
         print("load-test: interrupted; nothing is reported", file=sys.stderr)
         return INTERRUPTED
+
+
+def measure_loads(options: Options, progress: Progress) -> int:
+    """Raises ClientError, as does the next."""
+    if options.plot:
+        require_matplotlib()
+    report = asyncio.run(run(options, progress))
     progress.clear()
     print(table(report))
     for path, write in ((options.json, write_json), (options.csv, write_csv), (options.plot, write_plot)):
@@ -57,67 +55,46 @@ def main(arguments: list[str] | None = None) -> int:
     return verdict(report, options.allow_errors)
 
 
+def measure_scenario(options: Options, scenario: Scenario, progress: Progress) -> int:
+    require_loadgen()
+
+    async def measured() -> list[Measured]:
+        async with AsyncExitStack() as stack:
+            targets = [await stack.enter_async_context(open_target(options, url)) for url in options.urls]
+            progress.write(f"{scenario.name}: running")
+            return [await measure(scenario, target, options.duration, options.timeout, options.seed)
+                    for target in targets]
+
+    servers = asyncio.run(measured())
+    progress.clear()
+    print(scenario_table(options.model, scenario, servers))
+    if options.json:
+        write_scenario(options.model, scenario, servers, options.json)
+    failed = any(each.errors for server in servers for each in server.runs) and not options.allow_errors
+    return FAILED if failed or not all(server.value for server in servers) else FINE
+
+
 def verdict(report: Report, allow_errors: bool) -> int:
     """FAILED when requests failed; with `allow_errors` only when a load had no success at all."""
+    levels = [*report.levels, *(report.against.levels if report.against else ())]
     if allow_errors:
-        return FINE if all(level.client.requests for level in report.levels) else FAILED
-    return FAILED if any(level.client.errors or not level.client.requests for level in report.levels) else FINE
+        return FINE if all(level.client.requests for level in levels) else FAILED
+    return FAILED if any(level.client.errors or not level.client.requests for level in levels) else FINE
 
 
 async def run(options: Options, progress: Progress) -> Report:
-    """Measures all loads in turn. Raises ClientError when the model cannot be reached or refuses the input."""
-    async with (AsyncInferenceClient(options.url) as client,
-                grpc.aio.insecure_channel(options.url, options=channel_options()) as channel):
-        metadata = await client.model_metadata(options.model, options.version, timeout=SETUP_TIMEOUT)
-        requests = prepare(metadata, options.version, options.batch, seed=options.seed, shapes=options.shapes,
-                           data=load_arrays(options.input_data) if options.input_data else None)
-        await try_once(channel, options.url, requests[0])
-        unavailable: set[str] = set()
-
-        async def read_statistics() -> Reading | None:
-            try:
-                return read(await client.statistics(options.model, options.version, timeout=SETUP_TIMEOUT))
-            except ClientError as error:
-                unavailable.add(str(error))
-                return None
-
-        levels = []
+    """Measures all loads in turn, each on one server and then on the other if there are two. Raises ClientError when
+    the model cannot be reached or refuses the input."""
+    async with AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(open_target(options, url)) for url in options.urls]
         for load in options.loads:
-            progress.write(f"{load}: warming up")
-            levels.append(await run_level(
-                load, Sender(channel, requests, options.timeout), options.batch,
-                Timing(options.warmup, options.duration), options.seed, read_statistics,
-                partial(progress.window, load)))
+            for target in targets:
+                progress.write(f"{load}: warming up")
+                await target.measure(load, progress.window)
     progress.clear()
-    for problem in sorted(unavailable):
+    for problem in sorted(set.union(*(target.unavailable for target in targets))):
         print(f"load-test: no statistics from the server: {problem}", file=sys.stderr)
-    return Report(options.model, options.version, options.url, options.batch, options.duration, options.warmup,
-                  options.seed, levels)
-
-
-async def try_once(channel: grpc.aio.Channel, url: str, request: bytes) -> None:
-    """One request, so that a model that refuses the input says so before the test; one that fails on it is measured."""
-    try:
-        await bind_raw_infer(channel)(request, timeout=SETUP_TIMEOUT)
-    except grpc.aio.AioRpcError as error:
-        named = error_from_rpc(error, url, "ModelInfer")
-        if not isinstance(named, ServerError):
-            raise named from error
-
-
-def load_arrays(path: Path) -> dict[str, Array]:
-    """The arrays of an .npz file by name. Raises PayloadError when it is none."""
-    try:
-        with path.open("rb") as file:
-            if not zipfile.is_zipfile(file):
-                raise PayloadError(f"--input-data {path} is no .npz file; write one with numpy.savez(path, NAME=array)")
-            file.seek(0)
-            with np.load(file) as archive:
-                return {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise PayloadError(f"--input-data {path}: {error.strerror or error}") from error
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise PayloadError(f"--input-data {path} cannot be read: {error}") from error
+    return targets[0].report(targets[1].report() if options.against else None)
 
 
 class Progress:

@@ -11,12 +11,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import grpc
-
-from clients.calls import bind_raw_infer
 from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
+from clients.load.transports.transport import NotAnsweredError, Send
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
 MAX_BYTES_IN_FLIGHT = 512 << 20
@@ -42,13 +40,13 @@ class LoadLevel:
 
 
 class Sender:
-    """Sends the requests in turn over one channel, and records how each went."""
+    """Sends the requests in turn, and records how each went."""
 
-    def __init__(self, channel: grpc.aio.Channel, requests: Sequence[bytes], timeout: float) -> None:
+    def __init__(self, requests: Sequence[Send], request_bytes: int, timeout: float) -> None:
+        """request_bytes: about what one of them has."""
         self.recorder = Recorder()
         self.messages: dict[str, str] = {}
-        self.largest = max(map(len, requests))
-        self._call = bind_raw_infer(channel)
+        self.most_in_flight = max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // request_bytes))
         self._next_request = itertools.cycle(requests).__next__
         self._timeout = timeout
 
@@ -56,10 +54,10 @@ class Sender:
         status = OK
         sent = time.monotonic()
         try:
-            await self._call(self._next_request(), timeout=self._timeout)
-        except grpc.aio.AioRpcError as error:
-            status = error.code().name
-            self.messages.setdefault(status, error.details() or "")
+            await self._next_request()(self._timeout)
+        except NotAnsweredError as error:
+            status = error.status
+            self.messages.setdefault(status, error.details)
         self.recorder.add(due, sent, time.monotonic(), status)
 
 
@@ -74,7 +72,7 @@ async def send_closed(sender: Sender, load: Closed, stop: asyncio.Event) -> None
 
 async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) -> None:
     """Until `stop`; returns when the last answer is there."""
-    slots = asyncio.Semaphore(max(1, min(MAX_IN_FLIGHT, MAX_BYTES_IN_FLIGHT // sender.largest)))
+    slots = asyncio.Semaphore(sender.most_in_flight)
     start = time.monotonic()
 
     async def one(due: float) -> None:

@@ -1,12 +1,12 @@
-"""The requests that a load test sends, serialised once: from a file, or random in the shapes of the model."""
+"""The inputs that a load test sends: from a file, or random in the shapes of the model."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from clients.codec import DATATYPES, Array, infer_request
+from clients.codec import DATATYPES, Array, encode
 from clients.errors import ClientError
 from protos import inference as pb
 
@@ -20,9 +20,9 @@ class PayloadError(ClientError):
     """Input data that does not fit the model."""
 
 
-def prepare(metadata: pb.ModelMetadataResponse, version: str, batch: int, *, data: Mapping[str, Array] | None = None,
-            shapes: Mapping[str, tuple[int, ...]] | None = None, seed: int = 0) -> list[bytes]:
-    """Serialised ModelInferRequests of `batch` items each.
+def prepare(metadata: pb.ModelMetadataResponse, batch: int, *, data: Mapping[str, Array] | None = None,
+            shapes: Mapping[str, tuple[int, ...]] | None = None, seed: int = 0) -> list[dict[str, Array]]:
+    """The inputs, by name, of requests of `batch` items each.
 
     `data` holds an array per input, items on the leading axis; requests take consecutive items and wrap around. Without
     it, one request of random items. `shapes` gives the extents that vary, a whole item's shape for an input.
@@ -38,15 +38,12 @@ def prepare(metadata: pb.ModelMetadataResponse, version: str, batch: int, *, dat
                   for tensor in metadata.inputs}]
     else:
         feeds = _slices(metadata, batch, data)
-    requests: list[bytes] = []
-    size = 0
-    for feed in feeds:
-        request = infer_request(metadata.name, feed, version=version).SerializeToString()
-        size += len(request)
-        if requests and size > MAX_BYTES:
-            break
-        requests.append(request)
-    return requests
+    return feeds[:max(1, MAX_BYTES // request_bytes(feeds))]
+
+
+def request_bytes(feeds: Sequence[Mapping[str, Array]]) -> int:
+    """Of the tensors of the first of some requests that are alike."""
+    return sum(len(encode(array)) for array in feeds[0].values()) or 1
 
 
 def _batched(tensor: pb.ModelMetadataResponse.TensorMetadata) -> bool:

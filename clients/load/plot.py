@@ -17,22 +17,29 @@ def require_matplotlib() -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Writes the picture whatever the suffix of `path`; levels in the order of their load."""
+    """Writes the picture whatever the suffix of `path`; levels in the order of their load, a second server's dashed."""
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     closed = isinstance(report.levels[0].load, Closed)
-    levels = sorted(report.levels, key=lambda level: level.load.amount)
-    loads = [level.load.amount for level in levels]
     figure = Figure(figsize=(8, 7), layout="constrained")
     latency, throughput = figure.subplots(2, 1, sharex=True)
-    for name in ("p50", "p90", "p95", "p99"):
-        latency.plot(loads, [getattr(level.client.latency, name) for level in levels], marker="o", label=name)
+    highest = 0.0
+    for each, line in zip(report.all, ("-", "--"), strict=False):
+        levels = sorted(each.levels, key=lambda level: level.load.amount)
+        loads = [level.load.amount for level in levels]
+        answered = [level.client.throughput for level in levels]
+        highest = max(highest, *answered)
+        for colour, name in enumerate(("p50", "p90", "p95", "p99")):
+            latency.plot(loads, [getattr(level.client.latency, name) for level in levels], line, marker="o",
+                         color=f"C{colour}", label=f"{name} {each.url}" if report.against else name)
+        throughput.plot(loads, answered, line, marker="o", color="black", label=each.url)
     latency.set_ylabel("latency [ms]")
     latency.set_ylim(bottom=0)
     latency.legend()
-    throughput.plot(loads, [level.client.throughput for level in levels], marker="o", color="black")
+    if report.against:
+        throughput.legend()
     throughput.set_ylabel("throughput [infer/s]")
-    throughput.set_ylim(0, 1.1 * max(level.client.throughput for level in levels) or 1)
+    throughput.set_ylim(0, 1.1 * highest or 1)
     throughput.set_xlabel("requests in flight" if closed else "requests sent a second")
     if closed:
         throughput.set_xscale("log", base=2)

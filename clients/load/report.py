@@ -9,6 +9,7 @@ JSON: {"model", "version", "url", "batch", "duration_s", "warmup_s", "seed", "le
      "server": {"queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",     means of a request
                 "executions": int, "mean_batch": float, "batch_sizes": {size: executions}} | null}
 
+Of two servers, "against" has such a document of the second.
 CSV: a row a level, a column a leaf of the above ("latency_ms.p99"); batch_sizes as "1:20 4:37".
 """
 from __future__ import annotations
@@ -39,12 +40,20 @@ class Report:
     warmup_s: float
     seed: int
     levels: Sequence[LoadLevel]
+    against: Report | None = None       # of another server under the same loads
+
+    @property
+    def all(self) -> list[Report]:
+        """This one, and that of the other server."""
+        return [self, *([self.against] if self.against else [])]
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The document described above, as plain values."""
-    head = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "levels"}
-    return {**head, "levels": [_level(level) for level in report.levels]}
+    head = {field.name: getattr(report, field.name) for field in fields(report)
+            if field.name not in ("levels", "against")}
+    return {**head, "levels": [_level(level) for level in report.levels],
+            **({"against": as_json(report.against)} if report.against else {})}
 
 
 def _level(level: LoadLevel) -> dict[str, Any]:
@@ -73,42 +82,63 @@ def write_json(report: Report, path: Path) -> None:
 CSV_COLUMNS = ("mode", "concurrency", "rate", "batch", "stopped_by", "measured_s", "requests", "throughput",
                *(f"latency_ms.{name}" for name in (*PERCENTILES, "max")), "errors", "send_delay_p99_ms",
                *(f"server.{name}" for name in ("queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",
-                                               "executions", "mean_batch", "batch_sizes")))
+                                               "executions", "mean_batch", "batch_sizes")), "url")
 
 
 def write_csv(report: Report, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
-        for level in as_json(report)["levels"]:
-            row = {**level, "batch": report.batch, "errors": sum(level["errors"].values())}
-            server = row.pop("server") or {}
-            server["batch_sizes"] = " ".join(f"{size}:{count}" for size, count in server.get("batch_sizes", {}).items())
-            row |= {f"latency_ms.{name}": value for name, value in row.pop("latency_ms").items()}
-            row |= {f"server.{name}": value for name, value in server.items()}
-            writer.writerow([row.get(column) for column in CSV_COLUMNS])
+        for each in report.all:
+            for level in map(_level, each.levels):
+                row = {**level, "batch": each.batch, "url": each.url, "errors": sum(level["errors"].values())}
+                server = row.pop("server") or {}
+                server["batch_sizes"] = " ".join(
+                    f"{size}:{count}" for size, count in server.get("batch_sizes", {}).items())
+                row |= {f"latency_ms.{name}": value for name, value in row.pop("latency_ms").items()}
+                row |= {f"server.{name}": value for name, value in server.items()}
+                writer.writerow([row.get(column) for column in CSV_COLUMNS])
 
 
 def table(report: Report) -> str:
-    """What a person reads: a line a level, then what went wrong."""
+    """What a person reads: of each server a line a level, then what went wrong; and the two beside each other."""
     header = ["load", "infer/s", *PERCENTILES, "queue", "input", "infer", "output", "batch", "errors", "measured"]
-    rows = [header, *(_row(level) for level in report.levels)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
-                                                   in zip(row[1:], widths[1:], strict=True))]) for row in rows]
-    title = f"{report.model} at {report.url}, batch {report.batch}; latency and its parts in the server in ms"
-    return "\n".join([title, *lines, *(note for level in report.levels for note in _notes(level))])
+    texts = []
+    for each in report.all:
+        texts += [f"{each.model} at {each.url}, batch {each.batch}; latency and its parts in the server in ms",
+                  *in_columns([header, *(_row(level) for level in each.levels)]),
+                  *(note for level in each.levels for note in _notes(level))]
+    if report.against:
+        texts += ["", f"A: {report.url}, B: {report.against.url}; latency in ms", *in_columns([
+            ["load", "infer/s A", "infer/s B", "B / A", *(f"{name} {of}" for name in ("p50", "p99") for of in "AB")],
+            *map(_pair, report.levels, report.against.levels)])]
+    return "\n".join(texts)
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of equal columns, the first to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
+                                                  in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+
+
+def _ms(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _pair(a: LoadLevel, b: LoadLevel) -> list[str]:
+    one, other = a.client, b.client
+    ratio = f"{other.throughput / one.throughput:.2f}" if one.throughput else "-"
+    return [str(a.load), f"{one.throughput:.1f}", f"{other.throughput:.1f}", ratio,
+            *map(_ms, (one.latency.p50, other.latency.p50, one.latency.p99, other.latency.p99))]
 
 
 def _row(level: LoadLevel) -> list[str]:
-    def ms(value: float) -> str:
-        return "-" if math.isnan(value) else f"{value:.2f}"
-
     latency, server = level.client.latency, level.server
     inside = ["-"] * 5 if server is None else [
-        *map(ms, (server.queue_ms, server.compute_input_ms, server.compute_infer_ms, server.compute_output_ms)),
+        *map(_ms, (server.queue_ms, server.compute_input_ms, server.compute_infer_ms, server.compute_output_ms)),
         f"{server.mean_batch:.1f}"]
-    return [str(level.load), f"{level.client.throughput:.1f}", *(ms(getattr(latency, name)) for name in PERCENTILES),
+    return [str(level.load), f"{level.client.throughput:.1f}", *(_ms(getattr(latency, name)) for name in PERCENTILES),
             *inside, str(sum(level.client.errors.values())),
             f"{'stable' if level.stopped_by == 'stable' else 'all'} {level.client.seconds:.1f} s"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -49,3 +50,14 @@ class Open:
 
 
 Load = Closed | Open
+SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One of MLPerf's, whose load generator says when requests are sent: clients/load/mlperf."""
+    name: str
+    latency_ms: float               # that the 99th percentile of Server must hold
+    queries: int                    # at least
+    samples_per_query: int          # of MultiStream
+    logs: Path | None               # where the generator's are kept

@@ -24,6 +24,7 @@ class Doubler:
     """The model "doubler": y = 2 x of float32 [batch, 4]. Tests set the upper fields."""
     delay_s: float = 0.001                      # of every request
     stall_at: int = 0                           # from the n-th request on nothing is answered, for stall_s
+    stalls_when_measured: bool = False          # the n-th since statistics were first asked for
     stall_s: float = 0.0
     fail_every: int = 0                         # every n-th request ends with INTERNAL
     keeps_statistics: bool = True
@@ -32,6 +33,7 @@ class Doubler:
     batches: Counter[int] = field(default_factory=Counter)
     busy_ns: int = 0
     stall_ends: float = 0.0                     # on time.monotonic()
+    counted_from: int | None = None             # of the received requests
 
     async def ServerLive(self, request: Any, context: Any) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -58,6 +60,8 @@ class Doubler:
     async def ModelStatistics(self, request: Any, context: Any) -> pb.ModelStatisticsResponse:
         if not self.keeps_statistics:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no statistics here")
+        if self.counted_from is None and self.stalls_when_measured:
+            self.counted_from = len(self.received)
         response = pb.ModelStatisticsResponse()
         entry = response.model_stats.add(name="doubler", version="1", execution_count=self.batches.total(),
                                          inference_count=sum(size * n for size, n in self.batches.items()))
@@ -77,7 +81,8 @@ class Doubler:
         if shape[1:] != (4,):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"input 'x' is [-1,4], not {list(shape)}")
         await asyncio.sleep(self.delay_s)
-        if len(self.received) == self.stall_at:
+        if len(self.received) - (self.counted_from or 0) == self.stall_at and (
+                self.counted_from is not None or not self.stalls_when_measured):
             self.stall_ends = time.monotonic() + self.stall_s
         if (wait := self.stall_ends - time.monotonic()) > 0:
             await asyncio.sleep(wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,17 @@ rate 500/s          0.0     -     -     -     -      -      -      -      -     
 concurrency 16: executed batches: 500 of 4, 500 of 8
 rate 500/s: 5000 requests ended with UNAVAILABLE: the queue is full
 rate 500/s: the client fell behind: 1 % of the requests were sent 8.0 ms late or more, which their latency counts"""
+
+
+def test_two_servers_stand_beside_each_other() -> None:
+    quicker = replace(ANSWERED, client=replace(ANSWERED.client, throughput=3000.0))
+    two = replace(report(ANSWERED), against=replace(report(quicker), url="http://other:8000"))
+    assert table(two).endswith("""
+A: localhost:8001, B: http://other:8000; latency in ms
+load            infer/s A  infer/s B  B / A  p50 A  p50 B  p99 A  p99 B
+concurrency 16     2000.0     3000.0   1.50   7.80   7.80  12.25  12.25""")
+    assert as_json(two)["against"]["levels"][0]["throughput"] == 3000.0
+    assert verdict(replace(report(ANSWERED), against=report(FAILING)), allow_errors=True) == FAILED
 
 
 def test_json_has_null_for_what_was_not_measured_and_text_keys() -> None:

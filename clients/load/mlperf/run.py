@@ -1,0 +1,206 @@
+"""Runs of the load generator: it says on a thread of its own what is to be sent, and is told what is answered.
+
+A sample is a request of one item. The generator knows no failures: a request that fails is answered to it, and counted
+here. https://github.com/mlcommons/inference/tree/master/loadgen
+"""
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clients.errors import ClientError
+from clients.load.mlperf.search import highest_rate
+from clients.load.schedule import Scenario
+from clients.load.target import Target
+from clients.load.transports.transport import NotAnsweredError, Send
+
+if TYPE_CHECKING:
+    import mlperf_loadgen
+
+_MARK = ":::MLLOG "
+_MS = 1e6                   # nanoseconds
+_TRIALS = 3                 # requests that tell about what a server can do, the last of them
+_MOST_IN_FLIGHT = 4096      # beyond, samples wait here, and their wait is counted
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the generator."""
+    rate: float | None              # samples a second, where the scenario has a rate
+    samples: int
+    samples_per_sec: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    holds: bool                     # the bound on latency, where there is one; and nothing failed
+    invalid: str                    # why it is no valid run by MLPerf's rules; "": it is one
+    errors: dict[str, int]          # gRPC status -> samples
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A server under a scenario."""
+    url: str
+    metric: str
+    value: float                    # 0: no rate holds
+    runs: list[Run]
+
+
+def require_loadgen() -> None:
+    """Raises ClientError when the generator is not installed: to be asked before the test."""
+    if importlib.util.find_spec("mlperf_loadgen") is None:
+        raise ClientError("--scenario needs MLCommons' load generator: pip install 'infer-server[loadgen]'")
+
+
+async def measure(scenario: Scenario, target: Target, duration: float, timeout: float, seed: int) -> Measured:
+    generator = _Generator(scenario, target, duration, timeout, seed)
+    runs: list[Run] = []
+    guess = 1 / [await target.try_once() for _ in range(_TRIALS)][-1]
+
+    async def run(rate: float) -> Run:
+        runs.append(await generator.run(rate))
+        return runs[-1]
+
+    async def holds(rate: float) -> bool:
+        return (await run(rate)).holds
+
+    if scenario.name == "Server":
+        return Measured(target.url, f"samples/s whose p99 is at most {scenario.latency_ms:g} ms",
+                        await highest_rate(holds, guess), runs)
+    first = await run(guess)
+    if scenario.name == "Offline":
+        if first.samples < first.samples_per_sec * duration:        # it was over before: more samples are due
+            await run(first.samples_per_sec)
+        return Measured(target.url, "samples/s", runs[-1].samples_per_sec, runs)
+    single = scenario.name == "SingleStream"
+    return Measured(target.url, f"ms, the {'90' if single else '99'}th percentile of a query's latency",
+                    first.p90_ms if single else first.p99_ms, runs)
+
+
+class _Generator:
+    def __init__(self, scenario: Scenario, target: Target, duration: float, timeout: float, seed: int) -> None:
+        self._scenario, self._target, self._duration, self._timeout, self._seed = (
+            scenario, target, duration, timeout, seed)
+        self._count = 0             # of runs
+
+    async def run(self, rate: float) -> Run:
+        import mlperf_loadgen
+        system = _System(self._target.requests, self._timeout)
+        kept = self._scenario.logs
+        if kept:
+            kept = kept / f"{self._count}"
+            kept.mkdir(parents=True, exist_ok=True)
+        self._count += 1
+        with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory() as folder:
+            sut = mlperf_loadgen.ConstructSUT(system.issue, lambda: None)
+            samples = len(self._target.requests)
+            library = mlperf_loadgen.ConstructQSL(samples, samples, lambda chosen: None, lambda chosen: None)
+            generating = asyncio.ensure_future(asyncio.to_thread(
+                mlperf_loadgen.StartTestWithLogSettings, sut, library, self._settings(rate), _logging(folder),
+                f"{folder}/audit.config"))
+            try:
+                await asyncio.shield(generating)
+            finally:
+                system.stopped = True           # the generator cannot be stopped: what it goes on to ask is answered
+                await generating
+                mlperf_loadgen.DestroyQSL(library)
+                mlperf_loadgen.DestroySUT(sut)
+            return self._read(read_log(Path(folder) / "mlperf_log_detail.txt"), system, rate)
+
+    def _settings(self, rate: float) -> mlperf_loadgen.TestSettings:
+        import mlperf_loadgen
+        scenario, settings = self._scenario, mlperf_loadgen.TestSettings()
+        settings.scenario = getattr(mlperf_loadgen.TestScenario, scenario.name)
+        settings.mode = mlperf_loadgen.TestMode.PerformanceOnly
+        settings.min_duration_ms = round(self._duration * 1000)
+        settings.min_query_count = scenario.queries
+        settings.qsl_rng_seed = settings.sample_index_rng_seed = settings.schedule_rng_seed = self._seed
+        settings.multi_stream_samples_per_query = scenario.samples_per_query
+        settings.server_target_qps = settings.offline_expected_qps = rate
+        settings.server_target_latency_ns = round(scenario.latency_ms * _MS)
+        settings.server_target_latency_percentile = 0.99
+        return settings
+
+    def _read(self, log: dict[str, Any], system: _System, rate: float) -> Run:
+        many = "_per_query" if self._scenario.name == "MultiStream" else ""
+        p50, p90, p99 = (log[f"result_{percent}.00_percentile{many}_latency_ns"] / _MS for percent in (50, 90, 99))
+        is_server = self._scenario.name == "Server"
+        return Run(
+            rate if is_server else None, system.samples,
+            log.get("result_completed_samples_per_sec") or log.get("result_samples_per_second")
+            or system.samples / max(system.seconds, 1e-9),
+            p50, p90, p99, not system.errors and not (is_server and p99 > self._scenario.latency_ms),
+            "" if log["result_validity"] == "VALID" else " ".join(
+                f"{log['result_invalid_reason']} {log['early_stopping_result']}".split()), dict(system.errors))
+
+
+class _System:
+    """The system under test, as the generator calls what answers it."""
+
+    def __init__(self, requests: Sequence[Send], timeout: float) -> None:
+        self._requests, self._timeout = requests, timeout
+        self._loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(_MOST_IN_FLIGHT)
+        self._tasks = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
+        self._began = self._ended = 0.0
+        self.stopped = False
+        self.samples = 0
+        self.errors = Counter[str]()
+
+    @property
+    def seconds(self) -> float:
+        """From the first sample to the last answer."""
+        return self._ended - self._began
+
+    def issue(self, samples: Sequence[mlperf_loadgen.QuerySample]) -> None:
+        """On the generator's thread, whose samples are not valid any more when this returns."""
+        wanted = [(sample.id, sample.index) for sample in samples]
+        if self.stopped:
+            _complete(number for number, _ in wanted)
+        else:
+            self._loop.call_soon_threadsafe(self._begin, wanted)
+
+    def _begin(self, wanted: Sequence[tuple[int, int]]) -> None:
+        self._began = self._began or self._loop.time()
+        for number, index in wanted:
+            task = self._loop.create_task(self._send(number, self._requests[index]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, number: int, request: Send) -> None:
+        try:
+            async with self._slots:
+                await request(self._timeout)
+        except NotAnsweredError as error:
+            self.errors[error.status] += 1
+        finally:
+            self.samples += 1
+            self._ended = self._loop.time()
+            _complete([number])
+
+
+def _complete(numbers: Any) -> None:
+    import mlperf_loadgen
+    mlperf_loadgen.QuerySamplesComplete([mlperf_loadgen.QuerySampleResponse(number, 0, 0) for number in numbers])
+
+
+def _logging(folder: str) -> mlperf_loadgen.LogSettings:
+    import mlperf_loadgen
+    settings, output = mlperf_loadgen.LogSettings(), mlperf_loadgen.LogOutputSettings()
+    output.outdir, output.copy_summary_to_stdout = folder, False
+    settings.log_output, settings.enable_trace = output, False
+    return settings
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """The values of a detailed log, by key."""
+    entries = (json.loads(line.split(_MARK, 1)[1]) for line in path.read_text().splitlines() if _MARK in line)
+    return {entry["key"]: entry["value"] for entry in entries}

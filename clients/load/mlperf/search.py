@@ -1,0 +1,28 @@
+"""The highest rate that holds: by doubling, then by halving the interval on a logarithmic scale."""
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+PRECISION = 1.05            # of the rate that is found
+_LOWEST = 2 ** -10          # of the rate to begin with
+
+
+async def highest_rate(holds: Callable[[float], Awaitable[bool]], start: float) -> float:
+    """Within PRECISION, where rates below one that holds do, too. 0: none does."""
+    low = high = start
+    if await holds(start):
+        while await holds(high := 2 * low):
+            low = high
+    else:
+        while not await holds(low := high / 2):
+            high = low
+            if low < start * _LOWEST:
+                return 0.0
+    while high > PRECISION * low:
+        middle = math.sqrt(low * high)
+        if await holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low

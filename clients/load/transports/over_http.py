@@ -1,0 +1,124 @@
+"""Requests over HTTP/1.1 with tensors as bytes behind the JSON, both ways; a connection for each that is in flight.
+
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from google.protobuf import json_format
+
+from clients.codec import datatype_of, encode
+from clients.errors import ResponseError, error_of
+from clients.load.transports.http_connection import Answer, HttpConnection, connect
+from clients.load.transports.transport import SETUP_SECS, Feed, NotAnsweredError, Send, Transport
+from protos import inference as pb
+
+_OK = 200
+_STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
+             413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE",
+             504: "DEADLINE_EXCEEDED"}
+
+
+class HttpTransport(Transport):
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._address, self._host, self._port = address, host.strip("[]"), int(port)
+        self._free: list[HttpConnection] = []
+        self._all: set[HttpConnection] = set()
+
+    async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
+        return json_format.ParseDict(await self._get(_path(model, version)), pb.ModelMetadataResponse(),
+                                     ignore_unknown_fields=True)
+
+    async def statistics(self, model: str, version: str) -> list[pb.ModelStatistics]:
+        return list(json_format.ParseDict(await self._get(f"{_path(model, version)}/stats"),
+                                          pb.ModelStatisticsResponse(), ignore_unknown_fields=True).model_stats)
+
+    async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
+        return [self._sender(self._infer_request(f"{_path(model, version)}/infer", feed)) for feed in feeds]
+
+    async def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+    def _sender(self, request: bytes) -> Send:
+        async def send(timeout: float) -> None:
+            answer = await self._ask(request, timeout)
+            if answer.status != _OK:
+                raise NotAnsweredError(_STATUSES.get(answer.status, "INTERNAL"), _said(answer))
+
+        return send
+
+    async def _ask(self, request: bytes, timeout: float) -> Answer:
+        """Raises NotAnsweredError: there is no answer at all."""
+        connection: HttpConnection | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self._connection()
+                answer = await connection.ask(request)
+        except TimeoutError:
+            raise NotAnsweredError("DEADLINE_EXCEEDED", f"no answer within {timeout:g} s") from None
+        except OSError as error:
+            raise NotAnsweredError("UNAVAILABLE", str(error)) from error
+        finally:
+            if connection and connection.is_usable:
+                self._free.append(connection)
+            elif connection:
+                connection.close()
+                self._all.discard(connection)
+        return answer
+
+    async def _connection(self) -> HttpConnection:
+        while self._free:
+            if (connection := self._free.pop()).is_usable:
+                return connection
+            self._all.discard(connection)
+        connection = await connect(self._host, self._port)
+        self._all.add(connection)
+        return connection
+
+    async def _get(self, path: str) -> Any:
+        """The JSON that is there. Raises a ClientError."""
+        try:
+            answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS)
+        except NotAnsweredError as error:
+            raise error_of(error.status, f"http://{self._address}", f"GET {path}", error.details) from error
+        if answer.status != _OK:
+            raise error_of(_STATUSES.get(answer.status, "INTERNAL"), f"http://{self._address}", f"GET {path}",
+                           _said(answer))
+        try:
+            return json.loads(answer.body)
+        except ValueError as error:
+            raise ResponseError(f"http://{self._address}: GET {path}: the answer is no JSON: {error}") from error
+
+    def _infer_request(self, path: str, feed: Feed) -> bytes:
+        contents = [encode(array) for array in feed.values()]
+        header = json.dumps({"parameters": {"binary_data_output": True}, "inputs": [
+            {"name": name, "datatype": datatype_of(array), "shape": array.shape,
+             "parameters": {"binary_data_size": len(raw)}}
+            for (name, array), raw in zip(feed.items(), contents, strict=True)]}).encode()
+        body = b"".join((header, *contents))
+        return _head("POST", path, self._address, len(body),
+                     f"Inference-Header-Content-Length: {len(header)}\r\n") + body
+
+
+def _head(method: str, path: str, host: str, body_bytes: int, more: str = "") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {body_bytes}\r\n{more}\r\n".encode()
+
+
+def _path(model: str, version: str) -> str:
+    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{version}" if version else "")
+
+
+def _said(answer: Answer) -> str:
+    """The server's message of an error."""
+    try:
+        said = json.loads(answer.body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status}"
+    return str(said)

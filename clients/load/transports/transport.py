@@ -1,0 +1,38 @@
+"""What a load test needs of a way to a server: its account of a model, and requests that are ready to be sent."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from clients.codec import Array
+from protos import inference as pb
+
+Feed = Mapping[str, Array]                      # a request's inputs by name
+Send = Callable[[float], Awaitable[None]]       # sends a request, and waits so many seconds at most for its answer.
+                                                # Raises NotAnsweredError
+SETUP_SECS = 30.0                               # for a call that is not part of the load
+
+
+class NotAnsweredError(Exception):
+    """A request that failed: the name of a gRPC status, whatever it went by, and what came with it."""
+
+    def __init__(self, status: str, details: str) -> None:
+        super().__init__(f"{details or 'no details'} [{status}]")
+        self.status, self.details = status, details
+
+
+class Transport(ABC):
+    """For one event loop. What is no part of the load raises a ClientError."""
+
+    @abstractmethod
+    async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse: ...
+
+    @abstractmethod
+    async def statistics(self, model: str, version: str) -> list[pb.ModelStatistics]: ...
+
+    @abstractmethod
+    async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
+        """Requests of these inputs, serialised. Each may be in flight any number of times."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
