@@ -14,6 +14,7 @@ from engines.ir.graph import Array
 
 LARGEST = 1 << 24       # bytes of a result whose memory is kept
 KEPT = 4                # results of one shape that are kept
+MOST_BYTES = 1 << 26    # of all that is kept
 
 
 def _unread(arrays: Sequence[Array], references: int) -> Array | None:
@@ -32,12 +33,20 @@ class Results:
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
+        self._bytes = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of whatever its memory holds."""
-        made = self._made.setdefault((shape, dtype), [])
+        made = self._made.get((shape, dtype), ())
         if (found := _unread(made, ALONE)) is None:
             found = np.empty(shape, dtype)
             if len(made) < KEPT and found.nbytes <= LARGEST:
-                made.append(found)
+                self._keep(found)
         return found.view()
+
+    def _keep(self, array: Array) -> None:
+        if self._bytes + array.nbytes > MOST_BYTES:     # of many shapes: those in use begin anew
+            self._made.clear()
+            self._bytes = 0
+        self._made.setdefault((array.shape, array.dtype), []).append(array)
+        self._bytes += array.nbytes

@@ -12,7 +12,7 @@ from engines.plan.arena import PAGE
 from engines.plan.plan import SLACK, Plan
 from engines.runtime import engine
 from engines.runtime.engine import Engine
-from engines.runtime.results import Results
+from engines.runtime.results import MOST_BYTES, Results
 from tests.engines.tiny import halo_plan, mix_plan, mix_reference
 
 READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
@@ -94,3 +94,11 @@ def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_befor
     assert results.array((4, 100), np.dtype(np.float32)).ctypes.data != at
     del row
     assert results.array((4, 100), np.dtype(np.float32)).ctypes.data == at
+
+
+def test_results_of_many_shapes_are_not_kept_without_end() -> None:
+    results = Results()
+    for rows in range(1, 100):
+        results.array((rows, 1 << 18), np.dtype(np.float32))
+    kept = sum(array.nbytes for arrays in results._made.values() for array in arrays)
+    assert 0 < kept == results._bytes <= MOST_BYTES
