@@ -8,6 +8,8 @@ The product of q is one of a stored uint8 by weights that are whole numbers, whi
 zero point takes off, and the scale, is an operand of its epilogue. Weights of uint8 that do not fit int8 less their
 zero point z are less 128 instead, and the rest is (128 - z) times the sum of a row of q, or of what a window sees of
 it: a convolution by ones. A bias that is added to the integers is added to the numbers.
+
+Where the sums themselves are wanted as integers, the weights must be so small that float32 holds them exactly.
 """
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
 
 SMALLEST = float(np.finfo(np.float32).tiny)     # of a scale: a tensor of zeros stays zeros
+WHOLE = 1 << 24                                 # float32 has all integers up to this one
 _PRODUCTS = ("MatMulInteger", "ConvInteger")
 
 
@@ -99,8 +102,6 @@ class _Writer(GraphEditor):
     def _why_not(self, node: Node) -> str:
         """Why a product cannot be written out; "" if it can."""
         graph, (x, w, *zeros) = self.graph, (*node.inputs, "", "")[:4]
-        if not self._read_as_float(node.outputs[0]):
-            return "its sums are read as integers"
         if w not in graph.constants or zeros[1] and zeros[1] not in graph.constants:
             return "its weights are no constants"
         if graph.constants[w].ndim < 2 or node.op == "MatMulInteger" and graph.constants[w].ndim > 2:
@@ -109,6 +110,8 @@ class _Writer(GraphEditor):
             return "its input has several zero points"
         if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
             return "the size of its image is not known"
+        if not self._read_as_float(node.outputs[0]) and not _exact(node, *self._weights(node)):
+            return "its sums are read as integers, and may be beyond those that float32 has"
         return ""
 
     def _read_as_float(self, name: str) -> bool:
@@ -119,27 +122,35 @@ class _Writer(GraphEditor):
 
     def _multiply(self, node: Node) -> None:
         """The product of the integers that are stored, less what the zero points add."""
-        x, w, x_zero, w_zero = (*node.inputs, "", "")[:4]
-        by_channel = [1] * (self.graph.constants[w].ndim - 1) if node.op == "ConvInteger" else []
-        weights = self.graph.constants[w].astype(np.int32)
-        middle = self.graph.constants[w_zero].astype(np.int32) if w_zero else np.zeros((), np.int32)
-        middle = middle.reshape(-1, *by_channel) if middle.size > 1 else middle.reshape(())
-        rest = np.zeros_like(middle)
-        if not _fits(weights - middle) and (node.op == "MatMulInteger" or node.attrs["group"] in (1, len(weights))):
-            rest, middle = middle - 128, np.full_like(middle, 128)
-        signed = np.asarray(weights - middle, np.float32)
+        x, _, x_zero, _ = (*node.inputs, "", "")[:4]
+        signed, rest = self._weights(node)
         whole = self._whole(node, x)
         result = self._product(node, whole, signed)
-        full = signed - rest.astype(np.float32)
         if np.any(rest):
             factor = rest.reshape(rest.shape[:1] + rest.shape[2:])
             result = self._of(node, "Sub", result, self._of(
                 node, "Mul", self._total(node, whole, signed), self._number(node, "rest", factor)))
         known = self.constant(self.real.get(x_zero, x_zero))
         if x_zero and (known is None or np.any(known)):
-            taken = self._of(node, "Mul", self._zero_point(node, x_zero), self._sums(node, full))
+            taken = self._of(node, "Mul", self._zero_point(node, x_zero), self._sums(node, signed - rest))
             result = self._of(node, "Sub", result, taken)
-        self.real[node.outputs[0]] = result
+        if self._read_as_float(node.outputs[0]):
+            self.real[node.outputs[0]] = result
+        else:
+            self.make(node.outputs[0], "Cast", [result], {"to": "int32"}, node.origin)
+
+    def _weights(self, node: Node) -> tuple[Array, Array]:
+        """The weights as float32 that are multiplied as int8, and what is missing in them: weights - zero point is the
+        first less the second, which is zero, one number, or one for each output channel."""
+        w, _, zero = (*node.inputs[1:], "", "")[:3]
+        by_channel = [1] * (self.graph.constants[w].ndim - 1) if node.op == "ConvInteger" else []
+        weights = self.graph.constants[w].astype(np.int32)
+        middle = self.graph.constants[zero].astype(np.int32) if zero else np.zeros((), np.int32)
+        middle = middle.reshape(-1, *by_channel) if middle.size > 1 else middle.reshape(())
+        rest = np.zeros_like(middle)
+        if not _fits(weights - middle) and (node.op == "MatMulInteger" or node.attrs["group"] in (1, len(weights))):
+            rest, middle = middle - 128, np.full_like(middle, 128)
+        return np.asarray(weights - middle, np.float32), rest.astype(np.float32)
 
     def _whole(self, node: Node, x: str) -> str:
         """The input as float32, to be stored as the bytes that it is."""
@@ -178,6 +189,13 @@ class _Writer(GraphEditor):
 
 
 _AS_IT_IS = {"scale": 1.0, "zero_point": 0, "low": 0, "high": 255}
+
+
+def _exact(node: Node, weights: Array, rest: Array) -> bool:
+    """Whether float32 has every sum of any bytes times the weights, and all that it is made of."""
+    inner = tuple(range(1, weights.ndim)) if node.op == "ConvInteger" else (0,)
+    parts = (weights, weights - rest, np.broadcast_to(rest, weights.shape))
+    return all(255 * np.abs(part).sum(axis=inner, dtype=np.float64).max() < WHOLE for part in parts)
 
 
 def _fits(weights: Array) -> bool:

@@ -449,13 +449,20 @@ def test_a_convolution_by_a_range_of_the_moment_is_compiled(pads: int, zero: Any
     np.testing.assert_allclose(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"], 1e-4, 1e-4)
 
 
-def test_sums_that_are_read_as_integers_stay_integers() -> None:
-    model = small_model([node("QuantizeLinear", "x scale zero", "q"), node("MatMulInteger", "q w zero", "y")],
-                        {"x": [6, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})
+@pytest.mark.parametrize("depth, zero", [(518, np.int8(0)), (519, np.int8(0)), (200, np.uint8(254))], ids=str)
+def test_sums_that_are_read_as_integers_are_those_of_int8_where_float32_has_them_all(depth: int, zero: Any) -> None:
+    integers = np.full((depth, 8), -127 if zero == 0 else 0, np.int8).view(zero.dtype)
+    integers[::7, 1:] = 5
+    model = small_model([node("QuantizeLinear", "x scale zero", "q"), node("MatMulInteger", "q w zero wz", "y")],
+                        {"x": [6, depth]}, ["y"], {**NUMBERS, "w": integers, "wz": zero})
     build = build_engine(model, cache=False, timing=False)
-    feeds = {"x": np.random.default_rng(1).standard_normal((6, 16), np.float32)}
-    np.testing.assert_array_equal(build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"])
-    assert any("its sums are read as integers" in str(note) for note in build.notes)
+    feeds = {"x": np.random.default_rng(1).uniform(50, 99, (6, depth)).astype(np.float32)}
+    feeds["x"][0] = 1e4                                                     # 255 everywhere
+    got, want = build.engine().run(feeds)["y"], in_numpy(model, feeds)["y"]
+    np.testing.assert_array_equal(got, want)
+    assert got.dtype == np.int32 and not fallbacks(build.engine())
+    assert ("int8" in precisions(build)) == (depth != 519)
+    assert any("its sums are read as integers" in str(note) for note in build.notes) == (depth == 519)
 
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
