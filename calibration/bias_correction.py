@@ -4,7 +4,7 @@ engines.passes.quantization.bias_correction has the equation.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,15 +19,16 @@ class ChannelMeans:
         self._sums: dict[str, Floats] = {}
         self._counts = dict.fromkeys(tensors, 0)
 
-    def observe(self, values: Mapping[str, Array]) -> None:
-        """values: {tensor: [..., C]}. A tensor whose C follows from open extents has no such mean, and is dropped."""
-        for tensor in [tensor for tensor in self._counts if tensor in values]:
-            rows = values[tensor].reshape(-1, values[tensor].shape[-1])
-            if np.ndim(self._sums.get(tensor, 0.0)) and len(self._sums[tensor]) != rows.shape[1]:
-                del self._sums[tensor], self._counts[tensor]
-                continue
-            self._sums[tensor] = self._sums.get(tensor, 0.0) + rows.sum(axis=0, dtype=np.float64)
-            self._counts[tensor] += len(rows)
+    def observe(self, tensor: str, values: Array) -> None:
+        """values: [..., C]. A tensor whose C follows from open extents has no such mean, and is dropped."""
+        if tensor not in self._counts:
+            return
+        rows = values.reshape(-1, values.shape[-1])
+        if np.ndim(self._sums.get(tensor, 0.0)) and len(self._sums[tensor]) != rows.shape[1]:
+            del self._sums[tensor], self._counts[tensor]
+            return
+        self._sums[tensor] = self._sums.get(tensor, 0.0) + rows.sum(axis=0, dtype=np.float64)
+        self._counts[tensor] += len(rows)
 
     def result(self) -> dict[str, Floats]:
         """{tensor: float64 [C]}"""

@@ -9,6 +9,9 @@ histogram with the final range would have had from the start: neither order nor 
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +19,7 @@ from engines.errors import CalibrationError
 from engines.ir.graph import Array
 
 BINS_PER_SIDE = 1 << 14         # 256 KiB a tensor; never fewer than 4 bins for each of S7310's 2048
+PIECE = 1 << 18                 # values that are counted at once: what is made of them stays in the caches
 SMALLEST_EXPONENT = -100        # of a tensor without values above 2**-100; keeps bins / range finite in float32
 
 Floats = NDArray[np.float64]
@@ -36,15 +40,20 @@ class Histogram:
         self._min, self._max = np.inf, -np.inf
 
     def observe(self, values: Array) -> None:
-        """Add the values of an array of any shape and real dtype. Raises CalibrationError on NaN or infinity."""
-        flat = np.asarray(values, np.float32).reshape(-1)
-        if not flat.size:
-            return
-        low, high = float(flat.min()), float(flat.max())
-        if not np.isfinite(low) or not np.isfinite(high):       # a NaN anywhere is the result of min and max
-            count = np.count_nonzero(~np.isfinite(flat))
-            raise CalibrationError(f"{count} of {flat.size} values are not finite")
-        self._min, self._max = min(self._min, low), max(self._max, high)
+        """Add the values of an array of any shape, strides and real dtype. Raises CalibrationError on NaN or
+        infinity."""
+        pieces = np.nditer(values, ["buffered", "external_loop", "zerosize_ok"], ["readonly"], np.float32, order="K",
+                           casting="unsafe", buffersize=PIECE)
+        with pieces:
+            for piece in cast(Iterable[Array], pieces if values.size else ()):
+                low, high = float(piece.min()), float(piece.max())
+                if not np.isfinite(low) or not np.isfinite(high):       # a NaN anywhere is the result of min and max
+                    count = np.count_nonzero(~np.isfinite(values))
+                    raise CalibrationError(f"{count} of {values.size} values are not finite")
+                self._min, self._max = min(self._min, low), max(self._max, high)
+                self._add(piece)
+
+    def _add(self, flat: Array) -> None:
         self.count += flat.size
         if self.magnitude:
             self._widen(int(np.frexp(self.magnitude)[1]))       # frexp: magnitude < 2**exponent, strictly

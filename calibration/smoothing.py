@@ -26,11 +26,12 @@ class ChannelPeaks:
     def __init__(self, tensors: Iterable[str]) -> None:
         self._peaks: dict[str, Floats] = dict.fromkeys(tensors, np.zeros(1))
 
-    def observe(self, values: Mapping[str, Array]) -> None:
-        """values: {tensor: [..., C]}"""
-        for tensor, peak in [(tensor, peak) for tensor, peak in self._peaks.items() if tensor in values]:
-            rows = np.abs(values[tensor].reshape(-1, values[tensor].shape[-1]))
-            self._peaks[tensor] = np.maximum(peak, rows.max(axis=0))
+    def observe(self, tensor: str, values: Array) -> None:
+        """values: [..., C]"""
+        if tensor in self._peaks:
+            rows = values.reshape(-1, values.shape[-1])
+            self._peaks[tensor] = np.max([self._peaks[tensor] + np.zeros(rows.shape[1]), rows.max(axis=0),
+                                          -rows.min(axis=0)], axis=0)
 
     def result(self) -> dict[str, Floats]:
         """{tensor: float64 [C]}"""

@@ -16,8 +16,8 @@ from calibration.open_data import CalibrationData, Feed, Source, digest_of_data,
 from calibration.search import CANDIDATES, Errors, compare, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
+from engines.backends.device import Show
 from engines.capacity import bytes_of
-from engines.compiler.builder import TRIAL_BATCH
 from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
 from engines.compiler.subject import KEPT, Subject
@@ -36,7 +36,7 @@ MACS_A_WEIGHT = 2600        # of quantising and packing again in a trial: an est
 MOST_ITEMS, FEWEST_ITEMS, MOST_TRIALS = 64, 8, 32
 FEW_CANDIDATES = ("percentile", "percentile:99.9999")       # where the budget is too small for all
 WIDEST = "percentile:99.9999"       # under which smoothing is judged: outliers are what it evens out
-WATCHED_BYTES = 2 << 30     # of the tensors that a pass over the data looks at, for all items of a batch
+WATCHED_BYTES = 2 << 30     # of the tensors that a pass over the data looks at, of all items of a batch
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,12 @@ class _Engines:
         self._engines: dict[tuple[Any, ...], Engine] = {}
         self.usual = self._engine(tuple(subject.usual.values()))
 
-    def run(self, feed: Feed) -> dict[str, Array]:
-        """The outputs for a feed."""
+    def show(self, feed: Feed, show: Show) -> None:
+        """Run a feed; show the outputs."""
         extents = self._subject.extents_of(feed)
         known = self._subject.deciding
-        return self._engine(tuple(extents.values())).run({n: array for n, array in feed.items() if n not in known})
+        read = {name: array for name, array in feed.items() if name not in known}
+        self._engine(tuple(extents.values())).show(read, show)
 
     def _engine(self, extents: tuple[Any, ...]) -> Engine:
         if extents not in self._engines:
@@ -191,12 +192,13 @@ class _Watched:
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items = 0
 
-        def run(feed: Feed) -> Mapping[str, Array]:
-            values = self.engines.run(feed)
-            means.observe(values)
-            peaks.observe(values)
+        def run(feed: Feed, count: Show) -> None:
+            def observe(tensor: str, values: Array) -> None:
+                for look in (means.observe, peaks.observe, count):
+                    look(tensor, values)
+
+            self.engines.show(feed, observe)
             self.items += self.data.items_in(feed)
-            return values
 
         self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
         self.means, self.peaks = means.result(), peaks.result()
@@ -208,7 +210,7 @@ class _Watched:
 
 def _watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}     # noqa: B006
               ) -> _Engines:
-    """The float model, smoothed by these factors, with the tensors as outputs, as far as its graphs have them."""
+    """The float model, smoothed by these factors, which shows the tensors, as far as its graphs have them."""
     def plan(graph: Graph) -> Plan:
         able = set(smoothable(graph)) if factors else ()
         graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
@@ -226,7 +228,7 @@ def _from_data(subject: Subject, wanted: Calibration, notify: Notify,
     data = wanted.open(subject.inputs, builder.config.pixels is not None)
     if data.note:
         notify(data.note)
-    batch = TRIAL_BATCH if engine.max_batch and not engine.dependence else 1
+    batch = engine.plan.batch_slots if not engine.dependence else 1
     batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in edges), 1)), 1)
     watched = _Watched(engines, data, batch, lambda done, of: progress("calibrating", done, of, ""))
     watched.watch(edges, uneven)
@@ -302,8 +304,14 @@ class Judge:
 
     def _outputs(self, engines: _Engines, feed: Feed) -> dict[str, Array]:
         """The model's, as real numbers: bfloat16 comes as its bits."""
-        values, graph = engines.run(feed), self._subject.graph
-        return {name: to_real(values[name], None, str(graph.types[name].dtype)) for name in graph.outputs}
+        graph, outputs = self._subject.graph, {}
+
+        def keep(tensor: str, values: Array) -> None:
+            if tensor in graph.outputs:
+                outputs[tensor] = to_real(values, None, str(graph.types[tensor].dtype))
+
+        engines.show(feed, keep)
+        return {name: outputs[name] for name in graph.outputs}
 
     def errors(self, table: CalibrationTable) -> Errors:
         builder = self._subject.builder

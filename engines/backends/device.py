@@ -1,11 +1,13 @@
 """The serving side of a backend: a device loads a plan and runs it. Its modules import nothing that compiles."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from engines.ir.graph import Array
-from engines.plan.plan import Plan, TensorView
+from engines.plan.plan import MachinePart, Plan, TensorView
+
+Show = Callable[[str, Array], None]     # takes a tensor's name, and the tensor where it lies
 
 
 class Execution(Protocol):
@@ -23,6 +25,23 @@ class Execution(Protocol):
         """Seconds of each step, run alone: the least of `repeats`."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ShowsOutputs(Protocol):
+    """An execution that stops between its steps."""
+
+    def show(self, batch: int, show: Show) -> None:
+        """Run, and show each output as soon as it is whole: what lies in its memory later may be another tensor."""
+
+
+def whole_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
+    """Step -> the outputs to be shown before it; those that are kept, before the step that would follow the last."""
+    found: dict[int, list[TensorView]] = {}
+    for view in machine.outputs:
+        buffer, end = machine.buffers[view.buffer], len(machine.steps)
+        found.setdefault(end if buffer.first < 0 else min(buffer.last + 1, end), []).append(view)   # inputs are kept
+    return found
 
 
 @runtime_checkable

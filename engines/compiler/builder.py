@@ -35,7 +35,7 @@ from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
-TRIAL_BATCH = 4             # of the plans that calibration runs: every tensor is an output, so a batch is large
+TRIAL_BATCH = 4             # of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
 Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
 Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # by input: least, usual, largest
@@ -238,9 +238,10 @@ class Builder:
 
     @faults_named()
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:
-        """A float32 plan of a float graph that also gives these tensors as outputs: what calibration runs."""
-        outputs = (*graph.outputs, *(name for name in tensors if name not in graph.outputs))
-        return self._compile_here(set_float_precision(replace(graph, outputs=outputs), "fp32"))
+        """A float32 plan of a float graph that also shows these tensors: what calibration runs."""
+        watched = tuple(name for name in tensors if name not in graph.outputs)
+        shown = replace(graph, outputs=(*graph.outputs, *watched), watched=watched)
+        return self._compile_here(set_float_precision(shown, "fp32"))
 
     def _compile_here(self, graph: Graph) -> Plan:
         """A plan that this build runs and forgets."""

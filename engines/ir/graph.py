@@ -108,6 +108,7 @@ class Graph:
     constants: Mapping[str, Array]
     types: Mapping[str, TensorType] = field(default_factory=dict)
     dependence: str = ""        # why items of a batch must stay together; "": each is computed from its own inputs
+    watched: tuple[str, ...] = ()       # outputs that are looked at as soon as they are whole, and not kept
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

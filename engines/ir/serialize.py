@@ -44,7 +44,8 @@ def graph_to_json(graph: Graph) -> tuple[Json, dict[str, Array]]:
     document = {"name": graph.name, "dependence": graph.dependence,
                 "inputs": list(graph.inputs), "outputs": list(graph.outputs),
                 "nodes": [node_to_json(node) for node in graph.nodes],
-                "types": {name: _write_type(kind) for name, kind in graph.types.items()}}
+                "types": {name: _write_type(kind) for name, kind in graph.types.items()},
+                **({"watched": list(graph.watched)} if graph.watched else {})}
     return document, dict(graph.constants)
 
 
@@ -54,7 +55,7 @@ def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         types = {name: _read_type(kind) for name, kind in document["types"].items()}
         graph = Graph(document["name"], tuple(document["inputs"]), tuple(document["outputs"]),
                       tuple(node_from_json(node) for node in document["nodes"]), dict(arrays), types,
-                      document["dependence"])
+                      document["dependence"], tuple(document.get("watched", ())))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanCorruptError(f"the plan holds a graph that cannot be read ({error!r}); build it again") from error
     return verify(graph)

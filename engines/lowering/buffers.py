@@ -29,7 +29,8 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     for step, call in reversed(list(enumerate(lowered.calls))):
         written |= dict.fromkeys((placement.buffer for placement in call.outputs), step)
     end, placements, graph = len(lowered.calls), lowered.placements, lowered.graph
-    inputs, outputs = ({placements[name].buffer for name in names} for names in (graph.inputs, graph.outputs))
+    kept = (name for name in graph.outputs if name not in graph.watched)
+    inputs, outputs = ({placements[name].buffer for name in names} for names in (graph.inputs, kept))
     result = []
     for i, storage in enumerate(placements.buffers):
         # No step writes a tensor of no elements, though one may read it.

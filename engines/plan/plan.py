@@ -63,7 +63,8 @@ SLACK = 128         # bytes past every buffer that a kernel may read (never use)
 class Buffer:
     """A piece of memory of a context, for the time between two steps; what a step reads and writes never overlap.
 
-    Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps).
+    Inputs of the plan have first = -1, and no step writes them; outputs have last = len(steps), but for those that
+    are only shown (Graph.watched).
     """
     name: str                   # of the (first) tensor in it, for whoever reads a plan
     bytes: int                  # at max_batch, and SLACK

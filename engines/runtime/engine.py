@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends import device_of
-from engines.backends.device import BindsArrays, Execution, Loaded, WorksInArrays
+from engines.backends.device import BindsArrays, Execution, Loaded, Show, ShowsOutputs, WorksInArrays
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
@@ -141,6 +141,15 @@ class Engine(OfPlan):
         finally:
             self._idle.append(context)
 
+    def show(self, feeds: Mapping[str, Array], show: Show) -> None:
+        """Run, and show each output where it lies, as soon as it is whole: at most a batch's items, by one thread."""
+        arrays = {name: on_host(name, value) for name, value in feeds.items()}
+        items = self._feeds.check(arrays)
+        with self.lent() as context:
+            for name in arrays.keys() - self._unread:
+                np.copyto(context.input(name, items), arrays[name])
+            context.show(items, show)
+
     def _for_items(self, items: int, larger: Callable[[int], Engine]) -> Engine:
         """The same engine with room for so many items; the largest so far is kept."""
         with self._enlarging:
@@ -203,6 +212,12 @@ class ExecutionContext:
         """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
         self._check(batch)
         self.execution.run(batch)
+
+    def show(self, batch: int, show: Show) -> None:
+        """Execute, and show each output as soon as it is whole."""
+        self._check(batch)
+        assert isinstance(self.execution, ShowsOutputs), "several threads do not stop between two steps"
+        self.execution.show(batch, show)
 
     def output(self, name: str, batch: int = 1) -> Array:
         """An output of the last execute: a view, valid until the next one."""

@@ -36,7 +36,7 @@ def conv(weight, bias):
 def means_of_items():
     means = ChannelMeans(["x"])
     for items in (ITEMS[:3], ITEMS[3:]):
-        means.observe({"x": items})
+        means.observe("x", items)
     return means.result()
 
 

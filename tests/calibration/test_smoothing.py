@@ -32,7 +32,8 @@ def peaks_of(graph: Graph, tensors: tuple[str, ...]) -> dict[str, Any]:
     watched = ChannelPeaks(tensors)
     values = run(Graph(graph.name, graph.inputs, (*graph.outputs, *tensors), graph.nodes, graph.constants, graph.types),
                  {"x": ITEMS})
-    watched.observe(values)
+    for name in tensors:
+        watched.observe(name, values[name])
     return watched.result()
 
 
@@ -75,8 +76,8 @@ def test_a_channel_of_outliers_comes_down_to_the_others() -> None:
 
 def test_peaks_are_over_all_batches_and_a_channel_of_zeros_has_a_factor_too() -> None:
     peaks = ChannelPeaks(["n"])
-    peaks.observe({"n": np.float32([[0, 1], [0, -3]])})
-    peaks.observe({"n": np.float32([[0, 2]])})
+    peaks.observe("n", np.float32([[0, 1], [0, -3]]))
+    peaks.observe("n", np.float32([[0, 2]]))
     np.testing.assert_array_equal(peaks.result()["n"], [0, 3])
     graph = block()
     factors = smoothing_factors(graph, {"n": np.arange(WIDTH)}, 0.8)["n"]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.device import Device, Loaded
+from engines.backends.device import Device, Loaded, Show, whole_before
 from engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
@@ -70,6 +70,14 @@ class NumpyExecution:
     def run(self, batch: int) -> None:
         for step in self._steps(batch):
             step()
+
+    def show(self, batch: int, show: Show) -> None:
+        whole = whole_before(self._loaded.plan.machine)
+        for index, step in enumerate((*self._steps(batch), None)):
+            for view in whole.get(index, ()):
+                show(view.name, self.output(view, batch))
+            if step:
+                step()
 
     def profile(self, batch: int, repeats: int) -> list[float]:
         return [min(times) for times in zip(*([_seconds(step) for step in self._steps(batch)] for _ in range(repeats)),

@@ -216,8 +216,9 @@ def test_limit_and_every_pick_items_and_keep_count(photos):
 def test_collected_histograms_do_not_depend_on_the_batch_size(photos):
     data = open_calibration_data(photos, [X])
 
-    def run(feed):
-        return {"x": feed["x"], "relu": np.maximum(feed["x"], 0), "unwatched": feed["x"]}
+    def run(feed, show):
+        for name, values in {"x": feed["x"], "relu": np.maximum(feed["x"], 0), "unwatched": feed["x"]}.items():
+            show(name, values)
 
     one, three = (collect(run, data, ["x", "relu"], batch=batch) for batch in (1, 3))
     assert one.keys() == {"x", "relu"}
@@ -228,14 +229,14 @@ def test_collected_histograms_do_not_depend_on_the_batch_size(photos):
 
 def test_a_tensor_that_is_missing_or_not_finite_is_named(photos):
     data = open_calibration_data(photos, [X])
-    with pytest.raises(CalibrationError, match="did not return 'y'"):
-        collect(lambda feed: feed, data, ["y"])
+    with pytest.raises(CalibrationError, match="did not show 'y'"):
+        collect(lambda feed, show: show("x", feed["x"]), data, ["y"])
     with pytest.raises(CalibrationError, match="calibrating 'x', item 0: 192 of 192 values are not finite"):
-        collect(lambda feed: {"x": feed["x"] * np.float32(np.nan)}, data, ["x"])
+        collect(lambda feed, show: show("x", feed["x"] * np.float32(np.nan)), data, ["x"])
 
 
 def test_progress_is_told_in_items(photos):
     told = []
-    collect(lambda feed: feed, open_calibration_data(photos, [X]), ["x"], batch=3,
+    collect(lambda feed, show: show("x", feed["x"]), open_calibration_data(photos, [X]), ["x"], batch=3,
             progress=lambda done, of: told.append((done, of)))
     assert told == [(3, 5), (5, 5)]

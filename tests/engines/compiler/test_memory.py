@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.compiler.builder import BuildConfig, Builder
+from engines.ir.graph import Array
 from engines.lowering import buffers
+from engines.ops import reference
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Plan, writes_border
 from engines.runtime.engine import Engine
@@ -45,3 +48,19 @@ def test_halos_written_in_every_run_change_no_result(precision: str, tmp_path: P
         results[spare] = [value for feed in feeds for value in engine.run(feed).values()]
     for got, expected in zip(results[0.0], results[100.0], strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("target", ["", "numpy"])
+def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(target: str) -> None:
+    model = TINY["mobilenet_v2"](size=32)
+    builder = Builder(BuildConfig(max_batch=2, timing=False, target=target))
+    graph = builder.graph(model)
+    tensors = [name for node in graph.nodes for name in node.outputs]
+    feeds, shown = {"input": images_for(model, 2, seed=1)}, dict[str, Array]()
+    engine = Engine(builder.watching(graph, tensors))
+    engine.show(feeds, lambda name, values: shown.update({name: values.copy()}))
+    expected = reference.run(graph, feeds, tensors)
+    assert shown.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(shown[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+    assert 2 * engine.arena_bytes < sum(values.nbytes for values in shown.values())

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.backends.device import Show, whole_before
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
@@ -198,6 +200,14 @@ def _cut_at_item_major_runs(segment: Segment, runs: Sequence[ItemMajorRun]) -> I
         yield replace(segment, first=at)
 
 
+def _cut_before(segments: Sequence[Segment], steps: Collection[int]) -> Iterator[Segment]:
+    """The segments cut before each of these steps."""
+    for segment in segments:
+        cuts = [step for step in sorted(steps) if segment.first < step < segment.last]
+        for first, last in pairwise((segment.first, *cuts, segment.last)):
+            yield replace(segment, first=first, last=last)
+
+
 class Arena:
     """The buffers of one context, and the operand table that points into them.
 
@@ -295,6 +305,14 @@ class SerialExecution:
         self._calls[batch] = tuple(call for segment in segments
                                    for call in calls_of(self._program, self._arena, segment, batch))
         return self._calls[batch]
+
+    def show(self, batch: int, show: Show) -> None:
+        self._arena.prepare(batch)
+        whole, end = whole_before(self._program.machine), len(self._program.machine.steps)
+        for part in (*_cut_before(self._program.serial_segments, whole), Segment(end, end)):
+            for view in whole.get(part.first, ()):
+                show(view.name, self._arena.array(view, batch))
+            run_segment(self._program, self._arena, part, batch)
 
     def profile(self, batch: int, repeats: int) -> list[float]:
         return time_steps(self._program, self._arena, self._program.serial_segments, batch, repeats)
