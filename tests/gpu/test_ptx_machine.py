@@ -215,6 +215,20 @@ def test_halves_multiply_into_floats() -> None:
     np.testing.assert_array_equal(got.reshape(8, 4), (x.astype(np.float32) @ w.astype(np.float32).T)[:, ::2])
 
 
+@pytest.mark.parametrize(("a", "b", "element", "lane"), [
+    (17, 2, 0, 19),         # row 5 and column 2 of the first quads
+    (6, 21, 7, 4),          # row 2 and column 5 of the second
+    (27, 15, 3, None)])     # of the third and of the fourth: they never meet
+def test_quads_multiply_rows_of_their_own(a: int, b: int, element: int, lane: int | None) -> None:
+    x, w = np.zeros((2, LANES, 2), np.float16)
+    x[a], w[b] = (2, 1), (3, 0)
+    sums = ["%r9" if e == element else f"%r{30 + e}" for e in range(8)]
+    body = (f"mov.u32 %r20, 0;\nmov.u32 %r21, {word(1)};\nmma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 "
+            f"{{{', '.join(sums)}}}, {{%r20, %r1}}, {{%r20, %r2}}, {{{', '.join(['%r21'] * 8)}}};\n")
+    got = run(body, x.view(np.uint32).ravel(), w.view(np.uint32).ravel()).view(np.float32)
+    np.testing.assert_array_equal(got, [1 + 6 * (number == lane) for number in range(LANES)])
+
+
 # ---- what it refuses
 FAULTS = {
     "outside of what is allocated": "ld.global.u32 %r9, [%rd1+4096];",

@@ -50,7 +50,7 @@ class Card:
 # By architecture, the card that plans are made for where none is at hand.
 CARDS: Mapping[str, Card] = {
     "sm_61": Card("P40", 30, 1.3e9, {"int8": 512, "fp16": 128, "bf16": 128, "fp32": 128}, 1.0e12, 0.28e12, 96 << 10),
-    "sm_70": Card("V100", 80, 1.4e9, {"int8": 256, "fp16": 64, "bf16": 64, "fp32": 64}, 2.0e12, 0.8e12, 96 << 10),
+    "sm_70": Card("V100", 80, 1.4e9, {"int8": 256, "fp16": 512, "bf16": 64, "fp32": 64}, 2.0e12, 0.8e12, 96 << 10),
     "sm_75": Card("T4", 40, 1.1e9, {"int8": 512, "fp16": 256, "bf16": 64, "fp32": 64}, 1.0e12, 0.25e12, 64 << 10),
     "sm_80": Card("A100", 108, 1.41e9, {"int8": 2048, "fp16": 1024, "bf16": 1024, "fp32": 64}, 3.5e12, 1.4e12,
                   163 << 10),

@@ -40,8 +40,11 @@ _SHAPES = {("m16n8k32", "s32", "u8", "s8", "s32"), ("m8n8k16", "s32", "u8", "s8"
            ("m16n8k8", "f32", "f16", "f16", "f32")}
 
 
-@action("mma", modifiers="sync aligned row col m16n8k32 m8n8k16 m16n8k16 m16n8k8 u8 s8 bf16")
+@action("mma", modifiers="sync aligned row col m16n8k32 m8n8k16 m16n8k16 m16n8k8 m8n8k4 u8 s8 bf16")
 def _mma(run: Run, i: Instruction) -> None:
+    if i.op[3:] == ("m8n8k4", "row", "col", "f32", "f16", "f16", "f32"):
+        _quads(run, i)
+        return
     if (i.op[3], *i.op[6:]) not in _SHAPES or i.op[4:6] != ("row", "col"):
         raise Fault("this product is not known here")
     m, _, k = _extents(i.op[3])
@@ -58,6 +61,21 @@ def _mma(run: Run, i: Instruction) -> None:
         made = sums[:, e // 2, :, :, e % 2].reshape(-1, WARP)
         run.put(name, _added(run.warps(run.get(c[e], type_c)), made).reshape(-1))
     assert type_d == type_c
+
+
+def _quads(run: Run, i: Instruction) -> None:
+    """Four products of 8 x 8 x 4: the q-th of lanes 4 q.. and 16 + 4 q.., of which each has a row of a and of b, and of
+    the sums rows 0 and 2 behind its own, columns 0, 1, 4 and 5 behind its own."""
+    d, a, b, c = (i.several(n) for n in range(4))
+
+    def rows(names: list[str]) -> Array:
+        """[warp][q][8 rows][4 of K]"""
+        words = np.stack([run.warps(run.get(name, "b32")) for name in names], -1)
+        return np.moveaxis(words.view(np.float16).reshape(-1, 2, 4, 4, 4), 1, 2).reshape(-1, 4, 8, 4).astype(np.float64)
+    sums, lane = np.matmul(rows(a), rows(b).swapaxes(2, 3)), np.arange(WARP)
+    for e, name in enumerate(d):
+        made = sums[:, lane // 4 % 4, lane // 16 * 4 + (lane & 1) + (e & 2), (e & 4) + (lane & 2) + (e & 1)]
+        run.put(name, _added(run.warps(run.get(c[e], "f32")), made).reshape(-1))
 
 
 def _added(before: Array, made: Array) -> Array:

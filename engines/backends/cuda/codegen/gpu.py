@@ -23,7 +23,7 @@ class Gpu(Words):
                                 # driver since then takes it
     async_copy: bool = True     # cp.async: global to shared memory past the registers
     int8_k: int = 32            # bytes of K of one integer product of a warp; 0: it has none, and dp4a instead
-    half_k: int = 32            # ... of one product of halves; 0: fma instead
+    half_k: int = 32            # ... of one product of halves; 8: its fragments are those of quads; 0: fma instead
     bfloat: bool = True         # ... which may be bfloat16 as well
     grouped: bool = False       # wgmma: products of four warps, straight from shared memory
     shared: int = 48 << 10      # bytes of shared memory that a block may have
@@ -32,9 +32,14 @@ class Gpu(Words):
     natural = True
 
     def by_warp(self, precision: str) -> bool:
-        """Whether a warp's threads multiply together (mma); else each makes its own sums."""
-        return {"int8": self.int8_k > 0, "fp16": self.half_k > 0,
-                "bf16": self.half_k > 0 and self.bfloat}.get(precision, False)
+        """Whether a warp's threads multiply together (mma), with the fragments that all such products share; else each
+        makes its own sums, or they do it by quads."""
+        halves = self.half_k >= 16
+        return {"int8": self.int8_k > 0, "fp16": halves, "bf16": halves and self.bfloat}.get(precision, False)
+
+    def by_quads(self, precision: str) -> bool:
+        """Whether two times four threads of a warp multiply together (mma.m8n8k4)."""
+        return precision == "fp16" and self.half_k == 8
 
     def round(self, x: Value) -> Value:
         """float32 -> int32, halves to even; saturated."""
@@ -43,7 +48,7 @@ class Gpu(Words):
 
 GPUS = {gpu.name: gpu for gpu in (
     Gpu("sm_61", 60, async_copy=False, int8_k=0, half_k=0),
-    Gpu("sm_70", 60, async_copy=False, int8_k=0, half_k=0, shared=96 << 10),
+    Gpu("sm_70", 64, async_copy=False, int8_k=0, half_k=8, bfloat=False, shared=96 << 10),
     Gpu("sm_75", 65, async_copy=False, int8_k=16, half_k=16, bfloat=False, shared=64 << 10),
     Gpu("sm_80", 70, shared=163 << 10),
     Gpu("sm_86", 71, shared=99 << 10),

@@ -6,11 +6,16 @@ In bytes the fragments of all of them are the same. A step multiplies 32 bytes o
     b       two words: cout g, bytes 4 t.. and 16 + 4 t..
     sums    four of a lane: row g, couts 2 t and 2 t + 1; then row g + 8
 
+but for the halves of sm_70 (m8n8k4), where two times four lanes, 16 apart, multiply 8 rows by 8 couts, 8 bytes of K at
+a time. The rows that a lane brings there (`quad_rows`) are chosen so that its sums are of the same form: two rows,
+`apart` from each other, and the couts of a t.
+
 Meanings: the PTX ISA, "Matrix multiply-accumulate" and "Asynchronous warpgroup-level matrix instructions".
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import fields, struct, wide
@@ -70,6 +75,37 @@ def multiply(gpu: Gpu, precision: str, acc: Sequence[Value], a: Sequence[Value],
 def _mma(shape: str, type_: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
     f = acc[0].f
     return fields(f.call(struct(type_, len(acc)), f"llvm.nvvm.mma.{shape}", *a, *b, *acc, hint="mma"))
+
+
+class Sums(NamedTuple):
+    """Whose sums a lane has, of 16 pixels by 8 couts: those of a row and of the one `apart`, couts 2 t and 2 t + 1."""
+    row: Value
+    apart: int
+    t: Value
+
+
+def sums_of(gpu: Gpu, precision: str, lane: Value) -> Sums:
+    if gpu.by_quads(precision):
+        return Sums(_quad_row(lane), 4, (lane.binary("lshr", 1) & 1) + (lane.binary("lshr", 2) & 2))
+    return Sums(lane.binary("lshr", 2), 8, lane & 3)
+
+
+# ---- quads
+def _quad_row(lane: Value) -> Value:
+    return (lane & 1) + (lane.binary("lshr", 1) & 0b1010)
+
+
+def quad_rows(lane: Value) -> tuple[Value, Value]:
+    """The rows, of 16 pixels and of 16 couts, whose K this lane brings to `multiply_quads`: bits 4 1 2 0 of the lane
+    make the one, so that eight lanes find their chunks in eight groups of banks, bits 4 3 1 0 the other."""
+    return _quad_row(lane) + (lane.binary("shl", 1) & 4), (lane & 3) + (lane.binary("lshr", 1) & 0b1100)
+
+
+def multiply_quads(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """acc + a * b of a warp, 16 pixels by 16 couts, two words of halves of each lane; sums of the first 8 couts, then
+    of the others."""
+    a, b = ([v.f.cast("bitcast", v, vector(2, "half"), "halves") for v in part] for part in (a, b))
+    return _mma("m8n8k4.row.col.f32.f32", FLOAT, acc, a, b)
 
 
 # ---- four warps

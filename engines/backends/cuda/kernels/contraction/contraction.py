@@ -20,7 +20,7 @@ from typing import Any
 from engines.backends.cuda.codegen.copies import wait
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special, wide
-from engines.backends.cuda.codegen.products import fence_grouped
+from engines.backends.cuda.codegen.products import fence_grouped, sums_of
 from engines.backends.cuda.cost import Blocks, Card, contraction_seconds
 from engines.backends.cuda.kernels.access import (
     load_channels,
@@ -144,9 +144,9 @@ class _Writer:
         f, tile, problem = self.f, self.tile, self.problem
         rows, couts = tile.part
         warp_row, warp_column = self.warp.remainder(tile.warps[0]), self.warp.divided(tile.warps[0])
-        group, t = self.lane.binary("lshr", 2), self.lane & 3
+        of_lane, apart, t = sums_of(self.gpu, problem.precision, self.lane)
         first_cout = warp_column * couts + t * tile.lanes
-        row = self.pixel0 + warp_row * rows + group
+        row = self.pixel0 + warp_row * rows + of_lane
         step = self.kernel.channels_together(tile)
         for first in range(0, tile.lanes, step):
             place = first_cout + first
@@ -157,7 +157,7 @@ class _Writer:
                 channel = wide(self.group * problem.cout + cout) if problem.groups > 1 else wide(cout)
                 for m in range(rows // 16):
                     for half in (0, 1):
-                        pixel = row + (16 * m + 8 * half)
+                        pixel = row + (16 * m + apart * half)
                         with f.when(pixel.below(self.rows)):
                             sums = [acc[m, c // 2, 2 * half + c % 2] for c in range(first, first + step)]
                             self._store(pixel, channel, sums, numbers)

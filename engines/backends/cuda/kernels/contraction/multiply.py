@@ -6,21 +6,30 @@ from dataclasses import dataclass
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import elements, shared
-from engines.backends.cuda.codegen.products import STEP, descriptor, dot, load_tiles, multiply, multiply_grouped
+from engines.backends.cuda.codegen.products import (
+    STEP,
+    descriptor,
+    dot,
+    load_tiles,
+    multiply,
+    multiply_grouped,
+    multiply_quads,
+    quad_rows,
+)
 from engines.backends.cuda.kernels.contraction.copies import swizzled
 from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import I32, vector
 
-# Of a warp's tile: (16 pixels, 8 couts, element of products.multiply's sums). Every way below has them in the same
-# lanes.
+# Of a warp's tile: (16 pixels, 8 couts, element of products.multiply's sums); products.sums_of says which a lane has.
 Sums = dict[tuple[int, int, int], Value]
 Multiply = Callable[[Sums, Value], None]        # of the stage at that offset in shared memory
 
 
 def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value) -> Multiply:
     """What adds the products of a stage to a warp's sums."""
-    way = _Grouped if tile.grouped else _ByWarp if gpu.by_warp(precision) else _ByLane
+    way = (_Grouped if tile.grouped else _ByWarp if gpu.by_warp(precision) else
+           _ByQuads if gpu.by_quads(precision) else _ByLane)
     return way(gpu, precision, tile, lane, warp)
 
 
@@ -45,6 +54,10 @@ class _Way:
 
     def offset(self, row: Value, chunk: Value) -> Value:
         return row * self.tile.depth + swizzled(chunk, row, self.tile.depth) * CHUNK
+
+    def words(self, at: Value) -> list[Value]:
+        """A chunk, from its address."""
+        return elements(at.f.load(vector(4, I32), at, CHUNK, "words"))
 
 
 class _ByWarp(_Way):
@@ -75,6 +88,27 @@ class _ByWarp(_Way):
         return [x ^ at for at in steps], [w ^ at for at in steps]
 
 
+class _ByQuads(_Way):
+    """mma.m8n8k4: each lane brings its chunk of a row and of a cout, two products of it."""
+
+    def __call__(self, acc: Sums, stage: Value) -> None:
+        rows, couts = self.tile.part
+        first = self.lane.like(0)
+        x_at, w_at = (self.offset(corner + row, first) for corner, row in zip(
+            self.corner, quad_rows(self.lane), strict=True))
+        depth = self.tile.depth
+        for at in range(0, depth, CHUNK):       # an offset's bits of the chunk are turned alike in all of them
+            x_first, w_first = (shared(stage.f) + (stage + (offset ^ at)) for offset in (x_at, w_at))
+            x = [self.words(x_first + 16 * m * depth) for m in range(rows // 16)]
+            for pair in range(couts // 16):
+                w = self.words(w_first + (self.weights + 16 * pair * depth))
+                for m, part in enumerate(x):
+                    keys = [(m, 2 * pair + i // 4, i % 4) for i in range(8)]
+                    for k in (0, 2):
+                        sums = multiply_quads([acc[key] for key in keys], part[k:k + 2], w[k:k + 2])
+                        acc.update(zip(keys, sums, strict=True))
+
+
 class _ByLane(_Way):
     """dp4a and fma: a lane makes the sums that it would have of mma, from 16 bytes of its rows and couts at a time.
 
@@ -97,8 +131,7 @@ class _ByLane(_Way):
                             acc[key] = dot(self.gpu, self.precision, acc[key], a, b)
 
     def _words(self, stage: Value, row: Value, chunk: int, base: int) -> list[Value]:
-        at = shared(stage.f) + (stage + self.offset(row, row.like(chunk)) + base)
-        return elements(stage.f.load(vector(4, I32), at, CHUNK, "words"))
+        return self.words(shared(stage.f) + (stage + self.offset(row, row.like(chunk)) + base))
 
 
 class _Grouped(_Way):
