@@ -18,7 +18,8 @@ from infer_server.endpoints.grpc.connections import disconnect, stop_listening
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import GrpcSettings, create_server
-from infer_server.endpoints.http.connection import Handler, Limits
+from infer_server.endpoints.http.connection import Handler
+from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight

@@ -6,6 +6,10 @@ from pathlib import Path, PurePosixPath
 
 from infer_server.errors import ModelConfigError
 
+CONFIG = "config.pbtxt"             # in a model's folder, as the next two
+WARMUP = "warmup"                   # of the files of its model_warmup
+INITIAL_STATE = "initial_state"     # likewise, of its sequences'
+
 
 def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
     """The file or folder that a path from `folder` names. Raises ModelConfigError: it is not in `bounds`.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.policy import BatchPolicy
 from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
-from infer_server.config.paths import inside
+from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from protos import model_config
@@ -95,7 +95,7 @@ def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -
         raise ModelConfigError(f"state '{name}': initial_state must have the state's data_type, and numbers as "
                                "dims")
     if initial.WhichOneof("state_data") == "data_file" and folder:
-        file = inside(folder, folder / "initial_state", initial.data_file, f"state '{name}': initial_state")
+        file = inside(folder, folder / INITIAL_STATE, initial.data_file, f"state '{name}': initial_state")
         try:
             return np.fromfile(file, datatype.array).reshape(shape)
         except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """infer-server --check: all that can be said of a repository without loading a model."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,16 @@ from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import RepositoryError, ServeError
-from infer_server.repository.folders import Source, read_model
+from infer_server.repository.folders import Source, labels_file, read_model
 from infer_server.repository.kinds.warmup import inputs_of
-from infer_server.repository.places import Place, names_in
+from infer_server.repository.places import Place
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Remark:
-    model: str
+    model: str                  # or the place that cannot be read
     text: str
     is_error: bool = False      # it will not be served
 
@@ -27,21 +30,32 @@ class Remark:
 def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
     without any, that it is well."""
-    owner: dict[str, Place] = {}
-    names = names_in(places)
+    found: dict[Place, list[str]] = {}
     for place in places:
-        for name in place.names():
-            try:
-                place.fetch(name)
-                remarks = list(_check_model(place.path, name, names, kind_gpu))
-            except RepositoryError as error:
-                remarks = [Remark(name, str(error), True)]
-            finally:
-                place.release(name)
+        try:
+            found[place] = place.names()
+        except RepositoryError as error:
+            yield Remark(str(place), str(error), True)
+    names = sorted({name for each in found.values() for name in each})
+    owner: dict[str, Place] = {}
+    for place, models in found.items():
+        for name in models:
+            remarks = _remarks(place, name, names, kind_gpu)
             if name in owner:
                 remarks.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = place
             yield from remarks or [Remark(name, "ok")]
+
+
+def _remarks(place: Place, name: str, names: Sequence[str], kind_gpu: str) -> list[Remark]:
+    try:
+        with place.outline(name) as folder:
+            return list(_check_model(folder, name, names, kind_gpu))
+    except (ServeError, OSError) as error:
+        return [Remark(name, str(error), True)]
+    except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
+        log.debug("checking %s failed", name, exc_info=error)
+        return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
 def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: str) -> Iterator[Remark]:
@@ -58,7 +72,7 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
         yield Remark(name, "instance_group: KIND_GPU is refused by --kind-gpu=refuse; write kind: KIND_CPU", True)
     for source in sources:
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
-            yield Remark(name, f"{source.file}: no such file", True)
+            yield Remark(name, f"{source.file.relative_to(repository)}: no such file", True)
     yield from _missing_files(sources[0], repository / name)
     for number, step in enumerate(config.steps):
         if step.model not in names:
@@ -67,11 +81,10 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
 
 
 def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:
-    for spec in source.config.outputs:
-        labels = folder / spec.labels
-        if spec.labels and not labels.is_file():
-            yield Remark(source.name, f"output '{spec.name}': label_filename: {labels}: no such file", True)
     try:
+        for spec in source.config.outputs:
+            if spec.labels and not labels_file(folder, spec).is_file():
+                yield Remark(source.name, f"output '{spec.name}': label_filename: {spec.labels}: no such file", True)
         sequences_of(source.message, folder)
         for sample in source.message.model_warmup:
             inputs_of(sample, source.config.batched, folder)

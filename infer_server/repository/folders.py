@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.config import ModelConfig, TensorSpec, from_message
 from infer_server.config.kinds import Kind
-from infer_server.config.paths import inside
+from infer_server.config.paths import CONFIG, inside
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError
 from protos import model_config
 
-CONFIG = "config.pbtxt"
 FILENAMES = ("model.plan", "model.onnx", "model.py")    # the first that is there is served
 
 
@@ -43,15 +42,17 @@ class Source:
         return inside(self.folder.parent, self.folder, given, f"parameter {parameter}")
 
 
+def labels_file(folder: Path, spec: TensorSpec) -> Path:
+    """The label_filename of an output of the model in this folder. Raises ModelConfigError."""
+    return inside(folder, folder, spec.labels, f"output '{spec.name}': label_filename")
+
+
 def read_labels(source: Source) -> dict[str, tuple[str, ...]]:
     """The names of classes, by output, of those that have a label_filename. Raises RepositoryError."""
     labels = {}
     for spec in source.config.outputs:
         if spec.labels:
-            file = source.folder / spec.labels
-            if not file.resolve().is_relative_to(source.folder.resolve()):
-                raise RepositoryError(f"output '{spec.name}': label_filename: {spec.labels} is not in the "
-                                      "model's folder")
+            file = labels_file(source.folder, spec)
             try:
                 labels[spec.name] = tuple(file.read_text(encoding="utf-8").splitlines())
             except (OSError, UnicodeDecodeError) as error:

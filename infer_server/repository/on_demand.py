@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from infer_server.config.kinds import Kind
-from infer_server.errors import ServeError
+from infer_server.errors import ServeError, UnknownModelError
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
@@ -17,6 +17,7 @@ _Then = Callable[[], None]
 _Failed = Callable[[Exception], None]
 _RETRY_SECS = 30.0              # before a model that could not be loaded, or is not there, is tried again
 _MOST_FAILURES = 10_000         # that are remembered
+_LISTING_SECS = 2.0             # for which a name that was not in the repository is not looked for there again
 
 
 class OnDemand:
@@ -31,6 +32,8 @@ class OnDemand:
         self._one_at_a_time = asyncio.Lock()            # makes room
         self._loaded_ms: dict[str, float] = {}          # when, by the clock of Statistics.last_inference_ms
         self._retry_at: dict[str, float] = {}           # of models that failed
+        self._listing: asyncio.Task[list[str]] | None = None
+        self._listed_until = 0.0
         repository.watch(self._look)
 
     async def load(self, name: str) -> None:
@@ -78,6 +81,8 @@ class OnDemand:
 
     async def _load(self, name: str) -> None:
         try:
+            if name not in await self._names():
+                raise UnknownModelError(f"model '{name}' is not in the repository")
             await self._repository.load(name)
             self._retry_at.pop(name, None)
             self._loaded_ms[name] = time.time() * 1000
@@ -93,6 +98,18 @@ class OnDemand:
         finally:
             del self._loading[name]
             self._go_on(name)
+
+    async def _names(self) -> list[str]:
+        """The models of the repository a short while ago: names that are none cost no look at it each. Raises
+        RepositoryError."""
+        if self._listing is None or (self._listing.done() and time.monotonic() >= self._listed_until):
+            self._listing = asyncio.create_task(self._repository.names())
+            self._listing.add_done_callback(self._listed)
+        return await asyncio.shield(self._listing)
+
+    def _listed(self, listing: asyncio.Task[list[str]]) -> None:
+        failed = listing.cancelled() or listing.exception() is not None
+        self._listed_until = 0.0 if failed else time.monotonic() + _LISTING_SECS
 
     async def _make_room(self, kept: str) -> None:
         """Unloads what was used least recently, and nothing that `kept` needs, until the others fit."""

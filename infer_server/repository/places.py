@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from infer_server.errors import RepositoryError, UnknownModelError
@@ -25,6 +26,11 @@ class Place(ABC):
     @abstractmethod
     def release(self, name: str) -> None:
         """A model is unloaded: its files are not needed. Returns at once."""
+
+    @abstractmethod
+    def outline(self, name: str) -> AbstractContextManager[Path]:
+        """Where <name> has the model's configuration and what it names, and of its versions at least the names of their
+        files. Raises RepositoryError."""
 
     @abstractmethod
     def fingerprint(self, name: str) -> Hashable:
@@ -52,6 +58,9 @@ class LocalFolder(Place):
 
     def release(self, name: str) -> None:
         """It stays here."""
+
+    def outline(self, name: str) -> AbstractContextManager[Path]:
+        return nullcontext(self.path)
 
     def fingerprint(self, name: str) -> Hashable:
         found = []

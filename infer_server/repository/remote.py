@@ -19,19 +19,21 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.files import atomic_write
-from infer_server.config.paths import is_name
+from infer_server.config.paths import CONFIG, INITIAL_STATE, WARMUP, is_name
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.places import Place
 
 log = logging.getLogger(__name__)
 
 _MANIFESTS = ".manifests"
+_NAMED = (WARMUP, INITIAL_STATE)    # folders of a model whose files its configuration names
 # What tells versions of a file apart, where a store has such a thing, under the names that stores have for it.
 _VERSION = ("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "crc32c", "checksum")
 _TIME = ("mtime", "LastModified", "last_modified", "updated", "created", "modified")
@@ -83,6 +85,23 @@ class RemoteFolder(Place):
 
     def release(self, name: str) -> None:
         self._held.discard(name)                # without the lock: a copy of another model may take minutes
+
+    @contextmanager
+    def outline(self, name: str) -> Iterator[Path]:
+        """The models themselves, which may be large, are files of their sizes without contents."""
+        about = self._about(name)
+        if not about:
+            raise FetchError(f"{self}/{name} has no files")
+        with TemporaryDirectory(prefix=".outline-", dir=self.path) as folder:
+            for path, what in about.items():
+                file = Path(folder, name, path)
+                if path == CONFIG or path.split("/")[0] in _NAMED:
+                    self._copy(f"{name}/{path}", file, _size(what))
+                else:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    with file.open("wb") as empty:
+                        empty.truncate(_size(what))
+            yield Path(folder)
 
     def _fetch(self, name: str) -> None:
         folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)

@@ -127,14 +127,17 @@ class Repository:
                   if status.state is State.UNAVAILABLE and status.reason != _UNLOADED and not status.replaces}
         return {**self._reasons, **failed}
 
+    async def names(self) -> list[str]:
+        """The models that are there, loaded or not. Raises RepositoryError: a place cannot be read."""
+        return await in_daemon_thread(lambda: names_in(self._places))
+
     async def index(self) -> list[IndexEntry]:
         """Every model in the folder, loaded or not, by name and version."""
         entries = [IndexEntry(name, str(version), status.state.value, status.reason)
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
         entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
         known = self._versions.keys() | self._reasons.keys()
-        present = await in_daemon_thread(lambda: names_in(self._places))
-        entries += [IndexEntry(name, "", "", "") for name in present if name not in known]
+        entries += [IndexEntry(name, "", "", "") for name in await self.names() if name not in known]
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     async def load_all(self, names: Iterable[str] | None = None) -> None:
@@ -143,7 +146,7 @@ class Repository:
         Raises RepositoryError if a folder itself cannot be read.
         """
         if names is None:
-            names = await in_daemon_thread(lambda: names_in(self._places))
+            names = await self.names()
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
                             ", ".join(map(str, self._places)))

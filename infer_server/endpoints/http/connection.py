@@ -1,7 +1,7 @@
-"""HTTP/1.1 on an asyncio transport: httptools parses, one request of a connection is answered at a time.
+"""HTTP/1.1 on an asyncio transport: one request of a connection is answered at a time.
 
-A request is handed on when all of it is there. Those that a client sends before it has its answer (pipelining) wait in
-the order in which they came, and the socket is not read while one waits.
+A request is handed on when all of it is there (reading.py). Those that a client sends before it has its answer
+(pipelining) wait in the order in which they came, and the socket is not read while one waits.
 
 https://www.rfc-editor.org/rfc/rfc9112
 """
@@ -10,26 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, Protocol, cast
-from urllib.parse import unquote
-
-import httptools
 
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
-from infer_server.endpoints.inflight import Inflight, OpenCall
+from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
+from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError, ServeError
 
 log = logging.getLogger(__name__)
 
-MOST_HEADER_BYTES = 64 << 10
-_HEADER_SECS = 10.0             # for a client to say what it wants, once it has begun to
-_IDLE_SECS = 120.0              # for it to begin on a connection that stays open, and between the pieces of a body
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 
@@ -45,13 +38,6 @@ class _Waiting(NamedTuple):
     request: HttpRequest
     held: OpenCall
     keep_alive: bool
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of a listening port."""
-    message_bytes: int          # of a body, also when it is decompressed
-    inflight: Inflight
 
 
 class Exchange:
@@ -98,20 +84,6 @@ class Exchange:
             self._connection.end(self)
 
 
-@dataclass(slots=True)
-class _Incoming:
-    """A request of which not all has come."""
-    received_ns: int = 0
-    url: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    head_bytes: int = 0
-    unfinished_bytes: int = 0           # received without an end of the headers
-    body: list[bytes] = field(default_factory=list)
-    body_bytes: int = 0
-    expected_bytes: int = 0             # of the body, as it says; more once more has come
-    held: OpenCall | None = None        # once its headers are there
-
-
 class HttpConnection(asyncio.Protocol):
     """A client's connection."""
 
@@ -119,14 +91,13 @@ class HttpConnection(asyncio.Protocol):
         """connections: those that are open; it adds and removes itself."""
         self._handle, self._limits, self._connections = handle, limits, connections
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = RequestReader(limits, self)
         self._transport: asyncio.Transport | None = None
         self._waiting: deque[_Waiting] = deque()                # what came behind the request that is being answered
         self._sending: list[OpenCall] = []                      # answered, and not yet taken by the socket
         self._timer: asyncio.TimerHandle | None = None          # while there is a time at which it is closed
         self._closes_at = math.inf                              # on the loop's clock
         self._peer = ""
-        self._incoming = _Incoming()
         self._keep_alive = True
         self._chunked = False                                   # pieces of a body say how long they are
         self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
@@ -140,28 +111,15 @@ class HttpConnection(asyncio.Protocol):
         self._connections.add(self)
         name = transport.get_extra_info("peername")
         self._peer = f"{name[0]}:{name[1]}" if name else "a client"
-        self._watch(_HEADER_SECS)
+        self.watch(HEADER_SECS)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        incoming = self._incoming
         try:
-            self._parser.feed_data(data)
-            if self._incoming is incoming and incoming.held is None:
-                incoming.unfinished_bytes += len(data)      # the parser tells of a header once all of it is there
-                _check_head(incoming.unfinished_bytes)
-        except _Refused as refused:
+            self._reader.feed(data)
+        except RefusedError as refused:
             self._refuse(refused.response)
-        except httptools.HttpParserUpgrade:
-            self._refuse(error_response(HTTPStatus.NOT_IMPLEMENTED, "no other protocol than HTTP/1.1 is served here"))
-        except httptools.HttpParserCallbackError as error:
-            cause = error.__context__
-            if not isinstance(cause, _Refused):
-                raise
-            self._refuse(cause.response)
-        except httptools.HttpParserError as error:
-            self._refuse(error_response(HTTPStatus.BAD_REQUEST, f"not an HTTP request: {error}"))
 
     def connection_lost(self, reason: Exception | None) -> None:
         if self._timer:
@@ -171,7 +129,7 @@ class HttpConnection(asyncio.Protocol):
         for waiting in self._waiting:
             self._limits.inflight.end(waiting.held)
         self._waiting.clear()
-        self._drop()
+        self._reader.drop()
         exchange, self.exchange = self.exchange, None
         if exchange:
             self._limits.inflight.end(exchange.held)
@@ -196,45 +154,12 @@ class HttpConnection(asyncio.Protocol):
         if self._transport:
             self._transport.abort()
 
-    # ---- httptools' callbacks
-    def on_message_begin(self) -> None:
-        self._incoming = _Incoming(time.monotonic_ns())
-        self._watch(_HEADER_SECS)
-
-    def on_url(self, url: bytes) -> None:
-        self._incoming.url += url
-        self._count_head(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-        self._count_head(len(name) + len(value))
-
-    def on_headers_complete(self) -> None:
-        headers = self._incoming.headers
-        length = headers.get("content-length", "0")
-        self._expect(int(length) if length.isdecimal() else 0)
-        self._watch(_IDLE_SECS)
-        if headers.get("expect", "").lower() == "100-continue" and self._transport:
+    # ---- reading.Receiver
+    def go_on(self) -> None:
+        if self._transport:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def on_body(self, body: bytes) -> None:
-        incoming = self._incoming
-        self._watch(_IDLE_SECS)
-        incoming.body.append(body)
-        incoming.body_bytes += len(body)
-        if incoming.body_bytes > incoming.expected_bytes:
-            self._expect(incoming.body_bytes)
-
-    def on_message_complete(self) -> None:
-        incoming, self._incoming = self._incoming, _Incoming()
-        held = incoming.held
-        assert held is not None
-        self._watch(None)
-        path, _, _ = incoming.url.partition(b"?")
-        body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
-        request = HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path.decode("latin-1")),
-                              incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
-        keep_alive = self._parser.should_keep_alive()
+    def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         if self.exchange is None and not self._waiting:
             self._take(request, held, keep_alive)
             return
@@ -243,25 +168,6 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     # ---- a request
-    def _count_head(self, count: int) -> None:
-        self._incoming.head_bytes += count
-        _check_head(self._incoming.head_bytes)
-
-    def _expect(self, count: int) -> None:
-        """There will be a body of so many bytes, or there are that many already."""
-        incoming, most, inflight = self._incoming, self._limits.message_bytes, self._limits.inflight
-        if count > most:
-            raise _Refused(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                                          f"a body of {count} bytes; at most {most} are taken (--max-message-mib)"))
-        try:
-            if incoming.held is None:
-                incoming.held = inflight.begin(self, count)
-            else:
-                inflight.hold(incoming.held, count - incoming.expected_bytes)
-        except MemoryLimitError as error:
-            raise _Refused(response_of(error)) from error
-        incoming.expected_bytes = count
-
     def _take(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._keep_alive = keep_alive
         self.exchange = exchange = Exchange(self, request, held)
@@ -334,7 +240,7 @@ class HttpConnection(asyncio.Protocol):
         assert transport is not None and exchange is self.exchange
         self.exchange = None
         if self._keep_alive:
-            self._watch(_IDLE_SECS)
+            self.watch(IDLE_SECS)
         else:
             transport.close()
             return
@@ -353,21 +259,15 @@ class HttpConnection(asyncio.Protocol):
         What the client goes on to send is read for a while: closing before it would reset the connection, and the
         answer with it.
         """
-        self._drop()
+        self._reader.drop()
         self._refused = True
         if self._transport and not self._transport.is_closing():
             self._transport.write(b"".join((response.head(keep_alive=False), *response.body)))
             if self._transport.can_write_eof():         # not where it is encrypted
                 self._transport.write_eof()
-            self._watch(_LINGER_SECS)
+            self.watch(_LINGER_SECS)
 
-    def _drop(self) -> None:
-        """Forgets the request that is being received."""
-        if self._incoming.held:
-            self._limits.inflight.end(self._incoming.held)
-        self._incoming = _Incoming()
-
-    def _watch(self, secs: float | None) -> None:
+    def watch(self, secs: float | None) -> None:
         """Closes the connection if nothing more has come in so many seconds; None: whatever it takes.
 
         One timer looks now and then: to set and cancel one for each piece would cost more than to parse it.
@@ -383,17 +283,3 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
         elif left < math.inf:
             self._timer = self._loop.call_later(min(left, _LOOKING_SECS), self._look)
-
-
-class _Refused(Exception):
-    """Raised inside of the parser: the request is not taken."""
-
-    def __init__(self, response: HttpResponse) -> None:
-        super().__init__(response.status.phrase)
-        self.response = response
-
-
-def _check_head(count: int) -> None:
-    if count > MOST_HEADER_BYTES:
-        raise _Refused(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                                      f"more than {MOST_HEADER_BYTES} bytes of headers"))

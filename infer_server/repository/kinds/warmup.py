@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Request
-from infer_server.config.paths import inside
+from infer_server.config.paths import WARMUP, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, InputTensor, from_raw
 from infer_server.repository.kinds.local import request_of
 from infer_server.repository.model import Model
 from protos import model_config
-
-FOLDER = "warmup"               # in the model's, with the files of inputs
 
 
 class _Nobody:
@@ -58,7 +56,7 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
     if datatype is None or any(extent < 1 for extent in item):
         raise ModelConfigError(f"{where}: give a data_type, and dims that are numbers")
     if given.WhichOneof("input_data_type") == "input_data_file":
-        file = inside(folder, folder / FOLDER, given.input_data_file, where)
+        file = inside(folder, folder / WARMUP, given.input_data_file, where)
         try:
             raw = file.read_bytes()
         except OSError as error:

@@ -150,3 +150,16 @@ def test_nobody_overtakes_who_waits_for_a_model() -> None:
         return went
 
     assert asyncio.run(ask()) == ["first", "second", "third"]
+
+
+def test_names_that_are_none_cost_no_look_at_the_repository_each(
+        server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, looks = server.server.repository, list[int]()
+    names = repository.names
+    monkeypatch.setattr(repository, "names", lambda: (looks.append(1), names())[1])
+    monkeypatch.setattr("infer_server.repository.on_demand._LISTING_SECS", 1000.0)
+    for number in range(20):
+        with pytest.raises(InferenceServerException, match="unknown model"):
+            answer(tritonclient.grpc, server, f"nobody{number}")
+    assert len(looks) == 1
+    assert answer(tritonclient.grpc, server, "a") == [3, 5, 7, 9]

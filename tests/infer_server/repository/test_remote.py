@@ -158,11 +158,24 @@ def test_one_model_that_the_disk_refuses_leaves_the_others_alone_and_is_tried_ag
             assert eventually(lambda: client.is_model_ready("m", "2"))
 
 
-def test_a_check_goes_on_behind_a_model_that_cannot_be_copied(store: Any, tmp_path: Path) -> None:
+def test_a_check_reads_configurations_and_no_models_and_goes_on_behind_what_it_cannot_read(
+        store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "large/1/model.plan", bytes(2 * MIB))
-    put(store, "m/1/model.plan", b"one")
-    large, well = check([remote(tmp_path)], "cpu")
-    assert large.is_error and "raise it" in large.text and str(well) == "m: ok"
+    put(store, "large/config.pbtxt", b"""max_batch_size: 2 output { name: "y" data_type: TYPE_FP32 label_filename: "a" }
+        model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 input_data_file: "x" } } }""")
+    put(store, "large/warmup/x", bytes(4))
+    put(store, "odd/config.pbtxt", b"\xff")
+    put(store, "odd/1/model.plan", b"one")
+    folder, copied = remote(tmp_path), list[str]()
+    get_file = folder._files.get_file
+    monkeypatch.setattr(folder._files, "get_file", lambda path, to: (
+        copied.append(path.partition("models/")[2]), get_file(path, to)))
+    nowhere = RemoteFolder("memory://nowhere", tmp_path / "store", MIB)
+    found = {remark.model: remark for remark in check([nowhere, folder], "cpu")}
+    assert found.keys() == {"memory://nowhere", "large", "odd"} and all(each.is_error for each in found.values())
+    assert "FileNotFoundError" in found["memory://nowhere"].text and "label_filename: a: no" in found["large"].text
+    assert sorted(copied) == ["large/config.pbtxt", "large/warmup/x", "odd/config.pbtxt"]
+    assert copies(folder) == {}
 
 
 def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) -> None:

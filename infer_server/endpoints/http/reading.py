@@ -1,0 +1,163 @@
+"""Requests of HTTP/1.1 out of the pieces that a connection receives: httptools parses, whole requests are handed on.
+
+What their headers and bodies may have is bounded while they come, not when they are there.
+"""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol
+from urllib.parse import unquote
+
+import httptools
+
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
+from infer_server.endpoints.inflight import Client, Inflight, OpenCall
+from infer_server.errors import MemoryLimitError
+
+MOST_HEADER_BYTES = 64 << 10
+HEADER_SECS = 10.0              # for a client to say what it wants, once it has begun to
+IDLE_SECS = 120.0               # for it to begin on a connection that stays open, and between the pieces of a body
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a listening port."""
+    message_bytes: int          # of a body, also when it is decompressed
+    inflight: Inflight
+
+
+class RefusedError(Exception):
+    """What comes is not taken."""
+
+    def __init__(self, response: HttpResponse) -> None:
+        super().__init__(response.status.phrase)
+        self.response = response
+
+
+class Receiver(Client, Protocol):
+    """Whose requests are read."""
+
+    def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+        """A whole request. held: what counts its bytes, to be ended by who takes it."""
+
+    def go_on(self) -> None:
+        """The client waits to be told that its body is wanted."""
+
+    def watch(self, secs: float | None) -> None:
+        """More must come in so many seconds; None: none is awaited."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A request of which not all has come."""
+    received_ns: int = 0
+    url: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    head_bytes: int = 0
+    unfinished_bytes: int = 0           # received without an end of the headers
+    body: list[bytes] = field(default_factory=list)
+    body_bytes: int = 0
+    expected_bytes: int = 0             # of the body, as it says; more once more has come
+    held: OpenCall | None = None        # once its headers are there
+
+
+class RequestReader:
+    """Belongs to the event loop."""
+
+    def __init__(self, limits: Limits, receiver: Receiver) -> None:
+        self._limits, self._receiver = limits, receiver
+        self._parser = httptools.HttpRequestParser(self)
+        self._incoming = _Incoming()
+
+    def feed(self, data: bytes) -> None:
+        """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
+        incoming = self._incoming
+        try:
+            self._parser.feed_data(data)
+            if self._incoming is incoming and incoming.held is None:
+                incoming.unfinished_bytes += len(data)      # the parser tells of a header once all of it is there
+                _check_head(incoming.unfinished_bytes)
+        except httptools.HttpParserUpgrade:
+            raise RefusedError(error_response(
+                HTTPStatus.NOT_IMPLEMENTED, "no other protocol than HTTP/1.1 is served here")) from None
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, RefusedError):
+                raise
+            raise cause from None
+        except httptools.HttpParserError as error:
+            raise RefusedError(error_response(HTTPStatus.BAD_REQUEST, f"not an HTTP request: {error}")) from error
+
+    def drop(self) -> None:
+        """Forgets the request that is being received."""
+        if self._incoming.held:
+            self._limits.inflight.end(self._incoming.held)
+        self._incoming = _Incoming()
+
+    # ---- httptools' callbacks
+    def on_message_begin(self) -> None:
+        self._incoming = _Incoming(time.monotonic_ns())
+        self._receiver.watch(HEADER_SECS)
+
+    def on_url(self, url: bytes) -> None:
+        self._incoming.url += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        headers = self._incoming.headers
+        length = headers.get("content-length", "0")
+        self._expect(int(length) if length.isdecimal() else 0)
+        self._receiver.watch(IDLE_SECS)
+        if headers.get("expect", "").lower() == "100-continue":
+            self._receiver.go_on()
+
+    def on_body(self, body: bytes) -> None:
+        incoming = self._incoming
+        self._receiver.watch(IDLE_SECS)
+        incoming.body.append(body)
+        incoming.body_bytes += len(body)
+        if incoming.body_bytes > incoming.expected_bytes:
+            self._expect(incoming.body_bytes)
+
+    def on_message_complete(self) -> None:
+        incoming, self._incoming = self._incoming, _Incoming()
+        held = incoming.held
+        assert held is not None
+        self._receiver.watch(None)
+        path, _, _ = incoming.url.partition(b"?")
+        body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
+        self._receiver.received(
+            HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path.decode("latin-1")),
+                        incoming.headers, body, incoming.received_ns, self._parser.get_http_version()),
+            held, self._parser.should_keep_alive())
+
+    def _count_head(self, count: int) -> None:
+        self._incoming.head_bytes += count
+        _check_head(self._incoming.head_bytes)
+
+    def _expect(self, count: int) -> None:
+        """There will be a body of so many bytes, or there are that many already."""
+        incoming, most, inflight = self._incoming, self._limits.message_bytes, self._limits.inflight
+        if count > most:
+            raise RefusedError(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                                              f"a body of {count} bytes; at most {most} are taken (--max-message-mib)"))
+        try:
+            if incoming.held is None:
+                incoming.held = inflight.begin(self._receiver, count)
+            else:
+                inflight.hold(incoming.held, count - incoming.expected_bytes)
+        except MemoryLimitError as error:
+            raise RefusedError(response_of(error)) from error
+        incoming.expected_bytes = count
+
+
+def _check_head(count: int) -> None:
+    if count > MOST_HEADER_BYTES:
+        raise RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                                          f"more than {MOST_HEADER_BYTES} bytes of headers"))
