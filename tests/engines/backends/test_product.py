@@ -4,14 +4,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI
-from engines.backends.llvm.kernels.matmul.product import Tile
+from engines.backends.llvm.codegen.isa import AVX2, AVX512_BF16, AVX512_VNNI, AVX_VNNI, PORTABLE
+from engines.backends.llvm.kernels.matmul.product import ProductKernel, Tile
+from engines.backends.llvm.kernels.matmul.streamed import StreamedKernel, Streams
 from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.view import View, dense_view
+from engines.plan.plan import SLACK
 from tests.engines.backends.llvm.jit import assembly, spills
-from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
+from tests.engines.backends.llvm.runner import CpuRunner, ToldRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
 from tests.engines.backends.suite import check, gapped, random_array, requantise
 
@@ -102,6 +104,20 @@ def test_few_rows_give_the_same_whether_the_right_factor_is_packed_or_not(shape,
     assert not first.packed and others[-1].packed
     for tile in (first, others[-1]):
         check(spec, cpu, inputs, constants, TOLERANCE["fp32"], tactic=tile, pieces=2, slack=4)
+
+
+@pytest.mark.parametrize("cpu", [*map(CpuRunner, (AVX512_VNNI, AVX2, PORTABLE)), ToldRunner(PORTABLE)],
+                         ids=lambda cpu: cpu.name)
+def test_a_large_right_factor_is_read_row_by_row_for_a_few_rows(cpu):
+    for shape, given in ((Shape((), 1, 203, 331), None), (Shape((2,), 3, 258, 257, gaps=True), Streams(4, 8))):
+        spec, inputs, constants = problem(shape, "fp32")
+        streamed = StreamedKernel(spec)
+        tactic = given or streamed.tactics(cpu.isa)[0]
+        check(streamed, cpu, inputs, constants, TOLERANCE["fp32"], tactic=tactic, pieces=2, slack=SLACK)
+        tile, costs = ProductKernel(spec), streamed.cost(cpu.isa, tactic)
+        assert all(tile.cost(cpu.isa, one) > costs for one in tile.tactics(cpu.isa))
+    small, more = Shape((), 1, 200, 300), Shape((), 5, 300, 300)
+    assert not any(StreamedKernel(problem(shape, "fp32")[0]).tactics(cpu.isa) for shape in (small, more))
 
 
 @pytest.mark.parametrize("precision, shape", [("int8", SHAPES["one b for all"]), ("fp32", SHAPES["one row, deep"]),

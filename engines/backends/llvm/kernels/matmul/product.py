@@ -32,12 +32,16 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
+from engines.backends.llvm.tuning.cost import CYCLES_PER_BYTE_BEYOND
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I32, PTR
 from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
 
 FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
+MOST_ROWS = 4           # of a: where more meet each element of b that is read, tiles in registers pay
+CACHED = 1 << 18        # bytes of b that a second level of cache holds, beside others
+NARROW = 192            # columns that two tiles have in registers
 COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
 
 
@@ -50,6 +54,20 @@ class Tile(Tactic):
 
     def __str__(self) -> str:
         return f"tile {self.rows}x{self.vectors}" + " unpacked" * (not self.packed)
+
+
+def few_by_large(problem: Product, isa: Isa) -> bool:
+    """Whether b is multiplied as fast as memory can hand it over, if its rows are read from end to end."""
+    rows, columns = problem.y.shape[-2:]
+    arithmetic = product_arithmetic(problem.precision, isa)
+    factors = Left(Matrix.of(problem.a), arithmetic, isa), Right(Matrix.of(problem.b), arithmetic, isa, 1)
+    return problem.precision == "fp32" and rows <= MOST_ROWS and all(factor.direct for factor in factors) \
+        and columns > NARROW and 4 * problem.depth * columns > CACHED
+
+
+def reading_once(problem: Product) -> float:
+    """Cycles."""
+    return 4 * problem.depth * problem.y.shape[-1] * math.prod(problem.lead) * CYCLES_PER_BYTE_BEYOND
 
 
 @solves(Product)
@@ -68,6 +86,12 @@ class ProductKernel(Kernel[Product]):
         # The fewer rows, the wider: b's are then read in longer pieces.
         wide = Tile(rows, min(max((isa.registers - 4) // rows, 1), widest))
         return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
+
+    def cost(self, isa: Isa, tactic: Tile) -> float:
+        """Where b comes from memory for a few rows, a part of each row of it at a time; else the first is taken."""
+        if not few_by_large(self.problem, isa):
+            return 0.0
+        return reading_once(self.problem) * (4 if tactic.packed else 2)
 
     def packing(self, tactic: Tile) -> int:
         return tactic.vectors
