@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.contraction.widen import widened
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
+from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I64, PTR
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
+
+MOST_SHARES = 3     # log2 of the turns that ask for a line
 
 
 def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
@@ -87,6 +91,28 @@ class _DirectLoops(TiledLoops):
     kernel: DirectContraction
     arrays = 1
 
+    @property
+    def _bytes_a_turn(self) -> int:
+        """Of a panel's weights."""
+        return self.tile.vectors * self.arithmetic.weight_bytes(self.isa)
+
+    @cached_property
+    def _turns_a_line(self) -> int:
+        """How many turns ask for the same line of the next panel, so that all tiles before it share in asking: memory
+        gives what is asked for at once no sooner, and what is asked for beyond the next panel takes its place in the
+        cache."""
+        tiles = self.tile.block or self.kernel.tile_rows(self.tile)
+        if self.problem.rows != 1:
+            tiles *= -(-self.problem.cols // self.tile.cols)
+        if self.kernel.by_batch or isinstance(tiles, Extent):
+            return 1
+        shares = tiles * CACHE_LINE // self._bytes_a_turn
+        return 1 << min(max(shares, 1).bit_length() - 1, MOST_SHARES)
+
+    @property
+    def form(self) -> str:
+        return f"{super().form} {self._turns_a_line}" if self.tile.prefetch else super().form
+
     def parameters(self, part: Part) -> Mapping[str, str]:
         return dict(w=PTR, ahead=PTR) | ({"tap_rows": I64} if part.tap_rows else {})
 
@@ -98,8 +124,10 @@ class _DirectLoops(TiledLoops):
     def tile_arguments(self, part: Part, x: Value, arguments: dict[str, Value], tile: Value,
                        channels: int) -> tuple[Value, dict[str, Value]]:
         problem, turns = self.problem, self.kernel.turns(self.isa)
-        if self.tile.prefetch:      # a line a turn: all of the next panel after `vectors` tiles
-            arguments["ahead"] += tile.at_most(self.tile.vectors) * (turns * CACHE_LINE)
+        if self.tile.prefetch:
+            line = CACHE_LINE // self._turns_a_line
+            tiles = max(self._bytes_a_turn // line, 1)      # after so many all of the next panel was asked for
+            arguments["ahead"] += tile.at_most(tiles) * (turns * line)
         if part.tap_rows:
             first, arguments["tap_rows"] = part.tap_rows
             x += first * (problem.x.strides[0] * problem.dilation[0])
@@ -166,4 +194,4 @@ class _DirectLoops(TiledLoops):
         at["w"] += vectors * step
         if self.tile.prefetch:
             isa.prefetch(at["ahead"])
-            at["ahead"] += CACHE_LINE
+            at["ahead"] += CACHE_LINE // self._turns_a_line

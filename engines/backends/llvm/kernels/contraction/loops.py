@@ -57,6 +57,11 @@ class TiledLoops(ABC):
         """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
         before the panel; `first`: the first cout of its group, `start`: its own, inside the group."""
 
+    @property
+    def form(self) -> str:
+        """All of the tactic that a micro-kernel depends on."""
+        return str(replace(self.tile, block=0))
+
     @abstractmethod
     def parameters(self, part: Part) -> Mapping[str, str]:
         """Their types, and those of what `tile_arguments` adds."""
@@ -215,7 +220,7 @@ class TiledLoops(ABC):
 
         Tactics that differ in their blocks only have it in common, where they are in one module.
         """
-        name = "_".join([*str(replace(self.tile, block=0)).split(), f"{part.rows}x{part.cols}x{channels}",
+        name = "_".join([*self.form.split(), f"{part.rows}x{part.cols}x{channels}",
                          *([] if part.column is None else [str(part.column)])])
         if name in self.module.functions:
             return name
