@@ -97,10 +97,13 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.cuda.kernels.kernel": (
         "engines.backends.cuda.codegen", "engines.backends.cuda.cost", "engines.lowering.problems"),
     "engines.backends.cuda.kernels.access": ("engines.backends.cuda.codegen", "engines.lowering.problems"),
+    "engines.backends.cuda.kernels.partial": ("engines.lowering.problems",),
     "engines.backends.cuda.kernels.contraction": (
-        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access",
+        "engines.backends.cuda.kernels.partial"),
     "engines.backends.cuda.kernels.elementwise": (
-        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access", "engines.codegen.nest"),
+        "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access",
+        "engines.backends.cuda.kernels.partial", "engines.codegen.nest"),
     "engines.backends.cuda.kernels.nest": ("engines.backends.cuda.kernels.elementwise",),
     "engines.backends.cuda.kernels.rows": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access",

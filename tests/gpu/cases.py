@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.nest.program import Writer
 from engines.lowering.problems.convolution import Contraction, Depthwise
@@ -47,6 +48,18 @@ def convolution(precision: str = "int8", cin: int = 48, cout: int = 72, groups: 
     shape = (cout, cin // groups, taps, taps)
     weights = random_array(random, "int8" if precision == "int8" else "float32", shape)
     return problem, inputs_of(problem), {"weights": weights if precision != "bf16" else weights / 4, **constants}
+
+
+def partial_sums(precision: str) -> Case:
+    whole, (x, _), constants = convolution(precision, cin=128)
+    problem, _ = in_parts(whole, 2)
+    return problem, [x], constants_of_parts(problem, constants)
+
+
+def sum_of_parts(precision: str) -> Case:
+    whole, _, constants = convolution(precision, cin=128)
+    _, problem = in_parts(whole, 2)
+    return problem, inputs_of(problem), constants
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -253,6 +266,7 @@ FAMILIES: Mapping[str, Family] = {
     "convolution": Family(convolution, _INT8, True),
     **{f"convolution, {name}": Family(partial(convolution, **options), _INT8, True)
        for name, options in CONVOLUTIONS.items()},
+    "partial sums": Family(partial_sums, _INT8, True), "sum of parts": Family(sum_of_parts, _INT8),
     "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
     "attention": Family(attention, _INT8, True), "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
     "pointwise": Family(pointwise, _INT8), "permute": Family(permute, _BF16), "average": Family(average, _INT8),

@@ -1,7 +1,6 @@
 """Builds for one GPU architecture: a graph with stored types decided -> all of a plan that depends on the machine."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from engines.backends.cuda.constants import Constants
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import GpuKernel, kernel_for
 from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.splitting import Splitting, aligned
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.errors import ConfigError
 from engines.ir.graph import BATCH, Graph
@@ -26,7 +26,6 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
-from engines.plan.arena import CACHE_LINE
 from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
 GROUP_COUTS = 32        # narrower groups of a convolution are merged: a tile has no fewer couts
@@ -101,13 +100,12 @@ class CudaSession:
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CudaChosen:
         """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
-        lowered = lower(graph, GROUP_COUTS)
+        items, card = opt_batch or max(max_batch, 1), CARDS[self.target]
+        lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS))
         check_memory(lowered, max_batch)
         lowered = write_borders(lowered, max_batch)
-        items = opt_batch or max(max_batch, 1)
         wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}
         each = [self._wanted(call, items) for call in wanted.values()]
-        card = CARDS[self.target]
         found = self.tuner.choose(each, card, progress) if self.tuner else [cheapest(one, card) for one in each]
         choices = {key: GpuChoice(one.kernel, tactic, seconds, one.items)
                    for key, one, (tactic, seconds) in zip(wanted, each, found, strict=True)}
@@ -140,12 +138,7 @@ class CudaSession:
 
 
 def _key(call: Call) -> Key:
-    return call.problem, tuple(map(_aligned, (*call.inputs, *call.outputs)))
-
-
-def _aligned(placement: Placement) -> int:
-    """What a tensor's address is a multiple of: buffers begin on cache lines."""
-    return math.gcd(CACHE_LINE, placement.offset)
+    return call.problem, tuple(map(aligned, (*call.inputs, *call.outputs)))
 
 
 class _Assembler:

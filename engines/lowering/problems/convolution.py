@@ -85,6 +85,10 @@ class Contraction(Convolution):
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, *operands = inputs
+        return (self.finished(self.sums(x, constants).astype(np.float32), operands, constants),)
+
+    def sums(self, x: Array, constants: Mapping[str, Any]) -> Array:
+        """[batch, *y.shape]: of bytes exact."""
         # Sums of bytes are exact in float64, and NumPy multiplies matrices of floats many times as fast as integers.
         wide: np.dtype[Any] = np.dtype(np.float64 if self.precision == "int8" else np.float32)
         weights = self.real_weights(constants)
@@ -97,8 +101,7 @@ class Contraction(Convolution):
             pixels = self.read_by_tap(x, *tap)
             for g in range(self.groups):
                 sums[g] += np.tensordot(pixels[..., g, :], weights[(g, ..., *tap)], (-1, -1))
-        accumulator = np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape).astype(np.float32)
-        return (self.finished(accumulator, operands, constants),)
+        return np.moveaxis(sums, 0, -2).reshape(len(x), *self.y.shape)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from engines.backends.cuda.kernels.access import (
     offset_in,
     run_program,
     store_channels,
+    store_stored,
     together,
 )
 from engines.backends.cuda.kernels.contraction.copies import Copies
@@ -35,6 +36,7 @@ from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
 from engines.backends.cuda.kernels.contraction.packing import Depth, columns, pack
 from engines.backends.cuda.kernels.contraction.tile import Tile, tiles
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
+from engines.backends.cuda.kernels.partial import PartialSums
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.convolution import BlockedProduct, Contraction
@@ -44,7 +46,7 @@ REGISTERS = 1 << 16     # of a multiprocessor
 MOST = 16               # channels of a thread that go through the program together
 
 
-@solves(Contraction, BlockedProduct)
+@solves(Contraction, BlockedProduct, PartialSums)
 class GpuContraction(GpuKernel[Contraction]):
     @cached_property
     def depth(self) -> Depth:
@@ -164,6 +166,9 @@ class _Writer:
 
     def _store(self, pixel: Value, channel: Value, sums: Sequence[Value], numbers: list[list[Value]]) -> None:
         gpu, problem = self.gpu, self.problem
+        if isinstance(problem, PartialSums):
+            store_stored(problem.y, sums, self.y + offset_in(problem.y, pixel) + channel * problem.y.size)
+            return
         if problem.precision == "int8":
             sums = [gpu.to_float(s) for s in sums]
         others = [load_channels(gpu, view, address + offset_in(view, pixel) + channel * view.strides[-1], len(sums))
