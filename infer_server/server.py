@@ -34,6 +34,7 @@ from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.access_log import AccessLog
 from infer_server.observing.tracing import Tracer, TraceSettings
+from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
@@ -65,6 +66,7 @@ class ServerOptions:
     metrics_port: int = 8002
     threads: int = 1                            # for one batch of one instance
     cores: int = 1                              # for the instances of a model that does not say how many it has
+    rate_limit: Mapping[str, int] | None = None     # the resources that there are; None: rate_limiters do not count
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     explicit_control: bool = False              # models are loaded and unloaded by clients
     model_memory_bytes: int = 0                 # of models, which are loaded on demand; 0: they are loaded at start
@@ -120,7 +122,8 @@ class Server:
             load_engine = partial(load_plan, cache=options.cache_dir)
         loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
                         self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
-                        options.cores, options.kind_gpu)
+                        options.cores, options.kind_gpu,
+                        None if options.rate_limit is None else RateLimiter(options.rate_limit))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
         self.repository = Repository(places, loader.load)

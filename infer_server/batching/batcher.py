@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
+from typing import Protocol
 
 from infer_server.batching.batch_times import BatchTimes
 from infer_server.batching.expiry import Expiries
@@ -45,6 +46,23 @@ class _Level:
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.delayed)
+
+
+class Gate(Protocol):
+    """What an instance asks before it executes."""
+    in_line: bool                   # it waits to be let through
+
+    def enter(self) -> bool:
+        """Whether it may execute; else wake_all() is called when it is to ask again."""
+
+    def step_aside(self) -> None:
+        """It has nothing to execute any more. May wake the instances of any model, as the next two."""
+
+    def leave(self) -> None:
+        """It has executed."""
+
+    def close(self) -> None:
+        """There is no such instance any more."""
 
 
 class Batcher:
@@ -93,6 +111,11 @@ class Batcher:
         with self._changed:
             self._changed.notify()
 
+    def wake_all(self) -> None:
+        """Wakes the instances that wait, for requests or to be let through."""
+        with self._changed:
+            self._changed.notify_all()
+
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
         with self._changed:
@@ -103,12 +126,18 @@ class Batcher:
                 self._forget_times(request)
             return True
 
-    def take(self) -> list[Request] | None:
-        """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left."""
+    def take(self, gate: Gate | None = None) -> list[Request] | None:
+        """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left. gate: what lets
+        a batch through."""
         with self._changed:
             while True:
                 now_ns = self._clock_ns()
                 self._expire(now_ns)
+                if not self and gate and gate.in_line:
+                    self._changed.release()
+                    gate.step_aside()
+                    self._changed.acquire()
+                    continue
                 if not self:
                     if self._closed:
                         return None
@@ -122,6 +151,9 @@ class Batcher:
                     continue
                 if choice.lost:
                     self._refuse_all(choice.lost, self._too_late(now_ns))
+                if choice.batch and gate and not gate.enter():
+                    self._changed.wait()            # who expires meanwhile is refused by the event loop
+                    continue
                 if choice.batch:
                     self._remove(choice.batch)
                     if self:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from infer_server.batching.batcher import Batcher
+from infer_server.batching.batcher import Batcher, Gate
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
@@ -28,12 +28,13 @@ class Instance:
     """Pulls batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, executor: Executor,
-                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None) -> None:
-        """cpu: the CPU that its thread is pinned to; None: not pinned."""
+                 deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None,
+                 gate: Gate | None = None) -> None:
+        """cpu: the CPU that its thread is pinned to; None: not pinned. gate: of the rate limiter, if there is one."""
         self._batcher = batcher
         self._executor = executor
         self._deliver = deliver                     # hands results to the event loop: once a batch; None: it failed
-        self._cpu = cpu
+        self._cpu, self._gate = cpu, gate
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -47,11 +48,13 @@ class Instance:
             os.sched_setaffinity(0, {self._cpu})
         while self._serve_batch():
             pass
+        if self._gate:
+            self._gate.close()
         self._executor.close()
 
     def _serve_batch(self) -> bool:
         """Waits for a batch, serves it, and keeps no reference to it. False: the queue is closed and empty."""
-        batch = self._batcher.take()
+        batch = self._batcher.take(self._gate)
         if batch is None:
             return False
         try:
@@ -62,4 +65,7 @@ class Instance:
             self._deliver([(request, ExecutionError(reason)) for request in batch], None)
         else:
             self._deliver(outcomes, execution)
+        finally:
+            if self._gate:
+                self._gate.leave()
         return True

@@ -166,6 +166,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
+        rate_limit=dict(parsed.rate_limit_resource) if parsed.rate_limit == "execution_count" else None,
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
         max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
@@ -233,6 +234,11 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
                         help="a model whose instance_group says nothing has an instance for every --threads of these "
                              "(default: all, %(default)s)")
+    parser.add_argument("--rate-limit", choices=("off", "execution_count"), default="off",
+                        help="execution_count: an instance whose group has a rate_limiter executes when the resources "
+                             "that it names are free (default %(default)s)")
+    parser.add_argument("--rate-limit-resource", type=_resource, action="append", default=[], metavar="NAME:COUNT",
+                        help="how much there is of a resource (default: what the most demanding instance needs)")
     parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
                         help="instances of KIND_GPU are served on the CPU, with a warning, or their model is refused "
                              "(default %(default)s)")
@@ -263,6 +269,15 @@ def _cache_bytes(text: str) -> int:
     if size == text or not size.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not local,size=N: the one cache is the server's own, of N bytes")
     return int(size)
+
+
+def _resource(text: str) -> tuple[str, int]:
+    """A device behind the count is Triton's; there is one here."""
+    name, _, count = text.partition(":")
+    count = count.partition(":")[0]
+    if not name or not count.isdecimal() or not int(count):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME:COUNT, for instance R1:4")
+    return name, int(count)
 
 
 def _port(text: str) -> int:

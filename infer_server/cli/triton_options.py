@@ -28,8 +28,6 @@ _REFUSED = {
                                                       "may ask for gzip or deflate"),
     "model-config-name": ("", "the configuration is config.pbtxt; a load may bring another with it"),
     "model-namespacing": ("false", "names of models are unique over all repositories"),
-    "rate-limit": ("off", "every instance executes when it is free"),
-    "rate-limit-resource": ("", "every instance executes when it is free; instance_group's count bounds it"),
     "trace-count": ("", "write --trace-config mode=opentelemetry"),
     "trace-file": ("", "write --trace-config mode=opentelemetry, and opentelemetry,url=URL"),
     "trace-level": ("OFF", "write --trace-config mode=opentelemetry"),

@@ -14,6 +14,7 @@ from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.rate_limits import RateLimit, rate_limits_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
 from infer_server.config.steps import Step, steps_of
 from infer_server.errors import ModelConfigError
@@ -85,6 +86,7 @@ class ModelConfig:
     queueing: Priorities
     batched: bool                           # tensors have a leading batch axis
     instances: int = 1
+    rate_limits: tuple[RateLimit, ...] = ()     # of each, if any has one
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # instead of model.plan or model.onnx
@@ -141,6 +143,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         cached=_is_cached(message, kind),
         batched=message.max_batch_size > 0,
         instances=_instances(message),
+        rate_limits=rate_limits_of(message),
         versions=_version_policy(message.version_policy),
         build=build,
         default_filename=_filename(message.default_model_filename),

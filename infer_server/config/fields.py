@@ -98,8 +98,7 @@ TREATMENTS: dict[str, Treatment] = {
     "instance_group.name": _SERVED,
     "instance_group.kind": _mapped("this server executes on CPUs: KIND_GPU is served there (see --kind-gpu)"),
     "instance_group.count": _SERVED,
-    "instance_group.rate_limiter": _advisory("every instance executes when it is free, as with Triton's "
-                                             "--rate-limit=off"),
+    "instance_group.rate_limiter": _SERVED,             # under --rate-limit execution_count, as there
     "instance_group.gpus": _NO_GPU,
     "instance_group.secondary_devices": _refused("there are no such devices here; remove it"),
     "instance_group.profile": _advisory("profiles are the build's: `parameters` opt_shapes, min_shapes, max_shapes"),

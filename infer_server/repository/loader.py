@@ -14,6 +14,7 @@ from infer_server.backend import Engine, EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
+from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source, read_labels
@@ -39,6 +40,7 @@ class Loader:
     load_engine: EngineLoader = load_plan
     cores: int = 1                              # for the instances of a model that does not say how many it has
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
+    limiter: RateLimiter | None = None          # None: every instance executes when it is free
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
@@ -53,7 +55,8 @@ class Loader:
         if not source.file.exists():
             raise RepositoryError(f"{source.file}: no such file")
         if source.config.kind is Kind.PYTHON:
-            return self._cached(source, self._guarded(source, lambda: PythonModel(source, self.loop, self.find)))
+            return self._cached(source, self._guarded(source, lambda: PythonModel(
+                source, self.loop, self.find, self.limiter)))
         return self._cached(source, self._guarded(source, lambda: self._engine_model(source)))
 
     def _cached(self, source: Source, model: QueuedModel) -> Model:
@@ -66,7 +69,7 @@ class Loader:
         engine, plan_bytes = self._engine(source, threads)
         instances = default_instances(self.cores, threads, engine.arena_bytes)
         kind = ImageModel if source.config.build.image_input else EngineModel
-        model = kind(source, engine, self.loop, instances, self.dealer)
+        model = kind(source, engine, self.loop, instances, self.dealer, self.limiter)
         model.memory_bytes += plan_bytes
         return model
 

@@ -20,6 +20,7 @@ from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Signature
 from infer_server.errors import DeadlineExceededError, QueueFullError, ServeError, UnavailableError
 from infer_server.observing.closing import why_closed
+from infer_server.rate_limiter import RateLimiter
 from infer_server.workers import post
 from protos import model_config
 
@@ -102,11 +103,17 @@ class QueuedModel(Model):
         for queue in self.queues:
             queue.batcher.measured(items, ns)
 
-    def start(self, executors: Sequence[Executor], cpus: Sequence[int | None] = ()) -> None:
-        """Gives it its instances, one for each executor; cpus: what their threads are pinned to, if given."""
+    def start(self, executors: Sequence[Executor], limiter: RateLimiter | None,
+              cpus: Sequence[int | None] = ()) -> None:
+        """Gives it its instances, one for each executor. limiter: lets those execute that have a rate_limiter; cpus:
+        what their threads are pinned to, if given. Raises ModelConfigError: one could never execute."""
+        batchers = [self.queues[i % len(self.queues)].batcher for i in range(len(executors))]
+        limits = self.config.rate_limits
+        gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
+            [None] * len(executors))
         self._instances = [
-            Instance(f"{self.name}/{self.version} instance {i}", self.queues[i % len(self.queues)].batcher, executor,
-                     self.deliver, cpus[i] if cpus else None)
+            Instance(f"{self.name}/{self.version} instance {i}", batchers[i], executor, self.deliver,
+                     cpus[i] if cpus else None, gates[i])
             for i, executor in enumerate(executors)]
         for instance in self._instances:
             instance.start()

@@ -10,6 +10,7 @@ from infer_server.config.autocomplete import complete
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, Signature
 from infer_server.errors import ModelConfigError
+from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.warmup import warmup_requests
@@ -21,7 +22,8 @@ class EngineModel(QueuedModel):
     platform = "infer_server_plan"
 
     def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
-                 dealer: CpuDealer, make_signature: Callable[..., Signature] = Signature) -> None:
+                 dealer: CpuDealer, limiter: RateLimiter | None,
+                 make_signature: Callable[..., Signature] = Signature) -> None:
         """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
         message = complete(source.message, source.name, engine, source.file.name, instances)
         config = from_message(message, source.folder)
@@ -41,7 +43,7 @@ class EngineModel(QueuedModel):
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
         self.memory_bytes = len(contexts) * engine.threads * engine.arena_bytes
-        self.start(executors, [own[0] if own else None for own in cpus])
+        self.start(executors, limiter, [own[0] if own else None for own in cpus])
 
 
 def items_of(config: ModelConfig, engine: Engine) -> Items:

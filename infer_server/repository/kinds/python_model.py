@@ -22,6 +22,7 @@ from infer_server.errors import (
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.process import Answer, Launch, ModelProcess
+from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Find, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
@@ -37,7 +38,8 @@ class PythonModel(QueuedModel):
     """Its processes are initialised when it is constructed."""
     platform = "python"
 
-    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find) -> None:
+    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
+                 limiter: RateLimiter | None) -> None:
         self._find = find
         process, message = self._first(source, loop)
         config = from_message(message, source.folder)
@@ -50,10 +52,17 @@ class PythonModel(QueuedModel):
                 self._executors.append(PythonExecutor(process if index == 0 else start(), start))
                 self._warm_up(self._executors[-1], source)
             except Exception:
-                for executor in self._executors:
-                    executor.close()
+                self._close()
                 raise
-        self.start(self._executors)
+        try:
+            self.start(self._executors, limiter)
+        except ModelConfigError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        for executor in self._executors:
+            executor.close()
 
     def cancel(self, request: Request) -> None:
         super().cancel(request)

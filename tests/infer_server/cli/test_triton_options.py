@@ -39,7 +39,8 @@ TRITONS = {
     "host-policy": "0,numa-node=0", "http-header-forward-pattern": "", "http-restricted-api": "health:key=value",
     "id": "mine", "load-model": "m", "log-format": "ISO8601", "metrics-config": "counter_latencies=false",
     "min-supported-compute-capability": "6.0", "model-config-name": "", "model-control-mode": "poll",
-    "model-load-gpu-limit": "0:0.5", "model-namespacing": "false", "rate-limit": "off", "rate-limit-resource": "",
+    "model-load-gpu-limit": "0:0.5", "model-namespacing": "false", "rate-limit": "execution_count",
+    "rate-limit-resource": "R1:10:0",
     "sagemaker-safe-port-range": "1-2", "trace-config": "level=OFF", "trace-count": "", "trace-file": "",
     "trace-level": "OFF", "trace-log-frequency": "", "trace-rate": "", "vertex-ai-default-model": "m",
 }
@@ -56,7 +57,7 @@ def test_every_option_of_tritons_is_taken_or_says_what_to_do(capsys: pytest.Capt
             parser.parse_args([f"--{name}" if value is None else f"--{name}={value}"])
 
 
-@pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1", "rate-limit=exec",
+@pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1",
                                    "grpc-infer-response-compression-level=high", "trace-level=TIMESTAMPS"])
 def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

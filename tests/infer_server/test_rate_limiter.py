@@ -1,0 +1,104 @@
+"""Which instances may execute, where they share resources; and that a server does so."""
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from infer_server.config.rate_limits import RateLimit, Resource
+from infer_server.errors import ModelConfigError
+from infer_server.rate_limiter import Gate, RateLimiter
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.serving import serving
+
+R, S = Resource("R", False), Resource("S", True)
+
+
+def gate(limiter: RateLimiter, priority: int = 1, woken: list[int] | None = None, **needs: int) -> Gate:
+    number = len(limiter._gates)
+    (made,) = limiter.gates([RateLimit({{"R": R, "S": S}[name]: count for name, count in needs.items()}, priority)],
+                            [lambda: woken.append(number) if woken is not None else None])
+    return made
+
+
+def test_of_those_who_always_wait_each_executes_as_its_priority_says() -> None:
+    limiter, executed = RateLimiter({}), Counter[int]()
+    gates = [gate(limiter, priority, R=2) for priority in (1, 2, 4)]
+    for _ in range(70):
+        (entered,) = [number for number, each in enumerate(gates) if each.enter()]
+        executed[entered] += 1
+        assert not any(each.enter() for each in gates), "there is nothing left"
+        gates[entered].leave()
+    assert [executed[number] for number in range(3)] == [40, 20, 10]
+
+
+def test_there_is_as_much_as_is_given_or_as_the_most_demanding_needs() -> None:
+    limiter = RateLimiter({"S": 3})
+    some, more, other = gate(limiter, R=2), gate(limiter, R=3), gate(limiter, S=2)
+    assert some.enter() and not more.enter() and other.enter()
+    some.leave()
+    assert more.enter()
+    assert gate(limiter, S=1).enter() and not gate(limiter, S=1).enter()
+    with pytest.raises(ModelConfigError, match="it needs 4 of 'S', and there are 3: give --rate-limit-resource S:4"):
+        gate(limiter, S=4)
+
+
+def test_who_needs_much_is_not_overtaken_for_ever_and_who_needs_nothing_of_it_does_not_wait() -> None:
+    woken: list[int] = []
+    limiter = RateLimiter({"R": 2})
+    small, large, late, apart = (
+        gate(limiter, woken=woken, **needs) for needs in ({"R": 1}, {"R": 2}, {"R": 1}, {"S": 1}))
+    assert small.enter() and not large.enter()
+    assert not late.enter(), "one of R is free, and is what the large one waits for"
+    assert apart.enter()
+    small.leave()
+    assert woken == [1, 2] and large.enter() and not late.enter()
+    large.leave()
+    assert not large.in_line and late.enter()
+
+
+def test_who_steps_aside_or_is_gone_holds_nobody_up() -> None:
+    limiter = RateLimiter({"R": 2})
+    small, large, late = gate(limiter, R=1), gate(limiter, R=2), gate(limiter, R=1)
+    assert small.enter() and not large.enter() and not late.enter()
+    large.step_aside()
+    assert late.enter()
+    large.close()
+
+
+def test_instances_of_two_models_take_turns_and_batches_grow_meanwhile(tmp_path: Path) -> None:
+    limited = """max_batch_size: 8 dynamic_batching {} instance_group { count: 1 kind: KIND_CPU
+        rate_limiter { resources { name: "one" count: 1 } } }"""
+    for name in ("a", "b"):
+        write_model(tmp_path, name, config=limited, gate="limited")
+    write_model(tmp_path, "free", config="max_batch_size: 8", gate="limited")
+
+    def infer(model: str) -> None:
+        with triton.InferenceServerClient(server.address) as client:
+            tensor = triton.InferInput("x", [1, 4], "FP32")
+            tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
+            assert client.infer(model, [tensor]).as_numpy("y").tolist() == [[3, 3, 3, 3]]
+
+    with serving(tmp_path, rate_limit={}) as server, ThreadPoolExecutor(8) as clients:
+        def pending(model: str) -> int:
+            return server.server.repository.find(model).pending
+        with GATES["limited"].closed():
+            asked = [clients.submit(infer, "a")]
+            assert GATES["limited"].holds(1)
+            asked += [clients.submit(infer, "b") for _ in range(5)]
+            assert eventually(lambda: pending("b") == 5)
+            asked.append(clients.submit(infer, "free"))
+            assert GATES["limited"].holds(2) and pending("b") == 5, "b waits for a, and what is not limited for nobody"
+        for each in asked:
+            each.result()
+        statistics = server.server.repository.find("b").statistics
+        assert eventually(lambda: statistics.snapshot().inference_count == 5)
+        assert statistics.snapshot().execution_count == 1
+    write_model(tmp_path, "a", config=limited.replace("count: 1 }", "count: 2 }"))
+    with serving(tmp_path, rate_limit={"one": 1}) as server:
+        assert "it needs 2 of 'one'" in server.server.failures()["a version 1"]
