@@ -55,6 +55,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                              "client does not say (default 1000); opentelemetry,url=URL; "
                              "opentelemetry,resource=KEY=VALUE; level=OFF; can be repeated")
     _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
+    _flag(parser, "allow-gpu-metrics", "metrics of GPUs, where there are some (pip install 'infer-server[nvml]')", True)
     parser.add_argument("--metrics-config", action="append", default=[], metavar="NAME=VALUE",
                         help="counter_latencies, summary_latencies or histogram_latencies=false leaves these out; "
                              "summary_quantiles=0.5,0.99; can be repeated")
@@ -71,7 +72,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
         "grpc_reflection": given.grpc_reflection, "access_log": given.access_log,
         "tracing": _tracing(given.trace_config),
-        "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics),
+        "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics, given.allow_gpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
                if _value(given, option) is not None},
@@ -108,8 +109,8 @@ def _tracing(texts: list[str]) -> TraceSettings | None:
         raise ValueError(f"--trace-config {error}") from error
 
 
-def _metrics(texts: list[str], cpu: bool) -> MetricsSettings:
-    settings = MetricsSettings(cpu=cpu)
+def _metrics(texts: list[str], cpu: bool, gpu: bool) -> MetricsSettings:
+    settings = MetricsSettings(cpu=cpu, gpu=gpu)
     for text in texts:
         name, _, value = text.partition("=")
         try:

@@ -10,7 +10,7 @@ from infer_server.cli.common import boolean
 
 # Options that tune what is otherwise here: they are taken, and said to change nothing.
 _WITHOUT_EFFECT = (
-    "allow-gpu-metrics", "backend-config", "backend-directory", "buffer-manager-thread-count", "cache-directory",
+    "backend-config", "backend-directory", "buffer-manager-thread-count", "cache-directory",
     "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
     "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
     "http-thread-count", "id", "log-format", "metrics-interval-ms", "min-supported-compute-capability",

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration
+from infer_server.observing.gpus import COUNTERS, Gpus
 from infer_server.observing.machine import Machine
 from infer_server.repository.model import Model
 
@@ -46,6 +47,7 @@ class MetricsSettings:
     summary_latencies: bool = True
     histogram_latencies: bool = True
     cpu: bool = True
+    gpu: bool = True
     quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
@@ -60,6 +62,7 @@ class Metrics:
     def __init__(self, settings: MetricsSettings = MetricsSettings()) -> None:      # noqa: B008 it is frozen
         self._settings = settings
         self._machine = Machine()
+        self._gpus = Gpus() if settings.gpu else None
 
     def render(self, models: Iterable[Model]) -> str:
         """The metrics of all models that are ready, and of the machine, in Prometheus's text format."""
@@ -77,6 +80,9 @@ class Metrics:
             for name, text, value in self._machine.gauges():
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += _family(name, kind, text, [("", value)])
+        for name, text, values in self._gpus.gauges() if self._gpus else ():
+            lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
+                             ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))
         return "\n".join(lines) + "\n"
 
 

@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import tritonclient.grpc as triton
 
-from infer_server.endpoints.metrics import MetricsSettings
+from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
@@ -46,7 +49,51 @@ def test_histograms_summaries_and_gauges_fit_the_counters(tmp_path: Path) -> Non
 
 def test_families_can_be_left_out(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
-    with serving(tmp_path, metrics=MetricsSettings(False, False, False, False)) as server:
+    with serving(tmp_path, metrics=MetricsSettings(False, False, False, False, False)) as server:
         text = scrape(server)
     assert "nv_inference_count{" in text
     assert not any(word in text for word in ("duration_us", "summary", "histogram", "nv_cpu"))
+
+
+class Nvml(ModuleType):
+    """NVIDIA's management library on a machine with two GPUs, one of which does not tell its power."""
+    class NVMLError(Exception):
+        pass
+
+    has_driver = True
+
+    def nvmlInit(self) -> None:                                                         # noqa: N802  (NVIDIA's names)
+        if not self.has_driver:
+            raise self.NVMLError("NVML Shared Library Not Found")
+
+    def __getattr__(self, name: str) -> object:
+        def power(gpu: int) -> int:
+            if gpu:
+                raise self.NVMLError("Not Supported")
+            return 70_500
+        return {
+            "nvmlDeviceGetCount": lambda: 2, "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}",
+            "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=50),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=80, used=20 + gpu),
+            "nvmlDeviceGetPowerUsage": power, "nvmlDeviceGetPowerManagementLimit": lambda gpu: 700_000,
+            "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 1_500}[name]
+
+
+def test_gpus_have_metrics_where_there_are_some(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    nvml = Nvml("pynvml")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert {name: value for name, value in samples(Metrics().render([])).items() if "gpu_uuid" in name} == {
+        'nv_gpu_utilization{gpu_uuid="GPU-0"}': "0.5", 'nv_gpu_utilization{gpu_uuid="GPU-1"}': "0.5",
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-0"}': "80", 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"}': "80",
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-0"}': "20", 'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}': "21",
+        'nv_gpu_power_usage{gpu_uuid="GPU-0"}': "70.5",
+        'nv_gpu_power_limit{gpu_uuid="GPU-0"}': "700.0", 'nv_gpu_power_limit{gpu_uuid="GPU-1"}': "700.0",
+        'nv_energy_consumption{gpu_uuid="GPU-0"}': "1.5", 'nv_energy_consumption{gpu_uuid="GPU-1"}': "1.5"}
+    assert "nv_gpu" not in Metrics(MetricsSettings(gpu=False)).render([])
+    nvml.has_driver = False
+    with caplog.at_level("INFO"):
+        metrics = Metrics()
+        assert not any("gpu" in metrics.render([]) for _ in range(2))
+    assert caplog.text.count("NVML Shared Library Not Found") == 1
