@@ -17,7 +17,8 @@ and the weights take half the bytes. "int8" does the same in 8 bits: the state i
 is float32.
 
 `rounds`: the model itself rounds the state before each step, to 8 bits of its own range, and its weights are bytes. The
-product is one of those integers, exact; its scale is the weights' times the state's.
+product is one of those integers, exact; its scale is the weights' times the state's. Of each two neighbours, whose
+products a machine may sum in 16 bits, the second is `crowded` if they would not fit for each state.
 
 An item with a length of its own walks that many steps; y is zero behind them.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_meaning, store_meaning
@@ -100,6 +102,7 @@ class Recurrence(Problem):
     numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
     precision: str = "fp32"
     rounds: bool = False                # then precision is "int8"
+    crowded: int | None = None          # ... and so many units are crowded, if they are but few
     family = "recurrence"
     computes_on = (*FLOATS, "int32")    # lengths are int32
     reads = ("gates", "first", "lengths")
@@ -193,6 +196,15 @@ def by_own_range(state: Floats) -> tuple[Floats, np.float32]:
     step = np.float32((high - low) / np.float32(255)) or np.float32(1)
     zero = np.clip(np.rint(-low / step), 0, 255)
     return np.clip(np.rint(state / step) + zero, 0, 255) - zero, step
+
+
+def crowded_units(weights: Array) -> NDArray[np.intp]:
+    """Of int8 weights [..., H]: those odd units that with the one before them are too much for 16 bits. A sum of two
+    products u8 * s8 fits if the weights of one sign add up to no more than 128."""
+    rows = weights.reshape(-1, weights.shape[-1])[:, :weights.shape[-1] // 2 * 2].astype(np.int16)
+    first, second = rows[:, ::2], rows[:, 1::2]
+    most = np.maximum(np.maximum(first, 0) + np.maximum(second, 0), -np.minimum(first, 0) - np.minimum(second, 0))
+    return 2 * np.flatnonzero((most > 128).any(axis=0)) + 1
 
 
 def integer_precision(weights: Array) -> str:

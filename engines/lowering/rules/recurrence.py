@@ -12,10 +12,18 @@ from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import Cell, Recurrence, integer_precision, integer_weights
+from engines.lowering.problems.recurrence import (
+    Cell,
+    Recurrence,
+    crowded_units,
+    integer_precision,
+    integer_weights,
+)
 from engines.lowering.problems.view import FLOATS, View
 from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import directions
+
+FEW = 8                 # crowded units are few where every so manieth is one, at most
 
 
 @lowers("Recurrence")
@@ -36,7 +44,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
         ctx.placements[gates].view, ctx.constant(r).shape[2], cells, directions(node), _view(y),
         tuple(map(_view, firsts)), tuple(map(_view, lasts)),
         _view(ends), tuple(given), builder.program(), numbers, precision,
-        _rounds(node))
+        _rounds(node), _crowded(constants["weights"]) if _rounds(node) else None)
     if any(view.dtype not in FLOATS for view in (problem.gates, *problem.outputs)):
         raise Refused("only floats, or y as uint8, are compiled")
     inputs = tuple(placement for placement in (ctx.placements[gates], *firsts, ends) if placement)
@@ -83,6 +91,12 @@ def _weights(ctx: Context, node: Node, name: str, integers: bool) -> tuple[str, 
 def _rounds(node: Node) -> bool:
     """Whether the model rounds the state before each step."""
     return bool(node.attrs.get("rounds_state"))
+
+
+def _crowded(weights: Array) -> int | None:
+    """How many units are crowded, if multiplying those alone costs little."""
+    count = len(crowded_units(weights))
+    return count if count * FEW <= weights.shape[2] else None
 
 
 def _bytes(weights: Array) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Recurrent cells: as their reference on every machine, bit for bit where the products are of integers."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ from engines.backends.llvm.kernels.recurrent import tiling
 from engines.backends.llvm.kernels.recurrent.tiling import Panels, fits
 from engines.ir.graph import Node
 from engines.lowering.epilogue.program import ProgramBuilder
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, integer_precision, integer_weights
+from engines.lowering.problems.recurrence import (
+    QUANTIZED_STATES,
+    Recurrence,
+    crowded_units,
+    integer_precision,
+    integer_weights,
+)
 from engines.lowering.problems.view import View
 from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import DEFAULTS, GATES
@@ -113,6 +120,19 @@ def test_a_state_that_is_rounded_by_its_own_range_is_multiplied_exactly(attrs, r
     check(case.spec, runner, case.inputs, case.constants, pieces=2)
     zeros = Case(node_of(), 5, "int8", rounds=True, lengths=True)
     check(zeros.spec, runner, zeros.inputs, zeros.constants)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("hidden, large, crowded", [(37, [0, 1, 22, 23, 35], [1, 23, 35]), (40, [], [])])
+def test_a_rounded_state_of_bytes_is_multiplied_exactly_whatever_its_neighbours_weights(hidden, large, crowded, runner):
+    """A few that add up to more than 128, of either sign; none."""
+    case = Case(node_of(direction="bidirectional"), hidden, "int8", batch=9, states=True, rounds=True)
+    weights = np.clip(case.constants["weights"], -64, 64)
+    weights[:, :, large], weights[:, ::3, large] = -128, 127
+    assert list(crowded_units(weights)) == crowded
+    case.inputs[1] = np.abs(case.inputs[1]) * 9     # states of one sign: bytes up to 255
+    spec = replace(case.spec, crowded=len(crowded))
+    check(spec, runner, case.inputs, {**case.constants, "weights": weights}, pieces=2)
 
 
 @EVERY_BACKEND

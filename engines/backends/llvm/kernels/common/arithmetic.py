@@ -112,18 +112,27 @@ class Quads(Int8):
         return weights
 
 
-class SignedQuads(Quads):
+class PairedQuads(Quads):
+    """By paired_dot, where the caller keeps every sum of two neighbours' products within 16 bits."""
+
+    def pixel(self, isa: Isa, address: Value) -> Operand:
+        words = address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes)
+        return (address.f.cast("bitcast", words, vector(isa.bytes, I8), "pixel"),)
+
+    def weights(self, isa: Isa, address: Value) -> Operand:
+        return (address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"),)
+
+    def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        return isa.paired_dot(acc, *pixel, *weights)
+
+
+class SignedQuads(PairedQuads):
     """Both factors signed bytes from -127 to 127, on machines with paired_dot and vpsignb. The first one's sign goes to
     the second: then it has 7 bits, and no sum of two products saturates."""
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
-        f = address.f
-        words = f.splat(f.load(I32, address, hint="word"), isa.lanes)
-        quads = f.cast("bitcast", words, vector(isa.bytes, I8), "pixel")
-        return f.call(quads.type, f"llvm.abs.v{isa.bytes}i8", quads, f.constant(0, I1), hint="size"), quads
-
-    def weights(self, isa: Isa, address: Value) -> Operand:
-        return (address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"),)
+        quads, = super().pixel(isa, address)
+        return quads.f.call(quads.type, f"llvm.abs.v{isa.bytes}i8", quads, quads.f.constant(0, I1), hint="size"), quads
 
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
         size, sign = pixel
@@ -192,6 +201,7 @@ class Widened(Arithmetic):
 
 INT8 = Int8("uint8", "int8", 4)
 QUADS = Quads("uint8", "int8", 4)
+PAIRED_QUADS = PairedQuads("uint8", "int8", 4)
 SIGNED_QUADS = SignedQuads("int8", "int8", 4)
 INT16 = Int16("int16", "int16", 2)
 BYTE_PAIRS = BytePairs("int16", "int8", 2)

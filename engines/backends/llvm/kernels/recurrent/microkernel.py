@@ -1,7 +1,7 @@
 """The micro-kernels of a Recurrence: for some items and units of a stage, the products in registers, then the updates.
 
 They also say how the states of a block of items lie in scratch: each item's h or other state in floats, behind it the
-same in integers where products read those, then what 1 of these integers means where that is found at run time.
+same in integers where products read those, then the numbers of rounding.py where their unit is found at run time.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import Operand
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT
-from engines.backends.llvm.kernels.recurrent.rounding import load_unit
+from engines.backends.llvm.kernels.recurrent.rounding import NUMBERS, load_shift, load_unit
 from engines.backends.llvm.kernels.recurrent.tiling import STEPS, Panels, RecurrenceTiling
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I8, I16, I64, PTR, vector
@@ -35,8 +35,9 @@ class MicroKernels:
         self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
         self.stored = kernel.stored(isa)
         self.integers = kernel.room(isa) * 4            # where the state in integers follows
-        self.unit = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]     # where what 1 of them means is
-        size = self.unit + 4 if self.problem.rounds else self.unit if self.stored else self.integers
+        self.numbers = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]      # see rounding.py
+        size = self.numbers if self.stored or self.problem.rounds else self.integers
+        size += NUMBERS * self.problem.rounds
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
         self.area = self.pitch * block                                      # of a state of all items
 
@@ -74,9 +75,12 @@ class MicroKernels:
         state = source + (self.integers if arithmetic.exact else 0)
         at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
         if kernel.head(isa):
+            shifts = [load_shift(isa, source + (item * self.pitch + self.numbers))
+                      for item in range(size * self.problem.rounds)]
             for item, g, v in keys:
-                start = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
-                acc[0, (item, g, v)] = f.load(isa.ints, start, isa.bytes, "start")
+                place = at["w"] + (v * kernel.stage_vector(isa, stage) + g * isa.bytes)
+                start = f.load(isa.ints, place, isa.bytes, "start")
+                acc[0, (item, g, v)] = start * shifts[item] if shifts else start
             at["w"] += len(stage.gates) * isa.bytes
         step, weight = arithmetic.step_bytes, arithmetic.weight_bytes(isa)
         places = self.tactic.places
@@ -177,7 +181,7 @@ class _Unit:
         scale = self._constant(self.cell.units + gate)
         if not self.e.problem.rounds:
             return scale
-        return scale * load_unit(self.e.isa, self.f.parameters["old"] + (self.item * self.e.pitch + self.e.unit))
+        return scale * load_unit(self.e.isa, self.f.parameters["old"] + (self.item * self.e.pitch + self.e.numbers))
 
     def _constant(self, index: int) -> Value:
         isa, each = self.e.isa, self.cell.units + self.e.kernel.scales

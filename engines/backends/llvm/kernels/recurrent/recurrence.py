@@ -12,7 +12,7 @@ from engines.backends.llvm.kernels.recurrent.steps import RecurrenceEmitter
 from engines.backends.llvm.kernels.recurrent.tiling import Panels, RecurrenceTiling
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import Recurrence
+from engines.lowering.problems.recurrence import Recurrence, crowded_units
 
 
 @solves(Recurrence)
@@ -25,21 +25,23 @@ class RecurrenceKernel(RecurrenceTiling):
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element],
-        where there is a zero point, before the first k the int32 that makes up for it;
+        where there is a zero point, before the first k the int32 that makes up for it, or for -1 of it; before them
+        all the int32 of crowded units, whose weights stand behind the others;
         "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
         "first": for each given state float32 [D H], as it is."""
         problem = self.problem
         vectors = -(-problem.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic(isa), np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(problem.cells), -1, problem.hidden, problem.hidden)
-        rows = ((0, vectors * isa.lanes - problem.hidden), (0, self.turns() * arithmetic.elements - problem.hidden))
-        parts = []
+        header, weights = self._crowded_apart(weights)
+        rows = ((0, vectors * isa.lanes - problem.hidden), (0, self.turns() * arithmetic.elements - weights.shape[-1]))
+        parts = [header]
         for cell, own in zip(problem.cells, weights, strict=True):
             for stage in cell.stages:
                 padded = np.pad(own[list(stage.gates)], ((0, 0), *rows))
                 split = padded.reshape(len(stage.gates), vectors, isa.lanes, self.turns(), arithmetic.elements)
                 if self.head(isa):
-                    start = np.int32(-self.zero(isa)) * split.sum((3, 4), np.int32)
+                    start = np.int32(1 if problem.rounds else -self.zero(isa)) * split.sum((3, 4), np.int32)
                     split = np.concatenate([start[..., None].view(np.int8)[..., None, :], split], 3)
                 parts.append(split.transpose(1, 3, 0, 2, 4).ravel())
         units = [*constants["units"], *problem.scales_by_gate(constants)]
@@ -49,3 +51,14 @@ class RecurrenceKernel(RecurrenceTiling):
         by_vector = table.reshape(len(problem.cells), len(units), vectors, isa.lanes).transpose(0, 2, 1, 3)
         first = (np.asarray(state, np.float32) for state in problem.first_constants(constants))
         return np.concatenate(parts), by_vector.ravel(), *first
+
+    def _crowded_apart(self, weights: Array) -> tuple[Array, Array]:
+        """The header, and the weights [..., k] with those by crowded units at their second places."""
+        if not self.problem.crowded:
+            return weights[:0].ravel(), weights
+        units = crowded_units(weights)
+        wide = np.pad(weights, ((0, 0),) * 3 + ((0, self.behind - self.problem.hidden + 2 * len(units)),))
+        wide[..., self.behind::2], wide[..., units] = wide[..., units], 0
+        header = np.zeros(self.header(), np.int8)
+        header[:4 * len(units)] = units.astype(np.int32).view(np.int8)
+        return header, wide

@@ -1,18 +1,34 @@
 """A state rounded by its own range, before a step: as by_own_range (engines/lowering/problems/recurrence.py) has it.
 
     step = (max(h, 0) - min(h, 0)) / 255, or 1        zero = round(-min(h, 0) / step)
-    integers[k] = clip(round(h[k] / step) + zero, 0, 255) - zero
+    integers[k] = clip(round(h[k] / step) + zero, 0, 255) - zero            16 bits
+    or bytes[k] = clip(round(h[k] / step) + zero, 0, 255)                   and those of crowded units once more
+
+Behind them stand the step and -zero, which is how often the sum of all weights is to be added to a sum of bytes.
 """
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I16, vector
+from engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
+
+NUMBERS = 8             # bytes of the two numbers
 
 
-def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, unit: Value) -> None:
-    """The floats at `state` as integers of 16 bits, and what 1 of them means as a float."""
+@dataclass(frozen=True)
+class Crowded:
+    """Units whose bytes are wanted again: int32 of each, in memory, and from where on, every second place."""
+    units: Value
+    count: int
+    behind: int
+
+
+def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, numbers: Value,
+                crowded: Crowded | None) -> None:
+    """The floats at `state` as integers, which are bytes if it is known which of their units are crowded."""
     nothing = f.constant(0, isa.floats)
     ends = {"low": nothing, "high": nothing}
     for at, count in f.tiles("unit", hidden, isa.lanes, ends=ends):
@@ -22,12 +38,23 @@ def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Valu
     step = (high - low) / 255.0
     step = f.select(isa.compare(step, "oeq", 0.0), step.like(1.0), step)
     zero = isa.max(isa.min(isa.unary("rint", (nothing - low) / step), 255.0), 0.0)
-    f.store(f.op(FLOAT, f"extractelement {step}, i32 0", "unit"), unit, 4)
+    f.store(f.op(FLOAT, f"extractelement {step}, i32 0", "unit"), numbers, 4)
+    f.store(f.op(I32, f"extractelement {isa.round(nothing - zero)}, i32 0", "shift"), numbers + 4, 4)
+    element, size = (I8, 1) if crowded else (I16, 2)
     for at, count in f.tiles("unit", hidden, isa.lanes):
         shifted = isa.unary("rint", _load(isa, state + at * 4, count) / step) + zero
-        whole = isa.max(isa.min(shifted, 255.0), 0.0) - zero
-        narrow = f.cast("trunc", isa.round(whole), vector(isa.lanes, I16), "integers")
-        f.store(narrow, integers + at * 2, 2 * isa.lanes)
+        whole = isa.max(isa.min(shifted, 255.0), 0.0)
+        narrow = f.cast("trunc", isa.round(whole if crowded else whole - zero), vector(isa.lanes, element), "integers")
+        f.store(narrow, integers + at * size, size * isa.lanes)
+    if crowded and crowded.count:
+        for i in f.loop("crowded", crowded.count):
+            unit = f.cast("zext", f.load(I32, crowded.units + i * 4, 4, "crowded"), I64, "crowded")
+            f.store(f.load(I8, integers + unit, 1, "byte"), integers + crowded.behind + i * 2, 1)
+
+
+def load_shift(isa: Isa, numbers: Value) -> Value:
+    """-zero, in all lanes."""
+    return numbers.f.splat(numbers.f.load(I32, numbers + 4, 4, "shift"), isa.lanes)
 
 
 def load_unit(isa: Isa, address: Value) -> Value:

@@ -15,16 +15,16 @@ belong to several streams; and every other step may take the panels backwards, t
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import TAILS, tails
+from engines.backends.llvm.kernels.common.access import TAILS
 from engines.backends.llvm.kernels.common.pixels import load_channels, store_channels
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, begin_kernel
 from engines.backends.llvm.kernels.recurrent.microkernel import LINE, MicroKernels
-from engines.backends.llvm.kernels.recurrent.rounding import round_state
+from engines.backends.llvm.kernels.recurrent.order import there_and_back, tiles_of_items
+from engines.backends.llvm.kernels.recurrent.rounding import Crowded, round_state
 from engines.backends.llvm.kernels.recurrent.tiling import BLOCK, Panels, RecurrenceTiling
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I8, I32, I64, PTR, vector
@@ -63,7 +63,9 @@ class RecurrenceEmitter:
         every_item = View("float32", (len(problem.cells) * problem.hidden,), (4,), 0)
         self.first = {slot: (view, next(given)) for slot, view in enumerate(problem.first) if view}
         self.lengths = next(given) if problem.lengths else None
-        self.weights, self.units = next(given), next(given)
+        weights, self.units = next(given), next(given)
+        self.weights, crowded = weights + self.kernel.header(), problem.crowded
+        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.behind)
         self.first |= {slot: (every_item, next(given)) for slot in problem.given}
         self.y = next(given) if problem.y else None
         self.last = [next(given) if view else None for view in problem.last]
@@ -125,7 +127,8 @@ class RecurrenceEmitter:
             if problem.rounds:
                 for item in f.range("item", count.like(0), count):
                     state = here.old + item * micro.pitch
-                    round_state(f, self.isa, problem.hidden, state, state + micro.integers, state + micro.unit)
+                    round_state(f, self.isa, problem.hidden, state, state + micro.integers, state + micro.numbers,
+                                self.crowded)
             for number in range(len(problem.cells[d].stages)):
                 self._stage(f, d, number, here, count)
             at |= {key: at[key] + move for key, move in moves.items()}
@@ -183,14 +186,14 @@ class RecurrenceEmitter:
         before += sum(vectors * kernel.stage_vector(isa, s) for s in cell.stages[:number])
         unit_vector = (cell.units + kernel.scales) * isa.bytes
         step = kernel.vectors(isa, self.tactic, stage, size) * isa.lanes
-        tiles = _there_and_back(f, problem.hidden, step, here.back) if self.tactic.alternate else \
+        tiles = there_and_back(f, problem.hidden, step, here.back) if self.tactic.alternate else \
             f.tiles("units", problem.hidden, step)
         for start, width in tiles:
             panel = start.divided(isa.lanes)
             weights = self.weights + before + panel * kernel.stage_vector(isa, stage)
             units = self.units + d * vectors * unit_vector + panel * unit_vector
             following = weights + -(-width // isa.lanes) * kernel.stage_vector(isa, stage)
-            for item, tile in _tiles(f, size, count):
+            for item, tile in tiles_of_items(f, size, count):
                 at = item * self.micro.pitch
                 ahead = following + item.divided(size) * (kernel.turns() * LINE)
                 pointers = {"x": here.x + item * problem.gates.item + start * problem.gates.strides[1],
@@ -199,26 +202,3 @@ class RecurrenceEmitter:
                     pointers["y"] = here.y + item * problem.y.item + start * problem.y.strides[1]
                 name = self.micro.write(problem.cells.index(cell), number, tile, width)
                 f.run(name, *pointers.values(), weights, units, start, ahead)
-
-
-def _there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator[tuple[Value, int]]:
-    """(start, size) of tiles of 0..extent-1, as Function.tiles has them; if `back`, from the last to the first."""
-    whole, tail = divmod(extent, step)
-    last = f.constant(extent - tail, I64), tail
-    if tail:
-        with f.when(back):
-            yield last
-    if whole:
-        for i in f.loop("units", whole):
-            yield f.select(back, whole - 1 - i, i) * step, step
-    if tail:
-        with f.when(back.compare("eq", 0)):
-            yield last
-
-
-def _tiles(f: Function, size: int, count: Value) -> Iterator[tuple[Value, int]]:
-    """(first item, items) of the tiles of `count` items: full ones, then one of 4, 2, 1 for each bit of the rest."""
-    whole = count.divided(size)
-    for item in f.range("tile", count.like(0), whole * size, size):
-        yield item, size
-    yield from tails(whole, count.remainder(size), size)

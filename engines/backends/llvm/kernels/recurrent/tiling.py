@@ -1,7 +1,9 @@
 """How a recurrence is cut into tiles on a CPU, and how its weights and states lie in memory.
 
 Pairs of 16 bits are multiplied at a time (vpmaddwd, vpdpwssd), four of 8 (vpdpbusd). A state that the model rounds by
-its own range takes 9 bits with its sign, so 16; its weights stay bytes in memory.
+its own range is bytes with a zero point, which a share of each sum makes up for. vpmaddubsw multiplies those; weights
+whose neighbours' products do not fit into 16 bits are set apart. Where those are many, the state is 9 bits with its
+sign, so 16, without a zero point, and its weights stay bytes in memory.
 """
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from engines.backends.llvm.kernels.common.arithmetic import (
     BYTE_PAIRS,
     FP32,
     INT16,
+    PAIRED_QUADS,
     QUADS,
     SIGNED_QUADS,
     Arithmetic,
 )
-from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL, QuantizedState, Recurrence, Stage
 from engines.lowering.problems.view import SIZES
 
@@ -61,10 +64,22 @@ class RecurrenceTiling(Kernel[Recurrence]):
     @property
     def _plain(self) -> Arithmetic:
         """The arithmetic of most machines."""
-        return BYTE_PAIRS if self.problem.rounds else ARITHMETIC[self.problem.precision]
+        return BYTE_PAIRS if self.problem.rounds and not self.rounds_to_bytes else ARITHMETIC[self.problem.precision]
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
+        if self.rounds_to_bytes and isa.paired_tiles:
+            return PAIRED_QUADS
         return SIGNED_QUADS if self._signed(isa) else self._plain
+
+    @property
+    def rounds_to_bytes(self) -> bool:
+        """Whether a state that the model rounds is multiplied as bytes, with its zero point."""
+        return self.problem.rounds and self.problem.crowded is not None
+
+    @property
+    def behind(self) -> int:
+        """Where, in a state of bytes, the crowded ones stand again, each beside a byte that no weight is for."""
+        return -(-self.problem.hidden // 2) * 2
 
     def stored(self, isa: Isa) -> QuantizedState | None:
         """The state in integers of one step for all times, as this machine multiplies it."""
@@ -73,7 +88,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
         return SIGNED_STATE if self._signed(isa) else QUANTIZED_STATES.get(self.problem.precision)
 
     def _signed(self, isa: Isa) -> bool:
-        return self._plain is QUADS and bool(isa.paired_tiles)
+        return self._plain is QUADS and not self.problem.rounds and bool(isa.paired_tiles)
 
     @property
     def scales(self) -> int:
@@ -129,11 +144,12 @@ class RecurrenceTiling(Kernel[Recurrence]):
     # ---- how weights and states lie
     def turns(self) -> int:
         """Of the K loop."""
-        return -(-self.problem.hidden // (self.elements * STEPS)) * STEPS
+        return -(-self._multiplied // (self.elements * STEPS)) * STEPS
 
     def head(self, isa: Isa) -> int:
-        """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with."""
-        return int(self.zero(isa) != 0)
+        """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with, or
+        what it begins with for -1 in the zero point if that is found step by step."""
+        return int(self.zero(isa) != 0 or self.rounds_to_bytes)
 
     def stage_vector(self, isa: Isa, stage: Stage) -> int:
         """Bytes of the weights of one vector of units."""
@@ -142,7 +158,16 @@ class RecurrenceTiling(Kernel[Recurrence]):
     def room(self, isa: Isa) -> int:
         """Elements of a state: whole vectors, and all that the K loop reads."""
         step = max(isa.lanes, self.elements * STEPS)
-        return -(-self.problem.hidden // step) * step
+        return -(-self._multiplied // step) * step
+
+    @property
+    def _multiplied(self) -> int:
+        """Elements of a state that are multiplied."""
+        return self.behind + 2 * self.problem.crowded if self.problem.crowded else self.problem.hidden
+
+    def header(self) -> int:
+        """Bytes before the weights: which units are crowded."""
+        return -(-4 * (self.problem.crowded or 0) // ALIGNMENT) * ALIGNMENT
 
 
 def fits(isa: Isa, items: int, weights: int, spare: int = 0, each: int = 1) -> bool:

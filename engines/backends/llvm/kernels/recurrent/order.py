@@ -1,0 +1,31 @@
+"""The order in which a step takes its tiles: of items, and of units there and back."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.backends.llvm.kernels.common.access import tails
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I64
+
+
+def there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator[tuple[Value, int]]:
+    """(start, size) of tiles of 0..extent-1, as Function.tiles has them; if `back`, from the last to the first."""
+    whole, tail = divmod(extent, step)
+    last = f.constant(extent - tail, I64), tail
+    if tail:
+        with f.when(back):
+            yield last
+    if whole:
+        for i in f.loop("units", whole):
+            yield f.select(back, whole - 1 - i, i) * step, step
+    if tail:
+        with f.when(back.compare("eq", 0)):
+            yield last
+
+
+def tiles_of_items(f: Function, size: int, count: Value) -> Iterator[tuple[Value, int]]:
+    """(first item, items) of the tiles of `count` items: full ones, then one of 4, 2, 1 for each bit of the rest."""
+    whole = count.divided(size)
+    for item in f.range("tile", count.like(0), whole * size, size):
+        yield item, size
+    yield from tails(whole, count.remainder(size), size)
