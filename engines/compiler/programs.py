@@ -17,6 +17,7 @@ from engines.compiler.subject import Seen, Subject, read_subject
 from engines.errors import CompilerFault, ConfigError, EngineError, UnknownValueError
 from engines.frontend.cutting.cut import Cut, cut, inputs_of
 from engines.frontend.cutting.facts import may_need_cuts
+from engines.frontend.cutting.unrolling import with_steps_unrolled
 from engines.frontend.extents import likely_extents
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named, memory_dtype
@@ -40,6 +41,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
     Raises EngineError.
     """
     by_host: set[str] = set()
+    source = with_steps_unrolled(source)
     found = cut(source, bounded=builder.selects) if may_need_cuts(source.proto.graph) else None
     while True:
         try:

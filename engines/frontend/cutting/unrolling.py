@@ -1,0 +1,171 @@
+"""Loops and Scans of a few steps, as many as the model itself says: these steps, one after the other.
+
+    h = Loop(5, h0; h -> tanh(h W + x))     ->      h = tanh(h0 W + x), five times over
+
+What would be a program is then a graph like any other, whose steps fuse, and of which no step passes through Python.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from engines.frontend.branches import made_in, rename
+from engines.frontend.cutting.ahead import make_ahead
+from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, is_standard, kinds_of
+from engines.frontend.cutting.loops import read_from_around
+from engines.frontend.cutting.names import in_one_scope
+from engines.frontend.names import graphs_in
+from engines.frontend.onnx_file import OnnxModel, array_of
+from engines.ir.graph import Array
+
+MOST_STEPS = 128
+MOST_NODES = 512        # that a Loop or Scan becomes
+LEAST_OPSET = 13        # since then the axes of Unsqueeze are an input
+
+
+def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
+    """The same model without Loops and Scans that are so few nodes; itself, if there are none."""
+    if not any(is_standard(node) and node.op_type in ("Loop", "Scan") for node in source.proto.graph.node):
+        return source
+    if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
+        return source
+    graph = in_one_scope(source.proto.graph)
+    read_from_around(graph)
+    model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    make_ahead(model, source.weights)
+    known = dict(source.weights) | {node.output[0]: array for node in model.graph.node
+                                    if (array := _constant(source.name, node)) is not None}
+    kinds, nodes, before = kinds_of(model, source.weights), list(model.graph.node), len(model.graph.node)
+    del model.graph.node[:]
+    for node in nodes:
+        repeated = _repeated(source.name, node, known, kinds)
+        model.graph.node.extend(repeated.nodes() if repeated else [node])
+    return source if len(model.graph.node) == before else replace(source, proto=model)
+
+
+def _constant(model: str, node: onnx.NodeProto) -> Array | None:
+    if node.op_type != "Constant" or not is_standard(node) or node.attribute[0].name != "value":
+        return None
+    return array_of(model, node.attribute[0].t)
+
+
+@dataclass
+class _Repeated:
+    """A Loop or Scan of so many steps. rows: of a Scan, (tensor, axis, whether it begins at the end); stacks: of what
+    is stacked, (axis, whether the first step's is the last)."""
+    node: onnx.NodeProto
+    body: onnx.GraphProto
+    steps: int
+    carried: list[str]
+    rows: Sequence[tuple[str, int, int]] = ()
+    stacks: Sequence[tuple[int, int]] = ()
+    made: list[onnx.NodeProto] = field(default_factory=list)
+
+    @property
+    def counted(self) -> bool:
+        return self.node.op_type == "Loop"
+
+    def nodes(self) -> list[onnx.NodeProto]:
+        self.made = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in self.body.initializer]
+        own = made_in(self.body) - {tensor.name for tensor in self.body.initializer}
+        stacked: list[list[str]] = [[] for _ in self.stacks]
+        for step in range(self.steps):
+            results = list(self._step(step, {name: self._name(f"{step}.{name}") for name in own}))[self.counted:]
+            self.carried = results[:len(self.carried)]
+            for stack, name in zip(stacked, results[len(self.carried):], strict=True):
+                stack.append(name)
+        outputs = [*self.carried, *(self._stack(names, *how) for names, how in zip(stacked, self.stacks, strict=True))]
+        for made, wanted in zip(outputs, self.node.output, strict=False):
+            if wanted:
+                self._add("Identity", [made], wanted)
+        return self.made
+
+    def _step(self, step: int, names: dict[str, str]) -> Iterator[str]:
+        """Adds a step; what its outputs are called. names: those of this step, by the body's."""
+        head = [self._number(f"{step}.number", np.array(step, np.int64)), self._number(f"{step}.going", np.array(True))]
+        rows = [self._row(step, index, *row) for index, row in enumerate(self.rows)]
+        names.update(zip((value.name for value in self.body.input),
+                         [*(head if self.counted else ()), *self.carried, *rows], strict=True))
+        copy = onnx.GraphProto()
+        copy.CopyFrom(self.body)
+        del copy.initializer[:], copy.input[:]
+        rename(copy, names)
+        for node in copy.node:
+            node.name = self._name(f"{step}.{node.name}") if node.name else ""
+        self.made.extend(copy.node)
+        return (value.name for value in copy.output)
+
+    def _row(self, step: int, index: int, tensor: str, axis: int, backward: int) -> str:
+        at = self.steps - 1 - step if backward else step
+        number = self._number(f"{step}.at{index}", np.array(at, np.int64))
+        return self._add("Gather", [tensor, number], self._name(f"{step}.row{index}"), axis=axis)
+
+    def _stack(self, names: list[str], axis: int, backward: int) -> str:
+        axes = self._number(f"{names[0]}.axes", np.array([axis], np.int64))
+        parts = [self._add("Unsqueeze", [name, axes], self._name(f"{i}.{name}.part")) for i, name in enumerate(names)]
+        return self._add("Concat", parts[::-1] if backward else parts, self._name(f"{names[0]}.stack"), axis=axis)
+
+    def _number(self, name: str, value: Array) -> str:
+        self.made.append(helper.make_node("Constant", [], [self._name(name)], value=numpy_helper.from_array(value)))
+        return self._name(name)
+
+    def _add(self, op: str, inputs: Sequence[str], output: str, **attrs: Any) -> str:
+        self.made.append(helper.make_node(op, inputs, [output], output, **attrs))
+        return output
+
+    def _name(self, name: str) -> str:
+        return f"{next(filter(None, self.node.output), self.node.name)}.{name}"
+
+
+def _repeated(model: str, node: onnx.NodeProto, known: Mapping[str, Array], kinds: Kinds) -> _Repeated | None:
+    """The steps of a Loop or Scan; None: it is none, how many there are is not known, or there are too many."""
+    if not is_standard(node) or node.op_type not in ("Loop", "Scan"):
+        return None
+    (body,) = graphs_in(node)
+    if any([*graphs_in(inner)] or is_standard(inner) and inner.op_type in SELECTS | NO_TENSORS | CONTROL
+           for inner in body.node):
+        return None
+    if any(kinds[name].WhichOneof("value") != "tensor_type" for name in node.input if name in kinds):
+        return None
+    found = _of_loop(model, node, body, known) if node.op_type == "Loop" else _of_scan(node, body, kinds)
+    if found is None or not 0 < found.steps <= MOST_STEPS or found.steps * len(body.node) > MOST_NODES:
+        return None
+    return found
+
+
+def _of_loop(model: str, node: onnx.NodeProto, body: onnx.GraphProto, known: Mapping[str, Array]) -> _Repeated | None:
+    most, first = (known.get(name) for name in node.input[:2])
+    inside = dict(known) | {tensor.name: array_of(model, tensor) for tensor in body.initializer}
+    inside |= {made.output[0]: array for made in body.node if (array := _constant(model, made)) is not None}
+    copies = {made.output[0]: made.input[0] for made in body.node if made.op_type == "Identity"}
+    condition = body.output[0].name
+    while condition in copies:
+        condition = copies[condition]
+    goes_on = condition == body.input[1].name or bool(np.all(inside.get(condition, np.array(False))))
+    if most is None or not goes_on or node.input[1] and (first is None or not np.all(first)):
+        return None
+    carried = list(node.input[2:])
+    return _Repeated(node, body, int(most.reshape(-1)[0]), carried,
+                     stacks=[(0, 0)] * (len(body.output) - 1 - len(carried)))
+
+
+def _of_scan(node: onnx.NodeProto, body: onnx.GraphProto, kinds: Kinds) -> _Repeated | None:
+    attrs = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    count = attrs["num_scan_inputs"]
+    carried, scanned = list(node.input[:-count]), node.input[-count:]
+    made = len(body.output) - len(carried)
+
+    def each(name: str, length: int) -> Sequence[int]:
+        found: Sequence[int] = attrs.get(name) or [0] * length
+        return found
+
+    rows = list(zip(scanned, each("scan_input_axes", count), each("scan_input_directions", count), strict=True))
+    stacks = list(zip(each("scan_output_axes", made), each("scan_output_directions", made), strict=True))
+    extents = kinds[scanned[0]].tensor_type.shape.dim if scanned[0] in kinds else []
+    steps = extents[rows[0][1]].dim_value if extents else 0
+    return _Repeated(node, body, steps, carried, rows, stacks)

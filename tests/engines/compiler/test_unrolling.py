@@ -1,0 +1,101 @@
+"""Loops and Scans of a few steps become these steps; others stay what they are."""
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from engines import build_engine
+from engines.frontend.cutting import unrolling
+from engines.frontend.cutting.unrolling import with_steps_unrolled
+from engines.frontend.onnx_file import read_model
+from engines.ir.graph import Array
+from engines.runtime.engine import Engine
+from tests.engines.compiler import program_models as models
+from tests.engines.compiler.open_models import by_onnx_runtime, node, random
+from tests.engines.compiler.program_models import BOOL, FLOAT, INT64, region
+from tests.engines.compiler.small_models import small_model
+
+NUMBERS = {"m": np.array(3), "yes": np.array(True), "no": np.array(False), "one": np.array([1])}
+
+
+def loop(most: str = "m", first: str = "yes", condition: str = "going", twice: bool = False) -> onnx.ModelProto:
+    """A state that grows by a row at each step, one that becomes a part of the row, and the rows. twice: another such
+    Loop behind the first one."""
+    body = region("body", [
+        node("Identity", condition, "again"), node("Identity", "again", "goes_on"), node("Cast", "i", "f", to=1),
+        node("Add", "f x", "row"), node("Concat", "b row", "longer", axis=0), node("Mul", "row scale", "made")],
+        [("i", INT64, []), ("going", BOOL, []), ("a", FLOAT, [1, 5]), ("b", FLOAT, ["n", 5])],
+        "goes_on made longer row", {"goes_on": BOOL})
+    body.initializer.append(onnx.numpy_helper.from_array(random(5), "scale"))
+    loops = [node("Loop", f"{most} {first} x x", "y z rows", body=body),
+             node("Loop", f"{most} {first} y x", "y2 z2 rows2", body=body)]
+    outputs = ["y", "z", "rows", *["y2", "z2", "rows2"] * twice]
+    return small_model(loops[:1 + twice], {"x": [1, 5]}, outputs, NUMBERS)
+
+
+def scan() -> onnx.ModelProto:
+    """Running sums of two sequences of 4, in all directions."""
+    body = region("body", [node("Add", "sum a", "c"), node("Sub", "c b", "next"), node("Mul", "next next", "square"),
+                           node("Neg", "next", "less")],
+                  [("sum", FLOAT, [3]), ("a", FLOAT, [3]), ("b", FLOAT, [3])], "next square less")
+    return small_model([node("Scan", "start x z", "y squares sums", body=body, num_scan_inputs=2,
+                              scan_input_axes=[0, 1], scan_input_directions=[1, 0], scan_output_axes=[0, -1],
+                              scan_output_directions=[1, 0])],
+                       {"start": [3], "x": [4, 3], "z": [3, 4]}, ["y", "squares", "sums"])
+
+
+MODELS = {
+    "a Loop whose condition never changes": loop(), "a Loop without a first condition": loop(first="-"),
+    "a Loop that always goes on": loop(condition="yes"),
+    "a Scan": scan(),
+    "two that share a body": loop(twice=True)}
+
+
+def unrolled(model: onnx.ModelProto) -> onnx.ModelProto:
+    source = with_steps_unrolled(read_model(model))
+    whole = onnx.ModelProto()
+    whole.CopyFrom(source.proto)
+    whole.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in source.weights.items())
+    return whole
+
+
+def fed(model: onnx.ModelProto) -> dict[str, Array]:
+    return {value.name: random(*(extent.dim_value for extent in value.type.tensor_type.shape.dim), seed=i)
+            for i, value in enumerate(model.graph.input)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_steps_one_after_the_other_give_what_the_loop_gave(name: str) -> None:
+    model, feed = MODELS[name], fed(MODELS[name])
+    flat = unrolled(model)
+    assert not {"Loop", "Scan"} & {one.op_type for one in flat.graph.node}
+    for (output, got), want in zip(by_onnx_runtime(flat, feed).items(), by_onnx_runtime(model, feed).values(),
+                                   strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=output, strict=True)
+
+
+def test_a_model_of_such_loops_is_a_graph_like_any_other() -> None:
+    model = scan()
+    engine = build_engine(model, cache=False, timing=False).engine()
+    assert isinstance(engine, Engine)
+    for name, want in by_onnx_runtime(model, fed(model)).items():
+        np.testing.assert_allclose(engine.run(fed(model))[name], want, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("model", [
+    loop("-"), loop(condition="no"), loop(first="no"), models.running_sum(), models.scanned(), models.until_large()],
+    ids=["no limit", "it stops", "it does not begin", "as many as rows", "an open extent", "an If in it"])
+def test_a_loop_of_unknown_steps_stays_one(model: onnx.ModelProto) -> None:
+    source = read_model(model)
+    assert with_steps_unrolled(source) is source
+
+
+def test_too_many_steps_stay_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = read_model(scan())
+    monkeypatch.setattr(unrolling, "MOST_NODES", 15)
+    assert with_steps_unrolled(source) is source
+    monkeypatch.setattr(unrolling, "MOST_NODES", 16)
+    assert with_steps_unrolled(source) is not source
+    monkeypatch.setattr(unrolling, "MOST_STEPS", 3)
+    assert with_steps_unrolled(source) is source
