@@ -76,10 +76,11 @@ class GpuContraction(GpuKernel[Contraction]):
 
     def blocks_beside(self, tile: Tile) -> int:
         """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. On sm_75 it would
-        spill to make room for a few more of small parts; so many have 128 registers a thread."""
+        spill to make room for a few more of small parts; so many have 168 registers a thread, and with 128 one spills.
+        """
         rows, couts = tile.part
         small = self.gpu.int8_k == 16 and self.problem.precision == "int8" and rows * couts <= 32 * 32
-        return REGISTERS // (128 * tile.threads) if small else 0
+        return REGISTERS // (168 * tile.threads) if small else 0
 
     def channels_together(self, tile: Tile) -> int:
         """Channels of a thread that are all there or all absent, and are stored at once."""

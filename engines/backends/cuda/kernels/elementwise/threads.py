@@ -64,10 +64,17 @@ class ThreadKernel(GpuKernel[P]):
         """Packed constants."""
         return 0
 
+    @property
+    def blocks_beside(self) -> int:
+        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose."""
+        return 0
+
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem = self.problem
         count = len(problem.inputs) + self.tables + len(problem.outputs)
         f, operands, rows = begin_kernel(module, name, THREADS, count)
+        if self.blocks_beside:
+            module.beside[name] = self.blocks_beside
         thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
         with f.when(thread.below(rows)):
             groups = self.y.shape[-1] // self.each
