@@ -50,6 +50,7 @@ class BatchStatistics:
 class Counters(BatchStatistics):
     """Executions of all batch sizes, their durations counted for each request: a snapshot, or the running state."""
     last_inference_ms: int = 0                  # since the epoch
+    used_ns: int = 0                            # the same on the clock that nobody sets
     inference_count: int = 0                    # items
     execution_count: int = 0                    # batches
     success: Duration = field(default_factory=Duration)
@@ -89,7 +90,7 @@ class Statistics:
         with self._lock:
             c.closed[closed] += 1
             batch = c.batches.setdefault(e.items, BatchStatistics())
-            c.last_inference_ms = time.time_ns() // 1_000_000
+            c.last_inference_ms, c.used_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
             c.inference_count += e.items
             c.execution_count += 1
             for since_ns in enqueued_ns:

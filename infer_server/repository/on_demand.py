@@ -30,7 +30,7 @@ class OnDemand:
         self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # for a model, in the order that they came
         self._tasks = set[asyncio.Task[None]]()
         self._one_at_a_time = asyncio.Lock()            # makes room
-        self._loaded_ms: dict[str, float] = {}          # when, by the clock of Statistics.last_inference_ms
+        self._loaded_ns: dict[str, int] = {}            # when, by the clock of Counters.used_ns
         self._retry_at: dict[str, float] = {}           # of models that failed
         self._listing: asyncio.Task[list[str]] | None = None
         self._listed_until = 0.0
@@ -85,7 +85,7 @@ class OnDemand:
                 raise UnknownModelError(f"model '{name}' is not in the repository")
             await self._repository.load(name)
             self._retry_at.pop(name, None)
-            self._loaded_ms[name] = time.time() * 1000
+            self._loaded_ns[name] = time.monotonic_ns()
             self._start(self._make_room(name))          # nobody waits for others to be drained
         except Exception as error:
             if isinstance(error, ServeError):
@@ -128,7 +128,7 @@ class OnDemand:
         models = self._repository.models()
         needed = {kept}.union(*(_steps(model) for model in models if model.name == kept))
         busy = needed | self._loading.keys() | {model.name for model in models if model.pending}
-        used = {model.name: max(self._loaded_ms.get(model.name, 0), model.statistics.snapshot().last_inference_ms)
+        used = {model.name: max(self._loaded_ns.get(model.name, 0), model.statistics.snapshot().used_ns)
                 for model in models if model.memory_bytes}
         return min(used.keys() - busy, key=lambda name: used[name], default=None)
 
