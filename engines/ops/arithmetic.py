@@ -26,7 +26,7 @@ class Div(Epilogue):
     symbolic = True
 
     @staticmethod
-    def formula(a: Array, b: Array) -> Array:
+    def formula(a: Array, b: Array, exact: int = 0) -> Array:
         if a.dtype == object:
             return np.asarray(np.frompyfunc(_symbolic_quotient, 2, 1)(a, b))
         if a.dtype.kind not in "iu":
