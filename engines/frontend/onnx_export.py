@@ -6,6 +6,7 @@ forms is then only another name. Where an operator cannot work on the other form
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from engines.frontend.onnx_file import INTEGER_STATES
 from engines.frontend.operators.denormalise import (
     OPSET,
     channel_shuffle,
@@ -24,6 +26,7 @@ from engines.frontend.operators.denormalise import (
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.ops import LayoutOp, op_of
 from engines.ops.blocks import in_blocks, unpacked
+from engines.ops.recurrent import GATES
 from engines.version import COMPILER_VERSION
 
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
@@ -34,7 +37,9 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     """The graph as a checked ONNX model of opset 20, with the graph's input and output names.
 
     A quantised activation is QuantizeLinear -> DequantizeLinear behind its producer; a quantised constant is an integer
-    initialiser and a DequantizeLinear. Raises ModelError for what ONNX cannot say (two symbolic extents in a Reshape).
+    initialiser and a DequantizeLinear. A recurrent layer is in float, for ONNX has no other; those whose states are
+    multiplied as integers are named in the model's properties. Raises ModelError for what ONNX cannot say (two symbolic
+    extents in a Reshape).
     """
     graph = _by_floats(graph)
     writer = Writer(graph)
@@ -55,6 +60,8 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
     model = helper.make_model(proto, opset_imports=opsets, producer_name="infer-server",
                               producer_version=COMPILER_VERSION)
     model.ir_version = 9        # what opset 20 came with, so that older runtimes read it
+    if writer.integer_states:
+        helper.set_model_props(model, {INTEGER_STATES: json.dumps(writer.integer_states)})
     onnx.checker.check_model(model)
     return model
 
@@ -96,6 +103,7 @@ class Writer:
     named: set[str] = field(default_factory=set)        # the nodes
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=lambda: {"": OPSET})
+    integer_states: list[str] = field(default_factory=list)     # the recurrent layers of integers
 
     def emit(self, op: str, inputs: Sequence[str], outputs: Sequence[str], name: str = "", **attrs: Any) -> str:
         attrs = without_defaults(op, attrs)
@@ -164,6 +172,8 @@ class Writer:
             shape = self.graph.shape(node.inputs[0])
             parts = channel_shuffle(written, [shape[axis] for axis in _TO_FIRST] if first else shape, groups, constant)
         for op, names, outputs, attrs in parts:
+            if op in GATES and node.precision == "int8":
+                self.integer_states.append(outputs[0])
             self.emit(op, names, outputs, node.name if op == node.op else "", **attrs, **domain)
 
     def _channels_first(self, node: Node) -> bool:

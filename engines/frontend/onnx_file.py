@@ -7,6 +7,7 @@ The weights stand beside the rest, so that graphs and plans share them.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
 from engines.frontend.names import check_branches, check_names, graphs_in
 from engines.frontend.opsets import check_opset
 from engines.ir.graph import Array, Dim, TensorType
+
+INTEGER_STATES = "infer_server.integer_states"      # the property of a model that names recurrent layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,18 @@ class OnnxModel:
             value.CopyFrom(helper.make_tensor_value_info(
                 value.name, helper.np_dtype_to_tensor_dtype(kind.dtype), [None] * len(kind.shape)))
         return replace(self, proto=proto)
+
+    @property
+    def integer_states(self) -> frozenset[str]:
+        """The recurrent layers, by their nodes' names, that an engine multiplied in integers when it was exported."""
+        said = next((entry.value for entry in self.proto.metadata_props if entry.key == INTEGER_STATES), "[]")
+        try:
+            names = json.loads(said)
+        except ValueError:
+            names = None
+        if not isinstance(names, list):
+            raise ModelError(f"{self.name}: its property {INTEGER_STATES} is no list of names: '{said}'")
+        return frozenset(map(str, names))
 
     def document(self) -> bytes:
         """All but the weights, for `from_document`."""
@@ -162,7 +177,9 @@ def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
     """What the importer reads of it but the weights; the caller's own is left as it is."""
     graph = helper.make_graph(in_order(proto.graph.node), proto.graph.name, proto.graph.input, proto.graph.output)
-    return helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    model.metadata_props.extend(entry for entry in proto.metadata_props if entry.key == INTEGER_STATES)
+    return model
 
 
 def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,10 @@ def graph_from_onnx(model: Model, *,
     outputs = tuple(value.name for value in source.proto.graph.output)
     if missing := [output for output in outputs if output not in trace.types]:
         raise ModelError(f"{name}: output '{missing[0]}' is never produced")
-    graph = Graph(name, tuple(value.name for value in source.inputs), outputs, tuple(trace.nodes), trace.constants,
-                  trace.types)
+    integers = source.integer_states
+    nodes = tuple(replace(node, precision="int8") if node.op in GATES and node.name in integers else node
+                  for node in trace.nodes)
+    graph = Graph(name, tuple(value.name for value in source.inputs), outputs, nodes, trace.constants, trace.types)
     return verify(graph.rebuild(graph.nodes))
 
 

@@ -71,9 +71,10 @@ def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tup
     wanted = {id(node): as_float(graph, node) for node in graph.nodes
               if is_weighted(node) and not is_product(graph, node)} | dict(inputs)
     graph = with_int8_weights(with_conversions(graph, wanted), weights, "int8")
-    return graph.rebuild(
-        replace(node, precision="int8") if (recurrences and node.op == "Recurrence" or _is_exact(graph, node))
-        and not set(node.origin) & set(keep_float) else node for node in graph.nodes)
+    chosen = [(recurrences and node.op == "Recurrence" or node.precision == "int8" or _is_exact(graph, node))
+              and not set(node.origin) & set(keep_float) for node in graph.nodes]
+    return graph.rebuild(replace(node, precision="int8" if whole else "fp32")
+                         for node, whole in zip(graph.nodes, chosen, strict=True))
 
 
 def set_float_precision(graph: Graph, precision: str) -> Graph:
