@@ -46,12 +46,12 @@ def test_many_users_are_batched_and_the_split_of_their_time_adds_up(repository: 
                      "--warmup", "0.2", "--json", str(tmp_path / "report.json")]) == FINE
     one, many = json.loads((tmp_path / "report.json").read_text())["levels"]
     assert one["server"]["batch_sizes"].keys() == {"1"}
-    assert many["server"]["mean_batch"] > 4
+    assert many["server"]["mean_batch"] > 2
     assert max(map(int, many["server"]["batch_sizes"])) <= MAX_BATCH
     for level in (one, many):
         parts = sum(level["server"][f"{phase}_ms"] for phase in PHASES)
         assert 1e3 * BATCH_SECONDS <= level["server"]["compute_infer_ms"] <= parts < 1.2 * level["latency_ms"]["mean"]
-    assert many["throughput"] > 3 * one["throughput"]
+    assert many["throughput"] > 1.5 * one["throughput"]
 
 
 def test_a_model_of_fixed_shape_is_sent_as_it_is_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

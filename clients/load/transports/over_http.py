@@ -19,6 +19,7 @@ from clients.load.transports.transport import SETUP_SECS, Feed, NotAnsweredError
 from protos import inference as pb
 
 _OK = 200
+_MOST_CONNECTIONS = 512         # below the descriptors that a process may have; more requests wait for one
 _STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
              413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE",
              504: "DEADLINE_EXCEEDED"}
@@ -30,6 +31,7 @@ class HttpTransport(Transport):
         self._address, self._host, self._port = address, host.strip("[]"), int(port)
         self._free: list[HttpConnection] = []
         self._all: set[HttpConnection] = set()
+        self._slots = asyncio.Semaphore(_MOST_CONNECTIONS)
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
         return json_format.ParseDict(await self._get(_path(model, version)), pb.ModelMetadataResponse(),
@@ -58,7 +60,7 @@ class HttpTransport(Transport):
         """Raises NotAnsweredError: there is no answer at all."""
         connection: HttpConnection | None = None
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout), self._slots:
                 connection = await self._connection()
                 answer = await connection.ask(request)
         except TimeoutError:
