@@ -92,11 +92,14 @@ def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
 def test_what_clients_of_the_fast_front_do_not_read_is_bounded_and_ends_with_their_connections(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
-    with serving(tmp_path, grpc_front="fast", max_inflight_bytes=3 * ONE_CALL, send_timeout_secs=0.5) as server:
+    with serving(tmp_path, grpc_front="fast", max_inflight_bytes=3 * ONE_CALL) as server:
         mute = MuteClient(server.ports.grpc)
         mute.ask(INFER, request("large", VALUES))
         mute.ask(INFER, request("large", VALUES))
-        assert eventually(lambda: held(server) >= 8 * VALUES), "two answers of float32"
+        executed = server.server.repository.find("large").statistics
+        assert eventually(lambda: executed.snapshot().success.count == 2)
+        assert eventually(lambda: 8 * VALUES <= held(server) < 9 * VALUES), "two answers of float32"
+        server.server._inflight.send_timeout_secs = 0.2
         assert eventually(lambda: "answers are not read: ipv4:127.0.0.1:" in caplog.text)
         with pytest.raises((EOFError, ConnectionError)):
             while True:
