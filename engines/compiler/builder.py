@@ -192,7 +192,7 @@ class Builder:
         general."""
         chosen = self._session.general(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch,
                                        usual and (lambda: self.stored(usual(), ranges)))
-        return self._plan(self._session, chosen) if chosen else None
+        return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
@@ -248,14 +248,17 @@ class Builder:
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
         return self._plan(self._here, self._here.choose(graph, max_batch))
 
-    def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None) -> Plan:
-        graph = chosen.graph
-        document, arrays = graph_to_json(graph)
-        return Plan(
+    def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None,
+              bare: bool = False) -> Plan:
+        """bare: without the graph, which is not written out then: see Plan.bare."""
+        graph, machine = chosen.graph, session.assemble(chosen)
+        document, arrays = ({}, dict(graph.constants)) if bare and machine.code else graph_to_json(graph)
+        plan = Plan(
             graph.name, self.config.precision, chosen.max_batch, io_tensors(graph, graph.inputs),
-            io_tensors(graph, graph.outputs), session.assemble(chosen), document, arrays, dependence=graph.dependence,
+            io_tensors(graph, graph.outputs), machine, document, arrays, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads,
                       **({"opt_batch": self.config.opt_batch} if self.config.opt_batch else {}), **(metadata or {})})
+        return plan.bare() if bare else plan
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""

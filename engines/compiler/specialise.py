@@ -126,7 +126,7 @@ class Specialiser:
             return self._made("numpy", extents)
         plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
                                        lambda: _graph(subject, recipe, self._plan.extents))
-        return replace(plan, extents=dict(extents)).bare() if plan else self._made("numpy", extents)
+        return replace(plan, extents=dict(extents)) if plan else self._made("numpy", extents)
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:

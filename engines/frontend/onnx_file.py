@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
 from engines.frontend.names import check_branches, check_names, graphs_in
 from engines.frontend.opsets import check_opset
-from engines.ir.graph import Array, Dim, TensorType
+from engines.ir.graph import Array, Dim, Node, TensorType
 
 INTEGER_STATES = "infer_server.integer_states"      # the property of a model that names recurrent layers
 
@@ -31,10 +31,12 @@ class OnnxModel:
 
     proto       the model without its initialisers; nobody changes it
     weights     these, by name
+    nodes       of the file, as the importer reads them: it fills this in once, for no shape or constant changes them
     """
     name: str
     proto: onnx.ModelProto
     weights: Mapping[str, Array]
+    nodes: list[Node] = field(default_factory=list)
 
     @property
     def inputs(self) -> tuple[onnx.ValueInfoProto, ...]:

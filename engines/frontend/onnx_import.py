@@ -15,7 +15,7 @@ from engines.faults import faults_named
 from engines.frontend.branches import branch_taken, is_if, made_in, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
-from engines.frontend.onnx_file import Model, array_of, dense_of, in_order, read_model
+from engines.frontend.onnx_file import Model, OnnxModel, array_of, dense_of, in_order, read_model
 from engines.frontend.operators import (  # noqa: F401  (they fill the tables)
     attention,
     axes,
@@ -64,7 +64,7 @@ def graph_from_onnx(model: Model, *,
     source = read_model(model)
     name = source.name
     opsets = {domain_of(entry): entry.version for entry in source.proto.opset_import}
-    refuse(name, source.proto.graph, opsets)
+    nodes = _nodes(source, opsets)
     source = source.with_constants(constants or {})
 
     trace = Trace()
@@ -73,8 +73,8 @@ def graph_from_onnx(model: Model, *,
     for tensor_name, kind in input_types(name, source.declared(), shapes or {}, keep_batch).items():
         trace.input(tensor_name, kind)
     file = _File(name, opsets, made_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
-    for node in source.proto.graph.node:
-        _add(file, trace, node)
+    for proto, node in zip(source.proto.graph.node, nodes, strict=True):
+        _add(file, trace, proto, node)
 
     outputs = tuple(value.name for value in source.proto.graph.output)
     if missing := [output for output in outputs if output not in trace.types]:
@@ -108,13 +108,21 @@ class _File:
     notices: list[str]
 
 
+def _nodes(source: OnnxModel, opsets: Mapping[str, int]) -> Sequence[Node]:
+    """The nodes of the file, which meet their schemas. Raises ModelError."""
+    if not source.nodes:
+        refuse(source.name, source.proto.graph, opsets)
+        source.nodes[:] = [node_of(source.name, proto) for proto in source.proto.graph.node]
+    return source.nodes
+
+
 def _add_constants(model: str, trace: Trace, graph: onnx.GraphProto) -> None:
     for tensor in graph.initializer:
         trace.constant(tensor.name, array_of(model, tensor))
 
 
-def _add(file: _File, trace: Trace, proto: onnx.NodeProto) -> None:
-    model, node = file.model, node_of(file.model, proto)
+def _add(file: _File, trace: Trace, proto: onnx.NodeProto, node: Node) -> None:
+    model = file.model
     try:
         if is_if(proto):
             branch = _branch(file, proto, node, trace)
@@ -150,7 +158,7 @@ def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onn
 def _add_branch(file: _File, trace: Trace, branch: onnx.GraphProto, node: Node) -> None:
     _add_constants(file.model, trace, branch)
     for inner in in_order(branch.node):
-        _add(file, trace, inner)
+        _add(file, trace, inner, node_of(file.model, inner))
     for value, output in zip(branch.output, node.outputs, strict=True):
         if value.name not in trace.types:
             raise ModelError(f"{file.model}: {describe(node)}: its output '{value.name}' is never produced")

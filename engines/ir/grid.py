@@ -45,10 +45,20 @@ class Blocks:
 
 def block_params(rows: Array) -> Blocks | None:
     """Four bits that lose nothing of the weights [rows, columns]; None if no blocks of usual sizes have them."""
+    if not _few_levels(rows[0, :min(BLOCKS)]):
+        return None
     for block in (rows.shape[1], *BLOCKS):
         if block <= rows.shape[1] and _in_blocks(rows[:1], block) and (found := _in_blocks(rows, block)):
             return found
     return None
+
+
+def _few_levels(weights: Array) -> bool:
+    """Whether weights of one block may be of four bits: of them and 0 no two that differ do so by less than a fifteenth
+    of what all span. Of weights that were never quantised this is false, and soon told."""
+    steps = np.diff(np.sort(np.append(weights.astype(np.float32), np.float32(0))))
+    span = steps.sum()
+    return not (steps[steps > 4 * OFF * span] < span / 16).any()
 
 
 def _in_blocks(rows: Array, block: int) -> Blocks | None:

@@ -14,6 +14,7 @@ Where the sums themselves are wanted as integers, the weights must be so small t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -184,8 +185,9 @@ class _Writer(GraphEditor):
         channels = weights.sum(axis=tuple(range(1, weights.ndim)), dtype=np.float64)
         if not any(node.attrs["pads"]):
             return self._number(node, "sums", channels.reshape(-1, *[1] * (weights.ndim - 2)))
-        ones = np.ones((1, *map(int, self.graph.shape(node.inputs[0])[1:])), np.float32)
-        return self._number(node, "sums", Conv.compute(node, ones, weights))
+        ones = np.ones((1, 1, *map(int, self.graph.shape(node.inputs[0])[2:])), np.float32)     # any channel is as this
+        alike = replace(node, attrs={**node.attrs, "group": 1})
+        return self._number(node, "sums", Conv.compute(alike, ones, weights.sum(axis=1, keepdims=True)))
 
 
 _AS_IT_IS = {"scale": 1.0, "zero_point": 0, "low": 0, "high": 255}

@@ -35,9 +35,10 @@ class View:
         return self == dense_view(self.dtype, self.shape)
 
     @property
-    def span(self) -> int:
-        """Bytes from element 0 of an item to the end of its last one."""
-        return self.size + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+    def reach(self) -> tuple[int, int]:
+        """Where an item's bytes begin and end, from its element 0: before that where an axis runs backwards."""
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        return sum(min(step, 0) for step in steps), self.size + sum(max(step, 0) for step in steps)
 
 
 def dense_view(dtype: str, shape: Sequence[int]) -> View:

@@ -20,7 +20,8 @@ def merge_common(graph: Graph) -> Graph:
                 editor.replace(name, first)
     seen: dict[Hashable, Node] = {}
     for node in graph.nodes:
-        node = replace(node, inputs=tuple(map(editor.current, node.inputs)))
+        inputs = tuple(map(editor.current, node.inputs))
+        node = node if inputs == node.inputs else replace(node, inputs=inputs)
         first_node = seen.setdefault(_key(node), node) if _repeatable(node) else node
         if first_node is node:
             editor.nodes.append(node)

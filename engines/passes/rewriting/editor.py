@@ -115,7 +115,9 @@ class GraphEditor:
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The node, and the nodes of its body, with other names for the tensors in `names`."""
+    """The node, and the nodes of its body, with other names for the tensors in `names`; itself if it has none."""
+    if not node.body and names.keys().isdisjoint(node.inputs) and names.keys().isdisjoint(node.outputs):
+        return node
     return replace(node, inputs=tuple(names.get(i, i) for i in node.inputs),
                    outputs=tuple(names.get(o, o) for o in node.outputs),
                    body=tuple(renamed(part, names) for part in node.body))

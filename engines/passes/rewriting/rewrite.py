@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.ir.graph import Array, Graph, Node, TensorType, verify
 from engines.ops import op_of
@@ -142,36 +142,47 @@ class Draft:
 
 def find(graph: Graph, root: Node, pattern: P) -> Match | None:
     """The match of `pattern` whose last node is `root`, if there is one."""
-    return _match_node(root, pattern, Match(graph, root, (), {}, {}))
+    found = _match_node(graph, root, pattern, _Found((), {}, {}))
+    return found and Match(graph, root, found.nodes, found.bound, found.values)
 
 
-def _match_node(node: Node, pattern: P, so_far: Match) -> Match | None:
+class _Found(NamedTuple):
+    """What has matched so far: of thousands of tries few become a Match."""
+    nodes: tuple[Node, ...]
+    bound: Mapping[str, Node]
+    values: Mapping[str, str]
+
+
+def _match_node(graph: Graph, node: Node, pattern: P, so_far: _Found) -> _Found | None:
     if node.op not in pattern.ops or len(node.inputs) < len(pattern.inputs):
         return None
     bound = {**so_far.bound, pattern.bind: node} if pattern.bind else so_far.bound
-    here = replace(so_far, nodes=(*so_far.nodes, node), bound=bound)
+    here = _Found((*so_far.nodes, node), bound, so_far.values)
+    if not pattern.inputs:
+        return here
     commutes = op_of(node.op).commutative and len(pattern.inputs) == len(node.inputs) == 2
     for inputs in permutations(node.inputs) if commutes else (node.inputs,):
-        found: Match | None = here
+        found: _Found | None = here
         for name, part in zip(inputs, pattern.inputs, strict=False):
-            found = found and _match_operand(name, part, found)
+            if found is None:
+                break
+            found = _match_operand(graph, name, part, found)
         if found:
             return found
     return None
 
 
-def _match_operand(name: str, part: P | Constant | Value | EllipsisType, so_far: Match) -> Match | None:
-    graph = so_far.graph
+def _match_operand(graph: Graph, name: str, part: P | Constant | Value | EllipsisType, so_far: _Found) -> _Found | None:
     if isinstance(part, P):
         node = graph.producer.get(name)
         if node is None or len(node.outputs) > 1 or name in graph.outputs or len(graph.consumers[name]) != 1:
             return None                     # a value that is seen from outside cannot be replaced
-        return _match_node(node, part, so_far)
+        return _match_node(graph, node, part, so_far)
     if isinstance(part, EllipsisType):
         return so_far
     if isinstance(part, Constant) and not graph.is_constant(name) or so_far.values.get(part.bind, name) != name:
         return None
-    return replace(so_far, values={**so_far.values, part.bind: name})
+    return _Found(so_far.nodes, so_far.bound, {**so_far.values, part.bind: name})
 
 
 def apply(graph: Graph, rules: Sequence[Rule], log: list[Note] | None = None) -> Graph:

@@ -75,8 +75,8 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
 
 
 def _is_identity(matrix: Array | None) -> bool:
-    return matrix is not None and matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] and (
-        np.count_nonzero(matrix) == len(matrix) and bool(np.all(matrix.diagonal() == 1)))
+    return (matrix is not None and matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
+            and bool(np.all(matrix.diagonal() == 1)) and np.count_nonzero(matrix) == len(matrix))
 
 
 def _neutral(graph: Graph, node: Node) -> str | None:
@@ -84,8 +84,13 @@ def _neutral(graph: Graph, node: Node) -> str | None:
     sides = (0, 1) if op_of(node.op).commutative else (0,)
     for side in sides:
         constant = graph.constants.get(node.inputs[1 - side])
-        if constant is None or not np.all(constant == _NEUTRAL[node.op]):
+        if constant is None or not _is_all(constant, _NEUTRAL[node.op]):
             continue
         if graph.types[node.inputs[side]] == graph.types[node.outputs[0]]:
             return node.inputs[side]
     return None
+
+
+def _is_all(constant: Array, value: float) -> bool:
+    """Whether each element is the value: of large tables the first one mostly tells."""
+    return not constant.size or bool(constant.flat[0] == value and np.all(constant == value))

@@ -42,14 +42,15 @@ class Window:
     @staticmethod
     def whole(view: View) -> Window:
         """Every row may touch all of the item."""
-        return Window(0, view.span)
+        return Window(*view.reach)
 
     @staticmethod
     def along(view: View, axis: int = 0, rows: int = 1, step: int = 1, first: int = 0, count: int = 1) -> Window:
         """`rows` neighbours touch `count` indices of an axis, from `first` on; the next ones, `step` further on."""
         stride = view.strides[axis]
-        others = view.span - (view.shape[axis] - 1) * stride
-        return Window(first * stride, (first + count - 1) * stride + others, rows, step * stride)
+        begin, end = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis + 1:])).reach
+        low, high = sorted((first * stride, (first + count - 1) * stride))
+        return Window(begin + low, end + high, rows, step * stride)
 
 
 @dataclass(frozen=True)

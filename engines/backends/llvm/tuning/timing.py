@@ -43,8 +43,10 @@ def aligned(array: Array) -> Array:
 
 
 def memory_of(view: View, items: int) -> Array:
-    """Room for so many items of a view, halo and slack included."""
-    return aligned(np.zeros((items - 1) * view.item + view.span + 256, np.uint8))
+    """Room for so many items of a view, halo and slack included, from element 0 on: there is more before it where an
+    axis runs backwards."""
+    begin, end = view.reach
+    return aligned(np.zeros((items - 1) * view.item + end - begin + 256, np.uint8))[-begin:]
 
 
 def measure(calls: Mapping[Any, Callable[[], None]]) -> dict[Any, float]:

@@ -6,13 +6,14 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.tuning import candidate_times, timing
 from engines.backends.llvm.tuning.timing import measure
 from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.convolution import Contraction, Depthwise
-from engines.lowering.problems.view import Halo, dense_view
+from engines.lowering.problems.view import Halo, View, dense_view
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 
@@ -105,3 +106,12 @@ def test_a_clock_that_stands_still_for_a_moment_makes_nobody_the_fastest(monkeyp
     monkeypatch.setattr(timing, "thread_seconds", lambda: next(clock))
     monkeypatch.setattr(timing, "ROUNDS", 0)
     assert measure({"one": lambda: None, "other": lambda: None}) == {"one": 3e6, "other": 3e6}
+
+
+def test_a_view_that_runs_backwards_is_timed_and_watched_before_its_element_0_too():
+    view = View("float32", (3, 8), (32, -4), 96)
+    memory = timing.memory_of(view, 2)
+    assert memory.ctypes.data - memory.base.ctypes.data >= 28 and memory.nbytes >= 96 + 2 * 32 + 4
+    assert Window.whole(view) == Window(-28, 2 * 32 + 4)
+    assert Window.along(view) == Window(-28, 4, 1, 32)                      # a row
+    assert Window.along(view, 1) == Window(0, 2 * 32 + 4, 1, -4)            # a column

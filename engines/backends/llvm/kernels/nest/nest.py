@@ -22,7 +22,6 @@ from engines.codegen.nest.results import write_element
 from engines.codegen.nest.values import NEAR
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.problems.nest import Nest
-from engines.lowering.problems.view import View
 
 BLOCK = 1 << 13     # turns of all loops in a row of the grid: enough to pay for its call, few enough to share out
 TURN = 3            # cycles of a loop's turn, beside what it does
@@ -134,7 +133,7 @@ class NestKernel(Kernel[Nest]):
         return Grid(math.prod(loops.extents[loop] for loop in loops.order[:blocks.split]) * blocks.count)
 
     def windows(self, isa: Isa, tactic: NestTactic) -> Sequence[Window]:
-        return [reach(view) for view in (*self.problem.inputs, *self.problem.outputs)]
+        return [Window.whole(view) for view in (*self.problem.inputs, *self.problem.outputs)]
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: NestTactic) -> None:
@@ -162,9 +161,3 @@ class NestKernel(Kernel[Nest]):
                       lambda inside, at=bases[count:]: write_element(    # type: ignore[misc]
                           code, inside, problem, at, wanted),
                       None, bounds)
-
-
-def reach(view: View) -> Window:
-    """What a view with strides of either sign touches of an item."""
-    ends = [(extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True)]
-    return Window(sum(min(end, 0) for end in ends), view.size + sum(max(end, 0) for end in ends))

@@ -14,7 +14,6 @@ from functools import cached_property
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
-from engines.backends.llvm.kernels.nest.nest import reach
 from engines.codegen.ir_builder import Module, Value
 from engines.codegen.nest.loops import Code, Frame
 from engines.codegen.nest.order import NONE, Cut, Loops
@@ -45,7 +44,7 @@ class ScatterKernel(Kernel[Scatter]):
         return Grid(math.prod(self.problem.loops[loop] for loop in self.rows))
 
     def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
-        return [reach(view) for view in (*self.problem.inputs, *self.problem.outputs)]
+        return [Window.whole(view) for view in (*self.problem.inputs, *self.problem.outputs)]
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
