@@ -4,6 +4,7 @@
 #
 # installs REQUIREMENT ('.[demo]', '-e .[test]') into DIR with the first Python >= 3.11 found (or $PYTHON). DIR is
 # reused while the files at PATH... are what they were; when they change, or its Python has gone, it is made anew.
+# $OPTIONAL names requirements that are installed after it where that is possible.
 
 find_python() {
     local candidate
@@ -21,7 +22,7 @@ find_python() {
 make_venv() {
     local dir=$1 requirement=$2 stamp python
     shift 2
-    stamp="$requirement $(find "$@" -type f ! -name '*.pyc' | sort | tr '\n' '\0' | xargs -0 cat | cksum)"
+    stamp="$requirement ${OPTIONAL:-} $(find "$@" -type f ! -name '*.pyc' | sort | tr '\n' '\0' | xargs -0 cat | cksum)"
     if [[ $(cat "$dir/stamp" 2>/dev/null) == "$stamp" ]] && "$dir/bin/python" -c '' 2>/dev/null; then
         return
     fi
@@ -37,6 +38,10 @@ make_venv() {
     if ! "$dir/bin/python" -m pip install --quiet --disable-pip-version-check $requirement; then
         echo "error: pip could not install $requirement; its message is above" >&2
         return 1
+    fi
+    # shellcheck disable=SC2086
+    if [[ ${OPTIONAL:-} ]] && ! "$dir/bin/python" -m pip install --quiet --disable-pip-version-check $OPTIONAL; then
+        echo "pip could not install $OPTIONAL: $dir goes without; its message is above" >&2
     fi
     echo "$stamp" >"$dir/stamp"
 }

@@ -69,3 +69,11 @@ def test_a_failed_installation_is_an_error_and_is_not_taken_for_a_good_one(tmp_p
     assert done.returncode != 0
     assert "could not install -r missing.txt" in done.stderr
     assert not (tmp_path / "env" / "stamp").exists()
+
+
+def test_what_is_optional_and_cannot_be_installed_is_gone_without(tmp_path: Path, fake_python: str) -> None:
+    (tmp_path / "requirements.txt").write_text("")
+    make = "OPTIONAL='-r missing.txt' make_venv env '-r requirements.txt' requirements.txt"
+    done = bash(make, tmp_path, fake_python)
+    assert done.returncode == 0 and "could not install -r missing.txt: env goes without" in done.stderr
+    assert bash(make, tmp_path, fake_python).stderr == "", "it is tried once"
