@@ -24,7 +24,8 @@ from calibration.data.generated import generated
 from engines import load_engine
 from engines.ir.graph import Array
 from engines.plan.plan import Step, graph_of
-from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.context import ExecutionContext
+from engines.runtime.engine import Engine
 from engines.runtime.program_engine import ProgramEngine
 
 PROFILES = 30           # runs in which every step is timed apart

@@ -30,7 +30,8 @@ from engines.backends.llvm.runtime.workers import ParallelExecution
 from engines.ir.graph import Array
 from engines.plan.file import read_plan
 from engines.plan.plan import Plan
-from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.context import ExecutionContext
+from engines.runtime.engine import Engine
 
 TURN = 3                # executions in a row of one context
 FEEDS = 16              # different inputs of the check

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from engines.compiler.build import EngineBuild, build_engine
     from engines.compiler.engine_cache import EngineCache
     from engines.loading import load_engine
-    from engines.runtime.engine import Engine, ExecutionContext
+    from engines.runtime.context import ExecutionContext
+    from engines.runtime.engine import Engine
 
 _HOMES = {"build_engine": "engines.compiler.build", "EngineBuild": "engines.compiler.build",
           "EngineCache": "engines.compiler.engine_cache", "Engine": "engines.runtime.engine",
-          "ExecutionContext": "engines.runtime.engine", "load_engine": "engines.loading"}
+          "ExecutionContext": "engines.runtime.context", "load_engine": "engines.loading"}
 __all__ = ["Engine", "EngineBuild", "EngineCache", "ExecutionContext", "build_engine", "load_engine"]
 
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes
 from engines.plan.plan import Plan, Step
-from engines.runtime.engine import Engine, ExecutionContext
+from engines.runtime.context import ExecutionContext
+from engines.runtime.engine import Engine
 from engines.runtime.staged import StagedContext
 
 

@@ -10,7 +10,7 @@ from engines.backends.llvm.runtime.lending import Lendable, address_of
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE
 from engines.plan.plan import SLACK, Plan
-from engines.runtime import engine
+from engines.runtime import context
 from engines.runtime.engine import Engine
 from engines.runtime.results import MOST_BYTES, Results
 from tests.engines.tiny import halo_plan, mix_plan, mix_reference
@@ -20,7 +20,7 @@ READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "LENT_BYTES", 0)
+    monkeypatch.setattr(context, "LENT_BYTES", 0)
 
 
 def some_input(items: int, seed: int = 0) -> Array:
@@ -61,12 +61,12 @@ def test_what_is_not_in_one_piece_or_ends_with_its_page_is_copied() -> None:
 
 
 def test_a_context_that_was_lent_arrays_runs_on_its_own_memory_again() -> None:
-    context = Engine(mix_plan(READS, OUTPUTS)).create_context()
+    own = Engine(mix_plan(READS, OUTPUTS)).create_context()
     x, other = some_input(2), some_input(2, seed=1)
-    context.input("x", 2)[...] = x
-    assert_right(context.run({"x": other}, 2), other)
-    context.execute(2)
-    assert_right({f"t{i}": context.output(f"t{i}", 2) for i in OUTPUTS}, x)
+    own.input("x", 2)[...] = x
+    assert_right(own.run({"x": other}, 2), other)
+    own.execute(2)
+    assert_right({f"t{i}": own.output(f"t{i}", 2) for i in OUTPUTS}, x)
 
 
 def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:

@@ -1,0 +1,126 @@
+"""ExecutionContext: the memory of one request or batch at a time, and what carries it out."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, WorksInArrays
+from engines.errors import ConfigError, InputError
+from engines.ir.dtypes import memory_dtype
+from engines.ir.graph import Array
+from engines.plan.plan import Plan, Step, TensorView
+from engines.runtime.results import Results
+
+LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
+
+
+class ExecutionContext:
+    """The memory of one run, and what carries it out. One owner thread at a time."""
+
+    def __init__(self, plan: Plan, execution: Execution) -> None:
+        self.plan, self.execution = plan, execution
+        self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
+        self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
+        self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+        self._lender = execution if isinstance(execution, WorksInArrays) else None
+        self._results = Results()
+        self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
+                               and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
+
+    def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
+        """The context itself: a plan without open extents is for one set of shapes. See OpenContext."""
+        return self
+
+    def input(self, name: str, batch: int = 1) -> Array:
+        """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
+
+        What is in them stays there until it is overwritten.
+        """
+        return self._array("input", name, batch)
+
+    def execute(self, batch: int = 1) -> None:
+        """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
+        self._check(batch)
+        self.execution.run(batch)
+
+    def show(self, batch: int, show: Show) -> None:
+        """Execute, and show each output as soon as it is whole."""
+        self._check(batch)
+        assert isinstance(self.execution, ShowsOutputs), "several threads do not stop between two steps"
+        self.execution.show(batch, show)
+
+    def output(self, name: str, batch: int = 1) -> Array:
+        """An output of the last execute: a view, valid until the next one."""
+        return self._array("output", name, batch)
+
+    def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
+        """The outputs of inputs that fit. What is large is not copied, where the execution works in arrays."""
+        lent: dict[str, Array] = {}
+        try:
+            for name, array in arrays.items():
+                if array.nbytes < LENT_BYTES or not self._lends(self._inputs[name], array):
+                    np.copyto(self.input(name, batch), array)
+            for name, view in self._large_outputs:
+                array = self._results.array((batch, *view.shape) if view.batched else view.shape,
+                                            memory_dtype(view.dtype))
+                if self._lends(view, array):
+                    lent[name] = array
+            self.execute(batch)
+        finally:
+            if self._lender:
+                self._lender.take_back()
+        return {name: lent[name] if name in lent else self.output(name, batch).copy() for name in self._outputs}
+
+    def _lends(self, view: TensorView, array: Array) -> bool:
+        return self._lender is not None and self._lender.lend(view, array)
+
+    def bind(self, name: str, array: Any) -> None:
+        """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
+        host's slots again.
+
+        array: dense, of as many items as are executed or more, with __cuda_array_interface__ or DLPack (torch, cupy,
+        pycuda, numba, jax). What writes it must be done by then, if the array does not say on which stream it works.
+        Raises InputError: it does not fit; ConfigError: the plan is for a CPU.
+        """
+        if not isinstance(self.execution, BindsArrays):
+            raise ConfigError(f"{self.plan.name}: the plan runs on the CPU; write to context.input('{name}') instead")
+        if (view := self._inputs.get(name) or self._outputs.get(name)) is None:
+            raise InputError(f"{self.plan.name} has no input or output '{name}'; it has "
+                             f"{names_of({**self._inputs, **self._outputs})}")
+        self.execution.bind(view, array)
+
+    def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
+        """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
+        self._check(batch)
+        if repeats < 1:
+            raise ConfigError(f"profile: repeats={repeats}, at least 1")
+        return list(zip(self.plan.machine.steps, self.execution.profile(batch, repeats), strict=True))
+
+    def close(self) -> None:
+        """Stop the context's threads. Its memory is freed with the last view of it."""
+        self.execution.close()
+
+    def _array(self, kind: str, name: str, batch: int) -> Array:
+        """Where a tensor lies never changes, so each array is made once."""
+        found = self._arrays.get((kind, name, batch))
+        if found is None:
+            self._check(batch)
+            table = self._inputs if kind == "input" else self._outputs
+            if name not in table:
+                raise InputError(f"{self.plan.name} has no {kind} '{name}'; it has {names_of(table)}")
+            make = self.execution.input if kind == "input" else self.execution.output
+            found = self._arrays[kind, name, batch] = make(table[name], batch)
+        return found
+
+    def _check(self, batch: int) -> None:
+        if not 1 <= batch <= self.plan.batch_slots:
+            limit = f"1 to {self.plan.max_batch}" if self.plan.max_batch else "1 (the model has no batch axis)"
+            raise InputError(f"{self.plan.name}: batch {batch}, but the plan was built for {limit}")
+
+
+def names_of(names: Mapping[str, object]) -> str:
+    """For a message."""
+    return ", ".join(f"'{name}'" for name in names)
