@@ -1,7 +1,9 @@
 """A node whose inputs are all constants is its value.
 
 Results that are much larger than what they are made of stay computed (a ConstantOfShape of a million zeros costs less
-to make than to store), but for what is little beside the model's other constants: a bias for each pair of positions.
+to make than to store), but for what is little beside the model's other constants: a bias for each pair of positions;
+and for weights that the model computes (a filter of sines): a layer multiplies by each of them, which costs more than
+to read them, and its kernels want them packed.
 """
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ import math
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
 from engines.ops.reference import run_node
+from engines.passes.rewriting.facts import is_weighted
 
 SPARE_ELEMENTS = 1 << 16        # results may be this much larger than the constants that they replace, each,
 SPARE_SHARE = 4                 # and one part in this many of all constants, together
+WEIGHT_ELEMENTS = 1 << 22       # weights may be this much larger, each
 
 
 def fold_constants(graph: Graph) -> Graph:
@@ -20,16 +24,33 @@ def fold_constants(graph: Graph) -> Graph:
     constants: dict[str, Array] = dict(graph.constants)
     spare = sum(array.size for array in constants.values()) // SPARE_SHARE
     kept: list[Node] = []
+    weights = _made_for_weights(graph)
     for node in graph.nodes:
         growth = _growth(graph, node, constants)
-        if growth is None or growth > max(SPARE_ELEMENTS, spare):
+        allowed = WEIGHT_ELEMENTS if weights.intersection(node.outputs) else max(SPARE_ELEMENTS, spare)
+        if growth is None or growth > allowed:
             kept.append(node)
         else:
-            spare -= growth if growth > SPARE_ELEMENTS else 0
+            spare -= growth if SPARE_ELEMENTS < growth <= spare else 0
             values = run_node(node, [constants[name] if name else None for name in node.inputs])
             constants.update({name: value.astype(graph.types[name].dtype, copy=False)
                               for name, value in zip(node.outputs, values, strict=True)})
     return graph.rebuild(kept, constants=constants)
+
+
+def _made_for_weights(graph: Graph) -> set[str]:
+    """The tensors that constants alone make weights of."""
+    known = {*graph.constants, ""}
+    for node in graph.nodes:
+        if known.issuperset(node.inputs):
+            known.update(node.outputs)
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if known.issuperset(node.inputs):
+            found.update(node.inputs if found.intersection(node.outputs) else ())
+        elif is_weighted(node):
+            found.update(known.intersection(node.inputs[1:2]))
+    return found - {*graph.constants, ""}
 
 
 def _growth(graph: Graph, node: Node, constants: dict[str, Array]) -> int | None:

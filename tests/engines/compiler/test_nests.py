@@ -58,7 +58,12 @@ def assert_compiled_and_right(case: Case) -> None:
     model = model_of(case)
     given = dict(zip(filter(None, case.node.input), case.inputs, strict=True))
     feeds = {info.name: given[info.name] for info in model.graph.input}
-    builder = Builder(BuildConfig(timing=False, max_batch=4 if case.open else None))
+    assert_kernels_and_right(model, feeds, case.tolerance, max_batch=4 if case.open else None)
+
+
+def assert_kernels_and_right(model: onnx.ModelProto, feeds: dict[str, Array], tolerance: float = 1e-5,
+                             max_batch: int | None = None) -> None:
+    builder = Builder(BuildConfig(timing=False, max_batch=max_batch))
     graph = builder.graph(model)
     engine = Engine(builder.plan(graph))
     assert [step.reason for step in engine.plan.machine.steps if step.fallback] == []
@@ -66,7 +71,7 @@ def assert_compiled_and_right(case: Case) -> None:
     for name, wanted in reference.run(graph, feeds).items():
         assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
         if wanted.dtype.kind == "f":
-            np.testing.assert_allclose(found[name], wanted, case.tolerance, case.tolerance)
+            np.testing.assert_allclose(found[name], wanted, tolerance, tolerance)
         else:
             np.testing.assert_array_equal(found[name], wanted)
 
@@ -197,3 +202,19 @@ def test_a_forest_is_one_kernel_and_right() -> None:
         attrs = forest(modes=("BRANCH_LEQ", "BRANCH_LT", "BRANCH_EQ"), targets=targets, missing=True, trees=21)
         trees = helper.make_node("TreeEnsembleRegressor", ["x"], ["y"], domain="ai.onnx.ml", n_targets=targets, **attrs)
         assert_compiled_and_right(Case(trees, (x,), 1))
+
+
+def test_long_ranges_are_kernels_and_right() -> None:
+    """Longer than constants may be."""
+    nodes, inputs, constants, feeds = [], [], [], {}
+    for dtype, ends in {"float32": (0.5, 7000.5, 0.1), "int32": (70000, -70000, -2)}.items():
+        names = [f"{dtype}_{end}" for end in ("start", "limit", "delta")]
+        constants += [numpy_helper.from_array(np.asarray(end, dtype), name)
+                      for end, name in zip(ends, names, strict=True)]
+        nodes += [node("Range", " ".join(names), f"{dtype}_range"),
+                  node("Add", f"{dtype} {dtype}_range", f"{dtype}_sum")]
+        inputs.append(helper.make_tensor_value_info(dtype, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [1]))
+        feeds[dtype] = np.ones(1, dtype)
+    outputs = [helper.make_empty_tensor_value_info(f"{dtype}_sum") for dtype in feeds]
+    graph = helper.make_graph(nodes, "ranges", inputs, outputs, constants)
+    assert_kernels_and_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), feeds)

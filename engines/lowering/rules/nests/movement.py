@@ -66,6 +66,16 @@ def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(w.constant(float(value) if kind in FLOATING else int(value), kind))]
 
 
+@lowers_in_general("Range")
+def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
+    """Between numbers that are known. Floats are counted in float64 and rounded once."""
+    output = ctx.type(node.outputs[0])
+    w, kind = NestWriter(ctx, node, output.shape), KINDS[output.dtype.name]
+    start, _, delta = (ctx.constant(name).item() for name in node.inputs)
+    count = w.axes[0].to("f64" if kind in FLOATING else "i64")
+    return [w.call((count * delta + start).to(kind))]
+
+
 # ---- matrices in the last two axes
 @lowers_in_general("Trilu")
 def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:

@@ -71,3 +71,10 @@ def test_a_bias_for_each_pair_of_places_is_folded_where_it_is_little_beside_the_
     scores = net("Slice", wide, axes=(2,), starts=(0,), ends=(12,), steps=(1,))
     total = net("Add", net("Reshape", scores, shape=(BATCH, 80, 1, 12)), bias)
     assert ("Gather" not in ops(simplify(net.graph(total)))) == folded
+
+
+@pytest.mark.parametrize(("op", "left"), [("MatMul", ["MatMul"]), ("Mul", ["Add", "Sin", "Mul"])])
+def test_weights_that_are_computed_are_constants_however_large(op: str, left: list[str]) -> None:
+    net = Build()
+    grid = net("Sin", net("Add", net.draw(300, 1), net.draw(1, 300)))       # more than is spared for others
+    assert ops(keeps(simplify, net.graph(net(op, net.input("x", 300, 300), grid)))) == left
