@@ -15,6 +15,7 @@ from engines.compiler.segments import FedSegments, SegmentMaker, Watched, calibr
 from engines.compiler.specialise import compiled
 from engines.compiler.subject import Seen, Subject, read_subject
 from engines.errors import CompilerFault, ConfigError, EngineError, UnknownValueError
+from engines.frontend.cutting.both import with_both_branches
 from engines.frontend.cutting.cut import Cut, cut, inputs_of
 from engines.frontend.cutting.facts import may_need_cuts
 from engines.frontend.cutting.unrolling import with_steps_unrolled
@@ -41,7 +42,7 @@ def plan_of(builder: Builder, source: OnnxModel, seen: Seen = lambda inputs: Non
     Raises EngineError.
     """
     by_host: set[str] = set()
-    source = with_steps_unrolled(source)
+    source = with_steps_unrolled(with_both_branches(source))
     found = cut(source, bounded=builder.selects) if may_need_cuts(source.proto.graph) else None
     while True:
         try:

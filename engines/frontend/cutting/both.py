@@ -1,0 +1,117 @@
+"""An If of small branches whose condition data decide: both branches, of which a Where takes one.
+
+    y = If(c; f(x), g(x))       ->      y = Where(c, f(x), g(x))
+
+What would be a program is then a graph like any other. Only where a branch costs less than a program's step does, and
+cannot fail where it is not taken: all extents are numbers, and what it computes is defined for every value.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import onnx
+from onnx import helper
+
+from engines.frontend.branches import is_if
+from engines.frontend.cutting.facts import Kinds, is_small, is_standard, kinds_of, reads
+from engines.frontend.cutting.names import in_one_scope
+from engines.frontend.names import graphs_in
+from engines.frontend.onnx_file import OnnxModel
+from engines.ir.graph import Array
+
+MOST_NODES = 64             # of both branches
+MOST_ELEMENTS = 4096        # of a tensor that they read or make
+MOST_WEIGHTS = 1 << 18      # elements of all constants that they read
+LEAST_OPSET = 9             # since then there is Where
+# On floats all of them are defined everywhere, and on integers too where they take these.
+SAFE = frozenset({
+    "Abs", "Add", "Cast", "Clip", "Concat", "Constant", "Div", "Erf", "Exp", "Flatten", "Gemm", "Identity",
+    "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal",
+    "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Reshape", "Sigmoid", "Softmax", "Softplus", "Sqrt",
+    "Sub", "Tanh", "Transpose", "Where"})
+_FLOATING = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+
+
+def with_both_branches(source: OnnxModel) -> OnnxModel:
+    """The same model without such Ifs; itself, if there are none."""
+    if not any(map(is_if, source.proto.graph.node)):
+        return source
+    if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
+        return source
+    graph = in_one_scope(source.proto.graph)
+    model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    kinds, found = kinds_of(model, source.weights), False
+    nodes = list(model.graph.node)
+    data = _follow_data(model.graph, kinds, source.weights)
+    del model.graph.node[:]
+    for node in nodes:
+        if is_if(node) and node.input[0] in data and _may_both_run(node, kinds, source.weights):
+            model.graph.node.extend(_both(node))
+            found = True
+        else:
+            model.graph.node.append(node)
+    return replace(source, proto=model) if found else source
+
+
+def _both(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    branches = {attribute.name: attribute.g for attribute in node.attribute}
+    taken, other = branches["then_branch"], branches["else_branch"]
+    made = [helper.make_node("Constant", [], [tensor.name], value=tensor)
+            for branch in (taken, other) for tensor in branch.initializer]
+    made += [*taken.node, *other.node]
+    for yes, no, output in zip(taken.output, other.output, node.output, strict=True):
+        if output:
+            made.append(helper.make_node("Where", [node.input[0], yes.name, no.name], [output], output))
+    return made
+
+
+def _follow_data(graph: onnx.GraphProto, kinds: Kinds, weights: Mapping[str, Array]) -> set[str]:
+    """Tensors made of the values of inputs that are too large to be deciding ones."""
+    found = {value.name for value in graph.input if value.name not in weights and not is_small(kinds.get(value.name))}
+    for node in graph.node:
+        if found.intersection(reads(node)) and not (is_standard(node) and node.op_type in ("Shape", "Size")):
+            found.update(node.output)
+    return found
+
+
+def _may_both_run(node: onnx.NodeProto, kinds: Kinds, weights: Mapping[str, Array]) -> bool:
+    taken, other = graphs_in(node)
+    inner = [*taken.node, *other.node]
+    if len(inner) > MOST_NODES or not all(is_standard(part) and part.op_type in SAFE for part in inner):
+        return False
+    if not len(taken.output) == len(other.output) == len(node.output):
+        return False
+    own = {tensor.name: math.prod(tensor.dims) for branch in (taken, other) for tensor in branch.initializer}
+    own |= {name: weights[name].size for part in inner for name in part.input if name in weights}
+    known = {name: _shape(kinds.get(name)) for part in inner for name in (*part.input, *part.output)
+             if name and name not in own}
+    if sum(own.values()) > MOST_WEIGHTS or any(
+            shape is None or math.prod(shape) > MOST_ELEMENTS for shape in known.values()):
+        return False
+    if any(part.op_type in ("Div", "Pow") and not _floating(kinds.get(part.output[0])) for part in inner):
+        return False
+    condition = _shape(kinds.get(node.input[0]))
+    return condition is not None and math.prod(condition) == 1 and all(
+        _alike(kinds.get(yes.name), kinds.get(no.name), len(condition))
+        for yes, no in zip(taken.output, other.output, strict=True))
+
+
+def _shape(kind: onnx.TypeProto | None) -> tuple[int, ...] | None:
+    """Of a tensor whose extents are numbers."""
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    extents = kind.tensor_type.shape.dim
+    return tuple(d.dim_value for d in extents) if all(d.HasField("dim_value") for d in extents) else None
+
+
+def _floating(kind: onnx.TypeProto | None) -> bool:
+    return kind is not None and kind.tensor_type.elem_type in _FLOATING
+
+
+def _alike(yes: onnx.TypeProto | None, no: onnx.TypeProto | None, least_rank: int) -> bool:
+    """Whether a Where on a condition of so many axes has the shape of both."""
+    shape = _shape(yes)
+    return (yes is not None and no is not None and shape is not None and shape == _shape(no)
+            and yes.tensor_type.elem_type == no.tensor_type.elem_type and len(shape) >= least_rank)

@@ -1,0 +1,43 @@
+"""An If whose condition data decide is computed both ways where its branches are small; others stay what they are."""
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from engines import build_engine
+from engines.frontend.cutting.both import with_both_branches
+from engines.frontend.onnx_file import read_model
+from engines.runtime.engine import Engine
+from tests.engines.compiler.open_models import by_onnx_runtime, node, random
+from tests.engines.compiler.program_models import region
+from tests.engines.compiler.small_models import small_model
+
+
+def gated(condition: str = "x", other: str = "Neg x", rows: int | str = 1, width: int = 40) -> onnx.ModelProto:
+    """tanh(x w), or another operator of x where the sum of all elements is not above 0. The branches' tensors have the
+    same names."""
+    op, inputs = other.split(" ", 1)
+    then = region("then", [node("MatMul", "x w", "p"), node("Tanh", "p", "q")], [], "q",
+                  constants={"w": random(width, width)})
+    otherwise = region("otherwise", [node(op, inputs, "p"), node("Identity", "p", "q")], [], "q")
+    nodes = [node("Shape", "x", "shape"), node("Cast", "shape", "extents", to=1),
+             node("ReduceSum", "x" if condition == "x" else "extents", "sum", keepdims=0),
+             node("Greater", "sum zero", "above"), node("If", "above", "y", then_branch=then, else_branch=otherwise)]
+    return small_model(nodes, {"x": [rows, width]}, ["y"], {"zero": np.array(0, np.float32)})
+
+
+def test_both_branches_are_computed_and_the_right_one_is_taken() -> None:
+    model, x = gated(), np.abs(random(1, 40))
+    engine = build_engine(model, cache=False, timing=False).engine()
+    assert isinstance(engine, Engine)
+    for feed in ({"x": x}, {"x": -x}):
+        np.testing.assert_allclose(engine.run(feed)["y"], by_onnx_runtime(model, feed)["y"], 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("model", [
+    gated("extents"), gated(other="ReduceSum x"), gated(other="Sum x"), gated(rows="N"), gated(width=600)],
+    ids=["shapes tell", "another shape", "not known to be safe", "an open extent", "many weights"])
+def test_other_ifs_stay(model: onnx.ModelProto) -> None:
+    source = read_model(model)
+    assert with_both_branches(source) is source
