@@ -14,6 +14,7 @@ from engines.passes.dynamic_quantization import write_out_dynamic
 from engines.passes.fold_constants import fold_constants
 from engines.passes.fusion.attention import fuse_attention
 from engines.passes.fusion.recurrent import split_recurrent
+from engines.passes.fusion.recurrent_steps import write_out_recurrent
 from engines.passes.fusion.siblings import merge_siblings
 from engines.passes.fusion.vertical import fuse_pointwise
 from engines.passes.half_precision import widen_floats
@@ -110,6 +111,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # while products, scales and masks are still nodes, and in the layout that patterns know
         ("fuse_attention", lambda g: fuse_attention(g, log)),
         # while layers are still ONNX's: their Transposes then take part in what follows
+        # those whose weights no kernel can pack at the build
+        ("write_out_recurrent", lambda g: write_out_recurrent(g, log)),
         ("split_recurrent", lambda g: split_recurrent(g, log)),
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),

@@ -119,10 +119,36 @@ def test_items_have_steps_of_their_own_number(tmp_path: Path) -> None:
     assert not any("GRU" in "".join(step.fuses) for step in fallbacks(engine))
 
 
-def test_weights_that_are_computed_run_on_the_reference_and_the_build_says_so(tmp_path: Path) -> None:
+def computed(w: Writer, *shape: int) -> str:
+    """Weights that follow from x."""
+    return str(w("Add", w.draw(*shape, scale=0.4), w("ReduceMean", "x", axes=[0, 1, 2], keepdims=1)))
+
+
+def test_layers_whose_weights_are_computed_are_written_out_step_by_step(tmp_path: Path) -> None:
     w = Writer()
-    recurrent = w("Add", w.draw(1, 5, 5), w("ReduceMean", "x", axes=[0, 1, 2], keepdims=1))
-    y, _ = w("RNN", "x", w.draw(1, 5, 6), recurrent, count=2, hidden_size=5)
+    first = w.draw(2, 3, 5, scale=0.5)
+    bias = w("Squeeze", computed(w, 1, 2, 30), w.integers(0))
+    both = {"hidden_size": 5, "direction": "bidirectional"}
+    lstm = w("LSTM", "x", computed(w, 2, 20, 6), computed(w, 2, 20, 5), "", "", first, first, count=3, **both)
+    gru = w("GRU", "x", computed(w, 2, 15, 6), computed(w, 2, 15, 5), bias, count=2, linear_before_reset=1, **both)
+    other = w("GRU", "x", w.draw(2, 15, 6), computed(w, 2, 15, 5), bias, "", first, count=2, **both)
+    rnn = w("RNN", w("Transpose", "x", perm=[1, 0, 2]), computed(w, 1, 5, 6), w.draw(1, 5, 5, scale=0.4), count=2,
+            hidden_size=5, direction="reverse", activations=["Relu"])
+    shapes = [((2, 2, 3, 5), (2, 3, 5), (2, 3, 5))] * 3 + [((3, 1, 2, 5), (1, 2, 5))]
+    pairs = [pair for layer, each in zip((lstm, gru, other, rnn), shapes, strict=True)
+             for pair in zip(layer, each, strict=False)]
+    model = w.model((2, 3, 6), **{f"y{i}": pair for i, pair in enumerate(pairs)})
+    engine = engine_of(model, tmp_path)
+    assert not fallbacks(engine), [f"{step.name}: {step.reason}" for step in fallbacks(engine)]
+    x = sequences_for(model, 2)
+    expected = run_onnx(model, {"x": x})
+    for output, value in engine.run({"x": x}).items():
+        assert relative_error(value, expected[output]) < TOLERANCE
+
+
+def test_computed_weights_of_a_rarer_cell_run_on_the_reference_and_the_build_says_so(tmp_path: Path) -> None:
+    w = Writer()
+    y, _ = w("RNN", "x", w.draw(1, 5, 6), computed(w, 1, 5, 5), count=2, hidden_size=5, clip=0.5)
     model = w.model((3, 1, 6), y=(y, (3, 1, 1, 5)))
     engine = engine_of(model, tmp_path)
     x = sequences_for(model, 3)
