@@ -19,10 +19,14 @@ MOST = 1 << 22          # elements of a table; longer transforms are for faster 
 
 
 def _table(length: int, parts: int, outputs: int, inverse: bool = False) -> Array:
-    turns = np.outer(np.arange(length), np.arange(outputs)) % length / length
-    angle = (2 if inverse else -2) * np.pi * turns
-    real = np.stack([np.cos(angle), np.sin(angle)], -1)
-    imaginary = np.stack([-np.sin(angle), np.cos(angle)], -1)
+    """Quarter turns are exact: where the result of real numbers is real (k = 0, k = n / 2), its imaginary part is 0,
+    not a rounding error from whose sign a model takes an angle."""
+    steps = np.outer(np.arange(length), np.arange(outputs)) % length
+    angle = (2 if inverse else -2) * np.pi * (steps / length)
+    quarter = 4 * steps % length == 0
+    cos, sin = (np.where(quarter, np.rint(wave) + 0.0, wave) for wave in (np.cos(angle), np.sin(angle)))
+    real = np.stack([cos, sin], -1)
+    imaginary = np.stack([-sin, cos], -1)
     table = np.stack([real, imaginary][:parts], 1)
     return np.asarray(table / length if inverse else table)
 

@@ -40,6 +40,16 @@ def test_what_is_written_out_is_what_onnx_says(nodes: str, shape: list[int], con
     assert op not in {part.op for part in graph_from_onnx(model).nodes}
 
 
+@pytest.mark.parametrize("op", ["STFT x step", "DFT x"])
+def test_real_numbers_have_no_imaginary_part_at_the_ends_of_their_spectrum(op: str) -> None:
+    name, inputs = op.split(maxsplit=1)
+    model = small_model([node(name, inputs, "y", onesided=1)], {"x": [2, 20, 1]}, ["y"], {"step": np.asarray(5, I64)},
+                        opset=20)
+    spectrum = run(graph_from_onnx(model), feeds_of(model))["y"].reshape(2, 11, 2)
+    assert not spectrum[:, [0, 10], 1].any()
+    assert spectrum[:, 1:10, 1].all()
+
+
 @pytest.mark.parametrize(("equation", "shapes"), [
     ("bhid,bhjd->bhij", [(2, 3, 4, 5), (2, 3, 6, 5)]), ("bij,jk->bik", [(2, 3, 4), (4, 5)]),
     ("abc,cd", [(2, 3, 4), (4, 5)]), ("ijk,ilm->klj", [(2, 3, 4), (2, 5, 6)]), ("ij,ij->", [(2, 3), (2, 3)]),
