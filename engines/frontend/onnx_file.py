@@ -64,7 +64,11 @@ class OnnxModel:
             kind = types[value.name]
             value.CopyFrom(helper.make_tensor_value_info(
                 value.name, helper.np_dtype_to_tensor_dtype(kind.dtype), [None] * len(kind.shape)))
-        return replace(self, proto=proto)
+        return self.with_proto(proto)
+
+    def with_proto(self, proto: onnx.ModelProto) -> OnnxModel:
+        """Another model of the same weights."""
+        return replace(self, proto=proto, nodes=[])
 
     @property
     def integer_states(self) -> frozenset[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import onnx
 from onnx import helper
@@ -40,8 +39,7 @@ def with_both_branches(source: OnnxModel) -> OnnxModel:
         return source
     if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
         return source
-    graph = in_one_scope(source.proto.graph)
-    model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    model = in_one_scope(source.proto, source.weights)
     kinds, found = kinds_of(model, source.weights), False
     nodes = list(model.graph.node)
     data = _follow_data(model.graph, kinds, source.weights)
@@ -52,7 +50,7 @@ def with_both_branches(source: OnnxModel) -> OnnxModel:
             found = True
         else:
             model.graph.node.append(node)
-    return replace(source, proto=model) if found else source
+    return source.with_proto(model) if found else source
 
 
 def _both(node: onnx.NodeProto) -> list[onnx.NodeProto]:

@@ -68,12 +68,11 @@ class Cut:
 def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Cut:
     """The program of a model. by_host: nodes, by their first output, that no segment can have. bounded: segments
     compute what data select, as far as it may be."""
-    graph = in_one_scope(source.proto.graph)
-    read_from_around(graph)
-    model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    model = in_one_scope(source.proto, source.weights)
+    read_from_around(model.graph)
     make_ahead(model, source.weights)
     cutter = _Cutter(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
-    inputs = tuple(value.name for value in graph.input if value.name not in source.weights)
+    inputs = tuple(value.name for value in model.graph.input if value.name not in source.weights)
     main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}
     return Cut(main, tuple(cutter.segments), cutter.weights, texts)
@@ -159,6 +158,7 @@ class _Cutter:
         graph = helper.make_graph(list(nodes), name, [helper.make_empty_tensor_value_info(n) for n in inputs],
                                   [helper.make_empty_tensor_value_info(n) for n in outputs])
         model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        model.metadata_props.extend(self.model.metadata_props)
         self.segments.append(SegmentPart(name, inputs, outputs, tuple(n for n in read if n in self.weights),
                                          model.SerializeToString(deterministic=True)))
         return [Instruction("", name, inputs, outputs, len(self.segments) - 1)]

@@ -7,7 +7,7 @@ What would be a program is then a graph like any other, whose steps fuse, and of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from engines.frontend.branches import made_in, rename
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, is_standard, kinds_of
 from engines.frontend.cutting.loops import read_from_around
-from engines.frontend.cutting.names import in_one_scope
+from engines.frontend.cutting.names import free_name, in_one_scope, names_in
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import OnnxModel, array_of
 from engines.ir.graph import Array
@@ -34,18 +34,18 @@ def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
         return source
     if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
         return source
-    graph = in_one_scope(source.proto.graph)
-    read_from_around(graph)
-    model = helper.make_model(graph, opset_imports=source.proto.opset_import, ir_version=source.proto.ir_version)
+    model = in_one_scope(source.proto, source.weights)
+    read_from_around(model.graph)
     make_ahead(model, source.weights)
     known = dict(source.weights) | {node.output[0]: array for node in model.graph.node
                                     if (array := _constant(source.name, node)) is not None}
     kinds, nodes, before = kinds_of(model, source.weights), list(model.graph.node), len(model.graph.node)
+    taken = names_in(model.graph).union(source.weights)
     del model.graph.node[:]
     for node in nodes:
         repeated = _repeated(source.name, node, known, kinds)
-        model.graph.node.extend(repeated.nodes() if repeated else [node])
-    return source if len(model.graph.node) == before else replace(source, proto=model)
+        model.graph.node.extend(repeated.nodes(taken) if repeated else [node])
+    return source if len(model.graph.node) == before else source.with_proto(model)
 
 
 def _constant(model: str, node: onnx.NodeProto) -> Array | None:
@@ -65,20 +65,24 @@ class _Repeated:
     rows: Sequence[tuple[str, int, int]] = ()
     stacks: Sequence[tuple[int, int]] = ()
     made: list[onnx.NodeProto] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
 
     @property
     def counted(self) -> bool:
         return self.node.op_type == "Loop"
 
-    def nodes(self) -> list[onnx.NodeProto]:
+    def nodes(self, taken: set[str]) -> list[onnx.NodeProto]:
+        """What it becomes. taken: the names of all tensors, to which it adds its own."""
+        self.taken = taken
         self.made = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in self.body.initializer]
         own = made_in(self.body) - {tensor.name for tensor in self.body.initializer}
         stacked: list[list[str]] = [[] for _ in self.stacks]
         for step in range(self.steps):
-            results = list(self._step(step, {name: self._name(f"{step}.{name}") for name in own}))[self.counted:]
+            names = {name: self._free(f"{step}.{name}") for name in sorted(own)}
+            results = list(self._step(step, names))[self.counted:]
             self.carried = results[:len(self.carried)]
-            for stack, name in zip(stacked, results[len(self.carried):], strict=True):
-                stack.append(name)
+            for stack, result in zip(stacked, results[len(self.carried):], strict=True):
+                stack.append(result)
         outputs = [*self.carried, *(self._stack(names, *how) for names, how in zip(stacked, self.stacks, strict=True))]
         for made, wanted in zip(outputs, self.node.output, strict=False):
             if wanted:
@@ -103,20 +107,27 @@ class _Repeated:
     def _row(self, step: int, index: int, tensor: str, axis: int, backward: int) -> str:
         at = self.steps - 1 - step if backward else step
         number = self._number(f"{step}.at{index}", np.array(at, np.int64))
-        return self._add("Gather", [tensor, number], self._name(f"{step}.row{index}"), axis=axis)
+        return self._add("Gather", [tensor, number], self._free(f"{step}.row{index}"), axis=axis)
 
     def _stack(self, names: list[str], axis: int, backward: int) -> str:
         axes = self._number(f"{names[0]}.axes", np.array([axis], np.int64))
-        parts = [self._add("Unsqueeze", [name, axes], self._name(f"{i}.{name}.part")) for i, name in enumerate(names)]
-        return self._add("Concat", parts[::-1] if backward else parts, self._name(f"{names[0]}.stack"), axis=axis)
+        parts = [self._add("Unsqueeze", [name, axes], self._free(f"{i}.{name}.part")) for i, name in enumerate(names)]
+        return self._add("Concat", parts[::-1] if backward else parts, self._free(f"{names[0]}.stack"), axis=axis)
 
     def _number(self, name: str, value: Array) -> str:
-        self.made.append(helper.make_node("Constant", [], [self._name(name)], value=numpy_helper.from_array(value)))
-        return self._name(name)
+        output = self._free(name)
+        self.made.append(helper.make_node("Constant", [], [output], value=numpy_helper.from_array(value)))
+        return output
 
     def _add(self, op: str, inputs: Sequence[str], output: str, **attrs: Any) -> str:
         self.made.append(helper.make_node(op, inputs, [output], output, **attrs))
         return output
+
+    def _free(self, name: str) -> str:
+        """A name that no other tensor has, from now on taken."""
+        found = free_name(self._name(name), self.taken)
+        self.taken.add(found)
+        return found
 
     def _name(self, name: str) -> str:
         return f"{next(filter(None, self.node.output), self.node.name)}.{name}"

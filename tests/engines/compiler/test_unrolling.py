@@ -8,7 +8,8 @@ import pytest
 from engines import build_engine
 from engines.frontend.cutting import unrolling
 from engines.frontend.cutting.unrolling import with_steps_unrolled
-from engines.frontend.onnx_file import read_model
+from engines.frontend.onnx_file import INTEGER_STATES, read_model
+from engines.frontend.onnx_import import node_of
 from engines.ir.graph import Array
 from engines.runtime.engine import Engine
 from tests.engines.compiler import program_models as models
@@ -73,6 +74,32 @@ def test_the_steps_one_after_the_other_give_what_the_loop_gave(name: str) -> Non
     for (output, got), want in zip(by_onnx_runtime(flat, feed).items(), by_onnx_runtime(model, feed).values(),
                                    strict=True):
         np.testing.assert_array_equal(got, want, err_msg=output, strict=True)
+
+
+def test_tensors_with_names_that_are_made_for_steps_keep_their_values() -> None:
+    """number, going and y.0.number are such names; d is stacked twice."""
+    body = region("body", [
+        node("Identity", "c", "goes_on"), node("Mul", "a a", "number"), node("Tanh", "a", "going"),
+        node("Cast", "i", "f", to=1), node("Add", "number f", "g"), node("Add", "g going", "b"),
+        node("Sub", "b x", "d")],
+        [("i", INT64, []), ("c", BOOL, []), ("a", FLOAT, [1, 5])], "goes_on b d d", {"goes_on": BOOL})
+    model = small_model([node("Loop", "m - x", "y s t", body=body), node("Neg", "y", "y.0.number"),
+                         node("Abs", "y.0.number", "y.1.b")], {"x": [1, 5]}, ["y.1.b", "y", "s", "t"], NUMBERS)
+    flat = unrolled(model)
+    names = [name for one in flat.graph.node for name in one.output]
+    assert len(names) == len(set(names)) and "Loop" not in {one.op_type for one in flat.graph.node}
+    for name, want in by_onnx_runtime(model, fed(model)).items():
+        np.testing.assert_array_equal(by_onnx_runtime(flat, fed(model))[name], want, err_msg=name)
+
+
+def test_the_model_of_the_steps_has_all_but_the_loop_of_the_model_before() -> None:
+    model = scan()
+    onnx.helper.set_model_props(model, {INTEGER_STATES: '["cells"]'})
+    source = read_model(model)
+    source.nodes.append(node_of("m", node("Neg", "x", "y")))
+    flat = with_steps_unrolled(source)
+    assert flat.integer_states == {"cells"}
+    assert not flat.nodes                       # those are of the model before
 
 
 def test_a_model_of_such_loops_is_a_graph_like_any_other() -> None:
