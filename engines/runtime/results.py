@@ -17,15 +17,22 @@ KEPT = 4                # results of one shape that are kept
 MOST_BYTES = 1 << 26    # of all that is kept
 
 
-def _unread(arrays: Sequence[Array], references: int) -> Array | None:
-    """One of the arrays that has no more references than that: nobody has a view of it. NumPy tells temporaries so."""
-    for array in arrays:
-        if sys.getrefcount(array) <= references:
-            return array
-    return None
+def _has_gil() -> bool:
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
-ALONE = next(count for count in range(1, 9) if _unread([np.empty(1)], count) is not None)
+def _unread(arrays: Sequence[Array]) -> Array | None:
+    """One of the arrays that nobody has a view of; None: there is none, or views cannot be told.
+
+    An array without views has as many references as another one without, all counted in one step, which no debugger
+    that holds what it looks at comes between. Without the GIL others may count meanwhile.
+    """
+    probes = [np.empty(1), np.empty(1)]
+    view = probes[1].view()
+    alone, viewed, *counts = map(sys.getrefcount, (*probes, *arrays))
+    if view.base is not probes[1] or viewed != alone + 1 or not _has_gil():
+        return None
+    return arrays[counts.index(alone)] if alone in counts else None
 
 
 class Results:
@@ -38,7 +45,7 @@ class Results:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of whatever its memory holds."""
         made = self._made.get((shape, dtype), ())
-        if (found := _unread(made, ALONE)) is None:
+        if (found := _unread(made) if made else None) is None:
             found = np.empty(shape, dtype)
             if len(made) < KEPT and found.nbytes <= LARGEST:
                 self._keep(found)

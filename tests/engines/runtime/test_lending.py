@@ -1,7 +1,12 @@
 """Large inputs and outputs are not copied: steps work in the caller's arrays. On plans made by hand."""
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +99,37 @@ def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_befor
     assert results.array((4, 100), np.dtype(np.float32)).ctypes.data != at
     del row
     assert results.array((4, 100), np.dtype(np.float32)).ctypes.data == at
+
+
+def test_a_debugger_that_holds_what_it_looks_at_frees_no_memory() -> None:
+    """From when the module is read, and while it runs."""
+    found = importlib.util.find_spec("engines.runtime.results")
+    assert found is not None and found.loader is not None
+    module, before = importlib.util.module_from_spec(found), sys.gettrace()
+
+    def look(frame: FrameType, event: str, value: object) -> Callable[..., Any]:
+        assert frame.f_locals is not None
+        return look
+
+    def addresses(results: Results) -> list[int]:
+        held = [results.array((4,), np.dtype(np.float32)) for _ in range(3)]
+        return [array.ctypes.data for array in held]
+
+    sys.settrace(look)
+    try:
+        found.loader.exec_module(module)
+        looked_at = module.Results()
+        assert len(set(addresses(looked_at))) == 3
+    finally:
+        sys.settrace(before)
+    assert len(set(addresses(looked_at))) == 3
+
+
+def test_without_the_gil_no_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    at = results.array((4,), np.dtype(np.float32)).ctypes.data
+    assert results.array((4,), np.dtype(np.float32)).ctypes.data != at
 
 
 def test_results_of_many_shapes_are_not_kept_without_end() -> None:
