@@ -17,22 +17,24 @@ KEPT = 4                # results of one shape that are kept
 MOST_BYTES = 1 << 26    # of all that is kept
 
 
-def _has_gil() -> bool:
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+class _Unread:
+    """Tells arrays that nobody has a view of, for one thread at a time.
 
-
-def _unread(arrays: Sequence[Array]) -> Array | None:
-    """One of the arrays that nobody has a view of; None: there is none, or views cannot be told.
-
-    An array without views has as many references as another one without, all counted in one step, which no debugger
-    that holds what it looks at comes between. Without the GIL others may count meanwhile.
+    Each view is a reference to the array, which without them has as many as any object in a list. All are counted in
+    one step, which no debugger that holds what it looks at comes between. Without the GIL others may count meanwhile.
     """
-    probes = [np.empty(1), np.empty(1)]
-    view = probes[1].view()
-    alone, viewed, *counts = map(sys.getrefcount, (*probes, *arrays))
-    if view.base is not probes[1] or viewed != alone + 1 or not _has_gil():
-        return None
-    return arrays[counts.index(alone)] if alone in counts else None
+
+    def __init__(self) -> None:
+        self._probes = [object(), object()]
+        self._view = self._probes[1]
+        self._counts = getattr(sys, "_is_gil_enabled", lambda: True)()      # from now on: it is never switched off
+
+    def among(self, arrays: Sequence[Array]) -> Array | None:
+        """One of them; None: there is none, or views cannot be told."""
+        alone, viewed, *counts = map(sys.getrefcount, (*self._probes, *arrays))
+        if alone not in counts or viewed != alone + 1 or not self._counts:
+            return None
+        return arrays[counts.index(alone)]
 
 
 class Results:
@@ -41,11 +43,12 @@ class Results:
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], np.dtype[Any]], list[Array]] = {}
         self._bytes = 0
+        self._unread = _Unread()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of whatever its memory holds."""
         made = self._made.get((shape, dtype), ())
-        if (found := _unread(made) if made else None) is None:
+        if (found := self._unread.among(made)) is None:
             found = np.empty(shape, dtype)
             if len(made) < KEPT and found.nbytes <= LARGEST:
                 self._keep(found)

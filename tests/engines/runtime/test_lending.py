@@ -126,8 +126,8 @@ def test_a_debugger_that_holds_what_it_looks_at_frees_no_memory() -> None:
 
 
 def test_without_the_gil_no_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = Results()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    results = Results()
     at = results.array((4,), np.dtype(np.float32)).ctypes.data
     assert results.array((4,), np.dtype(np.float32)).ctypes.data != at
 
