@@ -25,6 +25,8 @@ OFF = 2.0 ** -12        # of a step: what scaling once more may have rounded awa
 
 def grid_params(weight: Array, axis: int) -> QParams | None:
     """int8, symmetric, a scale for each index of `axis`, which lose nothing of the weights; None if there are none."""
+    if not weight.size:
+        return None
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1).astype(np.float32, copy=False)
     scales = np.broadcast_to(_scales(rows.reshape(1, -1)), len(rows))       # of one for all they are known best
     if not scales.all():
@@ -45,7 +47,7 @@ class Blocks:
 
 def block_params(rows: Array) -> Blocks | None:
     """Four bits that lose nothing of the weights [rows, columns]; None if no blocks of usual sizes have them."""
-    if not _few_levels(rows[0, :min(BLOCKS)]):
+    if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]):
         return None
     for block in (rows.shape[1], *BLOCKS):
         if block <= rows.shape[1] and _in_blocks(rows[:1], block) and (found := _in_blocks(rows, block)):

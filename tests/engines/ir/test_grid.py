@@ -98,3 +98,9 @@ def test_weights_of_four_bits_are_told_from_floats_by_a_few_of_them() -> None:
     blocks = block_params(numbers * np.repeat(random.uniform(0.01, 1, (6, 2)).astype(np.float32), 32, axis=1))
     assert blocks is not None and blocks.block <= 32
     assert block_params(random.standard_normal((6, 64)).astype(np.float32)) is None
+
+
+def test_no_weights_are_on_no_grid() -> None:
+    for shape in ((0, 64), (64, 0)):
+        assert grid_params(np.zeros(shape, np.float32), 0) is None
+        assert block_params(np.zeros(shape, np.float32)) is None
