@@ -78,6 +78,16 @@ def test_what_was_timed_is_not_timed_again(plan: Plan, monkeypatch: pytest.Monke
     assert with_item_major_runs(plan, cache, "this one") == first
 
 
+def test_a_plan_that_shows_tensors_between_steps_stays_as_it_is(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
+    monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
+    monkeypatch.setattr(item_major, "_difference", lambda *_: 1.0)
+    assert with_item_major_runs(plan, TimingCache(), "this one").machine.item_major
+    inner = next(i for i, buffer in enumerate(plan.machine.buffers) if buffer.first >= 0)
+    shown = plan.with_machine(outputs=(*plan.machine.outputs, replace(plan.machine.outputs[0], name="t", buffer=inner)))
+    assert with_item_major_runs(shown, TimingCache(), "this one") is shown
+
+
 @pytest.mark.parametrize(("whole", "part", "chosen"), [(9.0, 1.0, "whole"), (2.0, 1.0, "parts"), (0.0, 0.0, "none")])
 def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatch: pytest.MonkeyPatch, whole: float,
                                                        part: float, chosen: str) -> None:

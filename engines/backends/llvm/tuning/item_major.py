@@ -38,7 +38,7 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
     alone finds its inputs in the cache already, which hides what a longer run saves between windows; but a longer run
     may have parts that are slower so.
     """
-    if plan.max_batch < ITEMS:
+    if plan.max_batch < ITEMS or _is_watched(plan):
         return plan
     runs = [run for run in _runs(plan.machine.steps) if _moves_much(plan.machine.steps, run)]
     windows = {run: [window for window in _windows(run) if _moves_much(plan.machine.steps, window)] for run in runs}
@@ -49,6 +49,12 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
         whole = saved[run] > 0 and saved[run] >= sum(saved[window] for window in apart)
         chosen += [run] if whole else _joined(apart)
     return run_item_major(plan, chosen)
+
+
+def _is_watched(plan: Plan) -> bool:
+    """Whether outputs are only shown, for all items between two steps: in a run there is room for one item of them."""
+    made = (plan.machine.buffers[view.buffer] for view in plan.machine.outputs)
+    return any(buffer.first >= 0 and buffer.last < len(plan.machine.steps) for buffer in made)
 
 
 def run_item_major(plan: Plan, runs: Sequence[ItemMajorRun]) -> Plan:
