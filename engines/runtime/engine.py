@@ -139,7 +139,10 @@ class Engine(OfPlan):
             self._idle.append(context)
 
     def show(self, feeds: Mapping[str, Array], show: Show) -> None:
-        """Run, and show each output where it lies, as soon as it is whole: at most a batch's items, by one thread."""
+        """Run, and show each output where it lies, as soon as it is whole: at most a batch's items, by one thread.
+
+        Raises InputError: what does not fit, more items than that among it.
+        """
         arrays = {name: on_host(name, value) for name, value in feeds.items()}
         items = self._feeds.check(arrays)
         with self.lent() as context:

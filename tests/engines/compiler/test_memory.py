@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engines.compiler.builder import BuildConfig, Builder
+from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.lowering import buffers
 from engines.ops import reference
@@ -64,3 +65,5 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
     for name, values in expected.items():
         np.testing.assert_allclose(shown[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
     assert 2 * engine.arena_bytes < sum(values.nbytes for values in shown.values())
+    with pytest.raises(InputError, match="batch 3, but the plan was built for 1 to 2"):
+        engine.show({"input": images_for(model, 3, seed=1)}, lambda *_: None)
