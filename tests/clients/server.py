@@ -75,13 +75,14 @@ class Doubler:
         await self._know(request.model_name, context)
         begin = time.monotonic_ns()
         self.received.append(request)
-        if self.fail_every and len(self.received) % self.fail_every == 0:
+        number = len(self.received)                 # others come while this one is answered
+        if self.fail_every and number % self.fail_every == 0:
             await context.abort(grpc.StatusCode.INTERNAL, "told to fail")
         shape = tuple(request.inputs[0].shape)
         if shape[1:] != (4,):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"input 'x' is [-1,4], not {list(shape)}")
         await asyncio.sleep(self.delay_s)
-        if len(self.received) - (self.counted_from or 0) == self.stall_at and (
+        if number - (self.counted_from or 0) == self.stall_at and (
                 self.counted_from is not None or not self.stalls_when_measured):
             self.stall_ends = time.monotonic() + self.stall_s
         if (wait := self.stall_ends - time.monotonic()) > 0:

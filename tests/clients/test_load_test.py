@@ -1,6 +1,7 @@
 """load-test from its command line, against a real server."""
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clients.codec import infer_request
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED, main
 from clients.load.report import CSV_COLUMNS
 from tests.clients.server import Doubler, serving
@@ -82,6 +84,16 @@ def test_a_stall_is_counted_for_every_request_that_it_would_have_met(tmp_path: P
     assert (level["mode"], level["rate"], level["stopped_by"]) == ("open", 40, "duration")
     assert level["latency_ms"]["p90"] >= 200
     assert level["latency_ms"]["max"] >= 350
+
+
+def test_the_test_servers_stall_is_met_by_requests_that_come_together() -> None:
+    model, x = Doubler(delay_s=0.0, stall_at=1), np.ones((1, 4), np.float32)
+
+    async def together() -> None:
+        await asyncio.gather(*(model.ModelInfer(infer_request("doubler", {"x": x}), None) for _ in range(2)))
+
+    asyncio.run(together())
+    assert model.stall_ends
 
 
 def test_an_open_loop_sends_at_its_rate_whatever_the_server_does(tmp_path: Path) -> None:
