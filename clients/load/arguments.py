@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.load.schedule import SCENARIOS, Closed, Load, Open, Scenario
-from clients.load.transports import SCHEMES
+from clients.load.transports import SCHEMES, is_name_of_grpc, split_url
 
 EPILOG = """\
 A load is measured in windows of a tenth of --duration. It ends when three windows in a row agree (throughput and mean
@@ -50,7 +50,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("-m", "--model", required=True, help="its name on the server")
     parser.add_argument("--model-version", default="", metavar="V", help="default: the server's choice")
     parser.add_argument("-u", "--url", type=_url, default="localhost:8001", metavar="[http://|shm://]HOST:PORT",
-                        help="over gRPC, HTTP, or gRPC with tensors in shared memory (default: %(default)s)")
+                        help="over gRPC, HTTP, or gRPC with tensors in shared memory; or a name that gRPC resolves, as "
+                             "unix:/PATH (default: %(default)s)")
     parser.add_argument("--against", type=_url, metavar="URL",
                         help="another server, or another way to it, measured by turns with the first and compared")
     load = parser.add_mutually_exclusive_group()
@@ -140,9 +141,10 @@ def _seconds_or_none(text: str) -> float:
 
 
 def _url(text: str) -> str:
-    scheme, separator, address = text.rpartition("://")
+    scheme, address = split_url(text)
     host, _, port = address.rpartition(":")
-    if (separator and scheme not in SCHEMES) or not host or not port.isdecimal():
+    if scheme not in SCHEMES or not (
+            (scheme != "http" and is_name_of_grpc(address)) or (host and port.isdecimal())):
         raise argparse.ArgumentTypeError(f"'{text}' is not HOST:PORT, or such behind {'://, '.join(SCHEMES)}://")
     return text
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from clients.load.arguments import parse
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
-from clients.load.transports import over_shared_memory
+from clients.load.transports import over_shared_memory, split_url
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -81,7 +82,14 @@ def test_shared_memory_is_asked_for_where_tensors_lie_and_given_back(
         assert not client.get_system_shared_memory_status().regions
 
 
-@pytest.mark.parametrize("url", ["localhost", "ftp://localhost:21", "localhost:http"])
+def test_a_name_that_grpc_resolves_is_an_address() -> None:
+    for scheme, name in (("grpc", "unix:/run/s.sock"), ("grpc", "unix:///run/s.sock"), ("grpc", "dns:///localhost:8001"),
+                         ("shm", "unix:///run/s.sock")):
+        url = name if scheme == "grpc" else f"{scheme}://{name}"
+        assert split_url(parse(["-m", "m", "-u", url]).url) == (scheme, name)
+
+
+@pytest.mark.parametrize("url", ["localhost", "ftp://localhost:21", "localhost:http", "http://unix:/run/s.sock"])
 def test_an_address_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["-m", "m", "-u", url])

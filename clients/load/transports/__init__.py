@@ -9,8 +9,20 @@ from clients.load.transports.transport import Transport
 SCHEMES: dict[str, type[GrpcTransport | HttpTransport]] = {
     "grpc": GrpcTransport, "http": HttpTransport, "shm": SharedMemoryTransport}
 
+_NAMES_OF_GRPC = ("dns:", "unix:", "unix-abstract:")    # https://grpc.github.io/grpc/core/md_doc_naming.html
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The scheme and the address of "host:port", which is gRPC, as what gRPC itself resolves, or "scheme://host:port"."""
+    scheme, separator, address = url.partition("://")
+    return ("grpc", url) if not separator or is_name_of_grpc(url) else (scheme, address)
+
+
+def is_name_of_grpc(address: str) -> bool:
+    """Whether it is not HOST:PORT but what gRPC resolves: "unix:/run/server.sock", "dns:///host:port"."""
+    return address.startswith(_NAMES_OF_GRPC)
+
 
 def open_transport(url: str) -> Transport:
-    """The way to "host:port", which is gRPC, or to "scheme://host:port"."""
-    scheme, separator, address = url.rpartition("://")
-    return SCHEMES[scheme if separator else "grpc"](address)
+    scheme, address = split_url(url)
+    return SCHEMES[scheme](address)
