@@ -77,6 +77,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--plot", type=_output, metavar="FILE", help="write a PNG of latency and throughput by load")
     _add_scenario(parser, load)
     parsed = parser.parse_args(arguments)
+    _refuse_more_in_flight_than_can_be(parser, parsed)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))
     return Options(parsed.model, parsed.model_version, parsed.url, parsed.against or "", loads,
                    _scenario(parser, parsed), parsed.batch, parsed.duration, parsed.warmup, parsed.timeout, parsed.seed,
@@ -106,6 +107,14 @@ def _scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Sc
             parser.error(f"argument {name}: not with --scenario; there is --json")
     return Scenario(parsed.scenario, parsed.latency or 0.0, parsed.queries, parsed.samples_per_query,
                     parsed.mlperf_logs)
+
+
+def _refuse_more_in_flight_than_can_be(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    for url in filter(None, (parsed.url, parsed.against)):
+        scheme, _ = split_url(url)
+        most = SCHEMES[scheme].most_in_flight
+        if most and max(parsed.concurrency) > most:
+            parser.error(f"argument --concurrency: over {scheme} at most {most} requests are in flight")
 
 
 # ---- argparse shows the message of an ArgumentTypeError

@@ -1,9 +1,13 @@
 """load-test by every way to infer-server itself, and two ways beside each other."""
 from __future__ import annotations
 
+import asyncio
 import csv
+import errno
 import json
+import os
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -11,9 +15,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from clients.errors import ResponseError
 from clients.load.arguments import parse
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from clients.load.schedule import Closed
 from clients.load.transports import over_shared_memory, split_url
+from clients.load.transports.over_http import HttpTransport
+from clients.load.transports.over_shared_memory import SharedMemoryTransport
+from clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS, NotAnsweredError
+from protos import inference as pb
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -87,6 +97,70 @@ def test_a_name_that_grpc_resolves_is_an_address() -> None:
                          ("shm", "unix:///run/s.sock")):
         url = name if scheme == "grpc" else f"{scheme}://{name}"
         assert split_url(parse(["-m", "m", "-u", url]).url) == (scheme, name)
+
+
+def test_a_region_that_cannot_be_made_is_a_failed_request_in_a_load_and_an_error_before_it(
+        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    full, made = OSError(errno.ENOSPC, "No space left"), []
+
+    def allocate(*_: int) -> None:
+        made.append(1)
+        if len(made) > regions:
+            raise full
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    before = set(Path("/dev/shm").glob("load-test-*"))
+    regions = 2                                             # the inputs', and the outputs' of the trial
+    assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST, "--concurrency", "2", "--json",
+                 str(tmp_path / "r.json")]) == FAILED
+    (level,) = json.loads((tmp_path / "r.json").read_text())["levels"]
+    assert level["errors"]["RESOURCE_EXHAUSTED"] > 0
+    regions = 0
+    made.clear()
+    assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST]) == CANNOT_RUN
+    assert "shared memory: No space left" in capsys.readouterr().err
+    assert set(Path("/dev/shm").glob("load-test-*")) <= before
+
+
+def test_a_model_that_fails_or_answers_without_bytes_is_told_apart_when_regions_are_sized(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sizes() -> dict[str, int]:
+        return await SharedMemoryTransport("localhost:1")._sizes(pb.ModelInferRequest())
+
+    async def fails(*_: object) -> bytes:
+        raise NotAnsweredError("INTERNAL", "told to")
+
+    async def no_bytes(*_: object) -> bytes:
+        return pb.ModelInferResponse(outputs=[pb.ModelInferResponse.InferOutputTensor(name="y")]).SerializeToString()
+
+    monkeypatch.setattr(SharedMemoryTransport, "infer", fails)
+    assert asyncio.run(sizes()) == {}
+    monkeypatch.setattr(SharedMemoryTransport, "infer", no_bytes)
+    with pytest.raises(ResponseError, match="no bytes for each output"):
+        asyncio.run(sizes())
+
+
+@pytest.mark.parametrize("way", ["http", "shm"])
+def test_more_in_flight_than_a_way_can_have_is_refused(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{way}://localhost:8000"
+    assert parse(["-m", "m", "-u", url, "--concurrency", "512"]).loads == (Closed(512),)
+    assert parse(["-m", "m", "--concurrency", "513"]).loads == (Closed(513),)
+    with pytest.raises(SystemExit):
+        parse(["-m", "m", "--against", url, "--concurrency", "1,513"])
+    assert "at most 512" in capsys.readouterr().err
+
+
+def test_statistics_do_not_wait_for_the_requests_of_the_load(server: RunningServer) -> None:
+    async def reads_while_all_slots_are_taken() -> int:
+        transport = HttpTransport(urls(server)["http"].removeprefix("http://"))
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(transport.close)
+            for _ in range(MOST_OF_DESCRIPTORS):
+                await stack.enter_async_context(transport.slots.one(SETUP_SECS))
+            return len(await transport.statistics("affine", ""))
+
+    assert asyncio.run(reads_while_all_slots_are_taken()) == 1
 
 
 @pytest.mark.parametrize("url", ["localhost", "ftp://localhost:21", "localhost:http", "http://unix:/run/s.sock"])

@@ -4,7 +4,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -15,23 +14,33 @@ from google.protobuf import json_format
 from clients.codec import datatype_of, encode
 from clients.errors import ResponseError, error_of
 from clients.load.transports.http_connection import Answer, HttpConnection, connect
-from clients.load.transports.transport import SETUP_SECS, Feed, NotAnsweredError, Send, Transport
+from clients.load.transports.transport import (
+    MOST_OF_DESCRIPTORS,
+    SETUP_SECS,
+    Feed,
+    NotAnsweredError,
+    Send,
+    Slots,
+    Transport,
+)
 from protos import inference as pb
 
 _OK = 200
-_MOST_CONNECTIONS = 512         # below the descriptors that a process may have; more requests wait for one
 _STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
              413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE",
              504: "DEADLINE_EXCEEDED"}
 
 
 class HttpTransport(Transport):
+    most_in_flight = MOST_OF_DESCRIPTORS
+
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._host, self._port = address, host.strip("[]"), int(port)
         self._free: list[HttpConnection] = []
         self._all: set[HttpConnection] = set()
-        self._slots = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self.slots = Slots(MOST_OF_DESCRIPTORS)
+        self._outside = Slots(1)        # of what is no part of the load, and does not wait for it
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
         return json_format.ParseDict(await self._get(_path(model, version)), pb.ModelMetadataResponse(),
@@ -50,30 +59,25 @@ class HttpTransport(Transport):
 
     def _sender(self, request: bytes) -> Send:
         async def send(timeout: float) -> None:
-            answer = await self._ask(request, timeout)
+            answer = await self._ask(request, timeout, self.slots)
             if answer.status != _OK:
                 raise NotAnsweredError(_STATUSES.get(answer.status, "INTERNAL"), _said(answer))
 
         return send
 
-    async def _ask(self, request: bytes, timeout: float) -> Answer:
+    async def _ask(self, request: bytes, timeout: float, slots: Slots) -> Answer:
         """Raises NotAnsweredError: there is no answer at all."""
         connection: HttpConnection | None = None
         try:
-            async with asyncio.timeout(timeout), self._slots:
+            async with slots.one(timeout):
                 connection = await self._connection()
-                answer = await connection.ask(request)
-        except TimeoutError:
-            raise NotAnsweredError("DEADLINE_EXCEEDED", f"no answer within {timeout:g} s") from None
-        except OSError as error:
-            raise NotAnsweredError("UNAVAILABLE", str(error)) from error
+                return await connection.ask(request)
         finally:
             if connection and connection.is_usable:
                 self._free.append(connection)
             elif connection:
                 connection.close()
                 self._all.discard(connection)
-        return answer
 
     async def _connection(self) -> HttpConnection:
         while self._free:
@@ -87,7 +91,7 @@ class HttpTransport(Transport):
     async def _get(self, path: str) -> Any:
         """The JSON that is there. Raises a ClientError."""
         try:
-            answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS)
+            answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
         except NotAnsweredError as error:
             raise error_of(error.status, f"http://{self._address}", f"GET {path}", error.details) from error
         if answer.status != _OK:

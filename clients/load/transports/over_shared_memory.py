@@ -7,37 +7,55 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 from __future__ import annotations
 
+import asyncio
+import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from clients.calls import bind, channel_options
 from clients.codec import datatype_of, encode
-from clients.errors import error_of
+from clients.errors import ResponseError, ServerError, error_of
 from clients.load.transports.over_grpc import GrpcTransport
-from clients.load.transports.transport import SETUP_SECS, Feed, NotAnsweredError, Send
+from clients.load.transports.transport import (
+    MOST_OF_DESCRIPTORS,
+    SETUP_SECS,
+    Feed,
+    NotAnsweredError,
+    Send,
+    Slots,
+)
 from protos import inference as pb
 
 _ALIGNMENT = 64
 
 
 class SharedMemoryTransport(GrpcTransport):
+    most_in_flight = MOST_OF_DESCRIPTORS
+
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._address = address
         self._control = grpc.aio.insecure_channel(address, options=channel_options())
         self._register = bind(self._control, pb.SystemSharedMemoryRegisterResponse)
         self._unregister = bind(self._control, pb.SystemSharedMemoryUnregisterResponse)
+        self._slots = Slots(MOST_OF_DESCRIPTORS)
         self._regions: list[SharedMemory] = []
+        self._named: list[str] = []                     # to the server, which may have taken what it did not answer
         self._output_bytes: Mapping[str, int] = {}
         self._free: list[str] = []                      # regions for outputs that no request in flight has
 
     async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
         contents = [{name: encode(array) for name, array in feed.items()} for feed in feeds]
-        region = await self._new_region(sum(_aligned(len(raw)) for feed in contents for raw in feed.values()))
+        try:
+            region = await self._new_region(
+                sum(_aligned(len(raw)) for feed in contents for raw in feed.values()), SETUP_SECS)
+        except NotAnsweredError as error:
+            raise error_of(error.status, self._address, "SystemSharedMemoryRegister", error.details) from error
         requests, at, memory = [], 0, region.buf
         assert memory is not None, "it is open"
         for feed, raws in zip(feeds, contents, strict=True):
@@ -53,10 +71,10 @@ class SharedMemoryTransport(GrpcTransport):
 
     async def close(self) -> None:
         for region in self._regions:
-            with suppress(grpc.aio.AioRpcError):        # where the server is gone, its regions are
-                await self._unregister(pb.SystemSharedMemoryUnregisterRequest(name=region.name), timeout=SETUP_SECS)
-            region.close()
-            region.unlink()
+            _remove(region)
+        await asyncio.gather(                           # where the server is gone, its regions are
+            *(self._unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), timeout=SETUP_SECS)
+              for name in self._named), return_exceptions=True)
         await self._control.close()
         await super().close()
 
@@ -65,22 +83,29 @@ class SharedMemoryTransport(GrpcTransport):
         request, none."""
         try:
             answer = pb.ModelInferResponse.FromString(await self.infer(request.SerializeToString(), SETUP_SECS))
+            return {output.name: len(raw)
+                    for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)}
         except NotAnsweredError as error:
-            raise error_of(error.status, self._address, "ModelInfer", error.details) from error
-        return {output.name: len(raw) for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)}
+            named = error_of(error.status, self._address, "ModelInfer", error.details)
+            if isinstance(named, ServerError):
+                return {}
+            raise named from error
+        except (DecodeError, ValueError) as error:
+            raise ResponseError(f"{self._address}: ModelInfer: no bytes for each output: {error}") from error
 
     def _sender_of(self, request: pb.ModelInferRequest) -> Send:
         serialised: dict[str, bytes] = {}               # by the region of the outputs
 
         async def send(timeout: float) -> None:
-            place = self._free.pop() if self._free else (
-                await self._new_region(sum(map(_aligned, self._output_bytes.values())))).name
-            try:
-                if place not in serialised:
-                    serialised[place] = self._with_outputs(request, place)
-                await self.infer(serialised[place], timeout)
-            finally:
-                self._free.append(place)
+            async with self._slots.one(timeout):
+                place = self._free.pop() if self._free else (
+                    await self._new_region(sum(map(_aligned, self._output_bytes.values())), timeout)).name
+                try:
+                    if place not in serialised:
+                        serialised[place] = self._with_outputs(request, place)
+                    await self.infer(serialised[place], timeout)
+                finally:
+                    self._free.append(place)
 
         return send
 
@@ -92,18 +117,40 @@ class SharedMemoryTransport(GrpcTransport):
             at += _aligned(count)
         return complete.SerializeToString()
 
-    async def _new_region(self, byte_size: int) -> SharedMemory:
-        """Raises a ClientError: the server takes none."""
-        region = SharedMemory(f"load-test-{secrets.token_hex(8)}", True, max(1, byte_size))
+    async def _new_region(self, byte_size: int, timeout: float) -> SharedMemory:
+        """Raises NotAnsweredError: this machine has no memory for one, or the server takes none."""
+        await asyncio.sleep(0)              # users whose every region fails at once leave others their turn
+        region = _make(max(1, byte_size))
+        self._named.append(region.name)
         try:
             await self._register(pb.SystemSharedMemoryRegisterRequest(
-                name=region.name, key=f"/{region.name}", byte_size=region.size), timeout=SETUP_SECS)
-        except grpc.aio.AioRpcError as error:
-            region.close()
-            region.unlink()
-            raise error_of(error.code().name, self._address, "SystemSharedMemoryRegister", error.details()) from error
+                name=region.name, key=f"/{region.name}", byte_size=region.size), timeout=timeout)
+        except BaseException as error:
+            _remove(region)
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise NotAnsweredError(error.code().name, error.details() or "") from error
+            raise
         self._regions.append(region)
         return region
+
+
+def _make(byte_size: int) -> SharedMemory:
+    """A region whose memory is there: a write to one of a size alone ends the process where there is none left."""
+    region = None
+    try:
+        region = SharedMemory(f"load-test-{secrets.token_hex(8)}", True, byte_size)
+        with Path("/dev/shm", region.name).open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, byte_size)
+    except OSError as error:
+        if region:
+            _remove(region)
+        raise NotAnsweredError("RESOURCE_EXHAUSTED", f"{byte_size} bytes of shared memory: {error.strerror}") from error
+    return region
+
+
+def _remove(region: SharedMemory) -> None:
+    region.close()
+    region.unlink()
 
 
 def _place(tensor: pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor,

@@ -1,8 +1,10 @@
 """What a load test needs of a way to a server: its account of a model, and requests that are ready to be sent."""
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from clients.codec import Array
 from protos import inference as pb
@@ -11,6 +13,7 @@ Feed = Mapping[str, Array]                      # a request's inputs by name
 Send = Callable[[float], Awaitable[None]]       # sends a request, and waits so many seconds at most for its answer.
                                                 # Raises NotAnsweredError
 SETUP_SECS = 30.0                               # for a call that is not part of the load
+MOST_OF_DESCRIPTORS = 512                       # requests in flight that have one each: below what a process may have
 
 
 class NotAnsweredError(Exception):
@@ -21,8 +24,27 @@ class NotAnsweredError(Exception):
         self.status, self.details = status, details
 
 
+class Slots:
+    """So many requests at a time. More wait, as part of the time that they have."""
+
+    def __init__(self, count: int) -> None:
+        self._free = asyncio.Semaphore(count)
+
+    @asynccontextmanager
+    async def one(self, timeout: float) -> AsyncIterator[None]:
+        """Raises NotAnsweredError when the time is over, and for an OSError in the body."""
+        try:
+            async with asyncio.timeout(timeout), self._free:
+                yield
+        except TimeoutError:
+            raise NotAnsweredError("DEADLINE_EXCEEDED", f"no answer within {timeout:g} s") from None
+        except OSError as error:
+            raise NotAnsweredError("UNAVAILABLE", str(error)) from error
+
+
 class Transport(ABC):
     """For one event loop. What is no part of the load raises a ClientError."""
+    most_in_flight: int | None = None       # requests; None: as many as are sent
 
     @abstractmethod
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse: ...
