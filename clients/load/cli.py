@@ -70,7 +70,7 @@ def measure_scenario(options: Options, scenario: Scenario, progress: Progress) -
     print(scenario_table(options.model, scenario, servers))
     if options.json:
         write_scenario(options.model, scenario, servers, options.json)
-    failed = any(each.errors for server in servers for each in server.runs) and not options.allow_errors
+    failed = any(server.decisive.errors for server in servers) and not options.allow_errors
     return FAILED if failed or not all(server.value for server in servers) else FINE
 
 

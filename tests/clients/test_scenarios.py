@@ -5,12 +5,20 @@ import asyncio
 import importlib.util
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
+from clients.load.mlperf.run import Measured, Run, measure
 from clients.load.mlperf.search import PRECISION, highest_rate
+from clients.load.schedule import Scenario
 from tests.clients.server import Doubler, serving
 
 with_loadgen = pytest.mark.skipif(importlib.util.find_spec("mlperf_loadgen") is None,
@@ -77,6 +85,54 @@ def test_samples_that_fail_are_counted_and_two_servers_compared(
         assert scenario(good, "Offline", tmp_path / "r.json", "--against", bad) == FAILED
     one, other = json.loads((tmp_path / "r.json").read_text())["servers"]
     assert not one["runs"][-1]["errors"] and set(other["runs"][-1]["errors"]) == {"INTERNAL"}
+
+
+@with_loadgen
+def test_an_error_that_is_no_answer_ends_the_run_and_is_raised() -> None:
+    asked: list[float] = []
+
+    async def send(timeout: float) -> None:
+        asked.append(timeout)
+        raise ValueError("no failure of the server's")
+
+    async def once() -> float:
+        return 0.01
+
+    target = SimpleNamespace(url="nowhere", requests=[send], try_once=once)
+    with pytest.raises(ValueError, match="no failure of the server's"):
+        asyncio.run(measure(Scenario("Offline", 0.0, 50, 1, None), target, 0.05, 1.0, 0))    # type: ignore[arg-type]
+    assert len(asked) == 1
+
+
+@with_loadgen
+def test_an_interrupt_says_what_it_waits_for_and_the_next_one_leaves() -> None:
+    model = Doubler()
+    with serving(model) as url:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "clients.load.cli", "-m", "doubler", "-u", url, "--scenario", "SingleStream",
+             "--duration", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(model.received) < 10:     # until the generator runs: it is asked four times before
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr and "waiting for the generator" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
+
+
+def test_rates_that_do_not_hold_may_fail_and_the_run_that_counts_may_not(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rate: float, **errors: int) -> Run:
+        return Run(rate, 9, rate, 1.0, 1.0, 1.0, not errors, "", errors)
+
+    monkeypatch.setattr("clients.load.cli.require_loadgen", lambda: None)
+    with serving(Doubler()) as url:
+        for value, runs, status in ((4.0, [run(4.0), run(8.0, UNAVAILABLE=3)], FINE),
+                                    (4.0, [run(8.0), run(4.0, UNAVAILABLE=3)], FAILED),
+                                    (0.0, [run(8.0, UNAVAILABLE=3)], FAILED)):
+            measured = AsyncMock(return_value=Measured("somewhere", "samples/s", value, runs))
+            monkeypatch.setattr("clients.load.cli.measure", measured)
+            assert scenario(url, "Server", tmp_path / "r.json", "--latency", "9") == status
 
 
 def test_a_scenario_that_cannot_run_says_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -24,16 +24,11 @@ def scenario_table(model: str, scenario: Scenario, servers: Sequence[Measured]) 
         lines += [f"{scenario.name} of {model} at {server.url}; latency in ms",
                   *in_columns([header, *map(_row, server.runs)]),
                   f"{scenario.name}: {server.value:.4g} {server.metric}"]
-        if invalid := _decisive(server).invalid:
+        if invalid := server.decisive.invalid:
             lines.append(f"no valid run by MLPerf's rules: {invalid}")
     if len(servers) == 2 and servers[0].value:
         lines.append(f"B / A: {servers[1].value / servers[0].value:.3g}")
     return "\n".join(lines)
-
-
-def _decisive(server: Measured) -> Run:
-    """The run that the metric is of."""
-    return next((run for run in server.runs if run.rate == server.value), server.runs[-1])
 
 
 def _row(run: Run) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -52,6 +54,11 @@ class Measured:
     metric: str
     value: float                    # 0: no rate holds
     runs: list[Run]
+
+    @property
+    def decisive(self) -> Run:
+        """The run that the value is of; the last one where no rate holds."""
+        return next((run for run in self.runs if run.rate == self.value), self.runs[-1])
 
 
 def require_loadgen() -> None:
@@ -109,10 +116,13 @@ class _Generator:
             try:
                 await asyncio.shield(generating)
             finally:
-                system.stopped = True           # the generator cannot be stopped: what it goes on to ask is answered
-                await generating
+                system.stopped = True           # what the generator goes on to ask is answered
+                if not generating.done():
+                    await _over(generating)
                 mlperf_loadgen.DestroyQSL(library)
                 mlperf_loadgen.DestroySUT(sut)
+            if system.failure:
+                raise system.failure
             return self._read(read_log(Path(folder) / "mlperf_log_detail.txt"), system, rate)
 
     def _settings(self, rate: float) -> mlperf_loadgen.TestSettings:
@@ -152,6 +162,7 @@ class _System:
         self._tasks = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._began = self._ended = 0.0
         self.stopped = False
+        self.failure: Exception | None = None           # the first that is no failure of a sample
         self.samples = 0
         self.errors = Counter[str]()
 
@@ -178,13 +189,27 @@ class _System:
     async def _send(self, number: int, request: Send) -> None:
         try:
             async with self._slots:
-                await request(self._timeout)
+                if not self.stopped:
+                    await request(self._timeout)
         except NotAnsweredError as error:
             self.errors[error.status] += 1
+        except Exception as error:                      # a task's own is seen by nobody
+            self.failure, self.stopped = self.failure or error, True
         finally:
             self.samples += 1
             self._ended = self._loop.time()
             _complete([number])
+
+
+async def _over(generating: asyncio.Future[None]) -> None:
+    """Waits for the generator, which nothing can stop, after an interrupt. The next one ends the process."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print("\n" * sys.stderr.isatty() + "load-test: waiting for the generator, whose run cannot be stopped; "
+          "Ctrl-C again leaves at once", file=sys.stderr, flush=True)
+    try:
+        await generating
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _complete(numbers: Any) -> None:
