@@ -2,7 +2,9 @@
 
 Each instance has a gate. Those that have a batch and must wait stand in line, by turns: an execution moves the turn of
 its instance back by its priority, so that of two that always wait the one of priority 2 executes half as often. Whoever
-stands further back passes only with what those before it leave of the resources: nobody waits for ever.
+stands further back passes only with what those before it leave of the resources: nobody waits for ever. Who did not
+wait begins at the turn that its resources have come to, each of them by itself: what others execute with other
+resources is nothing to it.
 
 C. A. Waldspurger, W. E. Weihl, Stride Scheduling: Deterministic Proportional-Share Resource Management, 1995
 """
@@ -33,7 +35,7 @@ class Gate:
         self._limiter.leave(self)
 
     def step_aside(self) -> None:
-        """It has nothing to execute any more."""
+        """It has nothing to execute now, and stands in line no longer, if it did."""
         self._limiter.step_aside(self)
 
     def close(self) -> None:
@@ -50,7 +52,7 @@ class RateLimiter:
         self._lock = threading.Lock()
         self._gates: dict[Gate, None] = {}
         self._used = Counter[Resource]()
-        self._turn = 0              # of who executed last
+        self._turns = Counter[Resource]()       # how far those who executed with it have come
 
     def gates(self, limits: Sequence[RateLimit], wakes: Sequence[Callable[[], None]]) -> list[Gate]:
         """wakes: have an instance that waits call enter() again. Raises ModelConfigError: one could never execute."""
@@ -67,7 +69,7 @@ class RateLimiter:
     def enter(self, gate: Gate) -> bool:
         with self._lock:
             if not gate.in_line:
-                gate.in_line, gate.turn = True, max(gate.turn, self._turn)
+                self._begin(gate)
             left = {resource: self._total(resource) - self._used[resource] for resource in gate.limit.needs}
             for other in self._line():
                 if other is gate:
@@ -77,7 +79,7 @@ class RateLimiter:
             if any(left[resource] < count for resource, count in gate.limit.needs.items()):
                 return False
             self._used.update(gate.limit.needs)
-            self._turn = gate.turn
+            self._turns.update({resource: max(0, gate.turn - self._turns[resource]) for resource in gate.limit.needs})
             gate.turn += gate.limit.priority
             gate.in_line = False
             return True
@@ -89,6 +91,8 @@ class RateLimiter:
 
     def step_aside(self, gate: Gate) -> None:
         with self._lock:
+            if not gate.in_line:
+                return
             gate.in_line = False
         self._wake()
 
@@ -96,6 +100,13 @@ class RateLimiter:
         with self._lock:
             del self._gates[gate]
         self._wake()
+
+    def _begin(self, gate: Gate) -> None:
+        """Who needs several resources begins where the furthest of them is, and so does from then on whoever needs the
+        others: else all their turns up to there would come before it."""
+        now = max((self._turns[resource] for resource in gate.limit.needs), default=0)
+        self._turns.update({resource: now - self._turns[resource] for resource in gate.limit.needs})
+        gate.in_line, gate.turn = True, max(gate.turn, now)
 
     def _total(self, resource: Resource) -> int:
         return self._given.get(resource.name) or max(gate.limit.needs.get(resource, 0) for gate in self._gates)

@@ -48,21 +48,17 @@ class _Level:
         return len(self.queue) + len(self.delayed)
 
 
-class Gate(Protocol):
-    """What an instance asks before it executes."""
-    in_line: bool                   # it waits to be let through
+class Admission(Protocol):
+    """What an instance asks before it executes. All but enter() may wake the instances of any model."""
+    in_line: bool                   # it has been refused, and asks again when wake_all() is called
 
-    def enter(self) -> bool:
-        """Whether it may execute; else wake_all() is called when it is to ask again."""
+    def enter(self) -> bool: ...
 
-    def step_aside(self) -> None:
-        """It has nothing to execute any more. May wake the instances of any model, as the next two."""
+    def step_aside(self) -> None: ...
 
-    def leave(self) -> None:
-        """It has executed."""
+    def leave(self) -> None: ...
 
-    def close(self) -> None:
-        """There is no such instance any more."""
+    def close(self) -> None: ...
 
 
 class Batcher:
@@ -81,6 +77,7 @@ class Batcher:
         self._timeouts = Expiries()                 # of those that have one, and are not delayed
         self._deadlines = Expiries()                # of all that have one
         self._idle = 0                              # instances that wait for requests
+        self._refused = 0                           # instances that wait to be let through
         self._closed = False
         self._changed = threading.Condition(threading.Lock())
 
@@ -109,7 +106,7 @@ class Batcher:
     def wake(self) -> None:
         """Wakes an idle instance. Apart from submit(), so that requests which arrive together cost one wake-up."""
         with self._changed:
-            self._changed.notify()
+            self._notify()
 
     def wake_all(self) -> None:
         """Wakes the instances that wait, for requests or to be let through."""
@@ -126,38 +123,37 @@ class Batcher:
                 self._forget_times(request)
             return True
 
-    def take(self, gate: Gate | None = None) -> list[Request] | None:
+    def take(self, gate: Admission | None = None) -> list[Request] | None:
         """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left. gate: what lets
         a batch through."""
         with self._changed:
             while True:
                 now_ns = self._clock_ns()
                 self._expire(now_ns)
-                if not self and gate and gate.in_line:
+                choice = self._choose(now_ns) if self else None
+                if gate and gate.in_line and (choice is None or isinstance(choice, Wait)):
                     self._changed.release()
-                    gate.step_aside()
+                    gate.step_aside()               # which takes this lock
                     self._changed.acquire()
                     continue
-                if not self:
+                if choice is None:
                     if self._closed:
                         return None
                     self._idle += 1
                     self._changed.wait()
                     self._idle -= 1
                     continue
-                choice = self._choose(now_ns)
                 if isinstance(choice, Wait):
                     self._changed.wait((min(choice.until_ns, self._next_expiry_ns() or choice.until_ns) - now_ns) / 1e9)
                     continue
                 if choice.lost:
                     self._refuse_all(choice.lost, self._too_late(now_ns))
-                if choice.batch and gate and not gate.enter():
-                    self._changed.wait()            # who expires meanwhile is refused by the event loop
+                if choice.batch and gate and not self._admit(gate):
                     continue
                 if choice.batch:
                     self._remove(choice.batch)
                     if self:
-                        self._changed.notify()      # what is left may keep another instance busy
+                        self._notify()              # what is left may keep another instance busy
                     return choice.batch
 
     def measured(self, items: int, ns: int) -> None:
@@ -180,6 +176,22 @@ class Batcher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _notify(self) -> None:
+        """Wakes an instance that can do what those in line cannot, if one waits."""
+        self._changed.notify(1 + self._refused)
+
+    def _admit(self, gate: Admission) -> bool:
+        """Whether a batch is let through; if not, waits until that may have changed."""
+        waited = gate.in_line
+        if gate.enter():
+            return True
+        if not waited:
+            self._notify()                          # another instance may need nothing of what this one waits for
+        self._refused += 1
+        self._changed.wait()                        # who expires meanwhile is refused by the event loop
+        self._refused -= 1
+        return False
 
     def _append(self, request: Request) -> None:
         level = self._levels[request.level]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from infer_server.batching.batcher import Batcher, Gate
+from infer_server.batching.batcher import Admission, Batcher
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
@@ -29,7 +29,7 @@ class Instance:
 
     def __init__(self, name: str, batcher: Batcher, executor: Executor,
                  deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None,
-                 gate: Gate | None = None) -> None:
+                 gate: Admission | None = None) -> None:
         """cpu: the CPU that its thread is pinned to; None: not pinned. gate: of the rate limiter, if there is one."""
         self._batcher = batcher
         self._executor = executor

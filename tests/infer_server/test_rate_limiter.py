@@ -1,19 +1,26 @@
 """Which instances may execute, where they share resources; and that a server does so."""
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from infer_server.batching.batcher import Batcher
+from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.request import AwaitedReply, Request
 from infer_server.config.rate_limits import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import Gate, RateLimiter
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 R, S = Resource("R", False), Resource("S", True)
@@ -62,6 +69,42 @@ def test_who_needs_much_is_not_overtaken_for_ever_and_who_needs_nothing_of_it_do
     assert not large.in_line and late.enter()
 
 
+def test_what_executes_with_other_resources_changes_nobodys_turn() -> None:
+    limiter, executed = RateLimiter({}), Counter[int]()
+    busy, *gates = gate(limiter, R=1), gate(limiter, S=1), gate(limiter, 4, S=1)
+    for _ in range(50):
+        for _ in range(20):
+            assert busy.enter()
+            busy.leave()
+        (entered,) = [number for number, each in enumerate(gates) if each.enter()]
+        executed[entered] += 1
+        assert not any(each.enter() for each in gates)
+        gates[entered].leave()
+    assert [executed[number] for number in range(2)] == [40, 10]
+    beside = gate(limiter, R=1)
+    assert busy.enter() and not beside.enter()
+    busy.leave()
+    assert not busy.enter() and beside.enter(), "it has waited longer"
+    beside.leave()
+    assert not beside.enter() and busy.enter()
+
+
+def test_who_needs_two_resources_does_not_wait_until_all_turns_of_one_of_them_are_made_up_for() -> None:
+    limiter = RateLimiter({})
+    first = gate(limiter, R=1)
+    for _ in range(100):
+        assert first.enter()
+        first.leave()
+    apart = gate(limiter, S=1)
+    assert apart.enter()
+    both = gate(limiter, R=1, S=1)
+    assert not both.enter()
+    apart.leave()
+    assert apart.enter(), "it was there first, and is as far now as what both need"
+    apart.leave()
+    assert not apart.enter() and both.enter()
+
+
 def test_who_steps_aside_or_is_gone_holds_nobody_up() -> None:
     limiter = RateLimiter({"R": 2})
     small, large, late = gate(limiter, R=1), gate(limiter, R=2), gate(limiter, R=1)
@@ -69,6 +112,78 @@ def test_who_steps_aside_or_is_gone_holds_nobody_up() -> None:
     large.step_aside()
     assert late.enter()
     large.close()
+
+
+class Asking:
+    """Two instances of one queue, of which the first needs R and the second S; and another instance, which has R."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, batching: BatchPolicy) -> None:
+        self._loop, self._limiter = loop, RateLimiter({})
+        self.other = gate(self._limiter, R=1)
+        assert self.other.enter()
+        self.batcher = Batcher("m", batching, QueuePolicy(), lambda refused, why: None, 2)
+        limits = [RateLimit({R: 1}), RateLimit({S: 1})]
+        self.gates = self._limiter.gates(limits, [self.batcher.wake_all] * 2)
+        self.took = [Queue[int](), Queue[int]()]        # how many requests, by instance
+        self._threads = [Thread(target=self._run, args=(number,), daemon=True) for number in range(2)]
+
+    def start(self, number: int) -> None:
+        self._threads[number].start()
+
+    def ask(self) -> Request:
+        request = Request({"x": np.zeros((1, 1))}, 1, (), lambda outputs: b"", AwaitedReply(self._loop))
+        self.batcher.submit(request)
+        self.batcher.wake()
+        return request
+
+    def ended(self, number: int) -> bool:
+        self._threads[number].join(TIMEOUT_SECS)
+        return not self._threads[number].is_alive()
+
+    def _run(self, number: int) -> None:
+        while (batch := self.batcher.take(self.gates[number])) is not None:
+            self.took[number].put(len(batch))
+            self.gates[number].leave()
+        self.gates[number].close()
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def test_an_instance_that_is_refused_leaves_the_request_to_one_that_needs_something_else(
+        loop: asyncio.AbstractEventLoop) -> None:
+    asking = Asking(loop, BatchPolicy(1))
+    asking.start(0)
+    assert eventually(lambda: asking.batcher._idle == 1)
+    asking.start(1)
+    assert eventually(lambda: asking.batcher._idle == 2)
+    for _ in range(2):                          # the first of them waits longest, and is woken first
+        asking.ask()
+        assert asking.took[1].get(timeout=TIMEOUT_SECS) == 1
+    asking.batcher.close()
+    assert asking.ended(0) and asking.ended(1)
+
+
+def test_who_stands_in_line_may_be_withdrawn_wait_for_a_fuller_batch_or_be_unloaded(
+        loop: asyncio.AbstractEventLoop) -> None:
+    asking = Asking(loop, BatchPolicy(2, frozenset(), max_queue_delay_us=3_600_000_000))
+    (line,) = asking.gates[:1]
+    asking.start(0)
+    requests = [asking.ask(), asking.ask()]
+    assert eventually(lambda: line.in_line)
+    assert asking.batcher.withdraw(requests[0])
+    asking.other.leave()                        # which wakes it: it waits for a second request, out of the line
+    assert eventually(lambda: not line.in_line) and asking.other.enter()
+    asking.ask()
+    assert eventually(lambda: line.in_line)
+    asking.batcher.close()
+    assert asking.took[0].empty(), "what was accepted waits for its turn"
+    asking.other.leave()
+    assert asking.took[0].get(timeout=TIMEOUT_SECS) == 2 and asking.ended(0)
 
 
 def test_instances_of_two_models_take_turns_and_batches_grow_meanwhile(tmp_path: Path) -> None:
