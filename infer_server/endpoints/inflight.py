@@ -35,7 +35,7 @@ class Client(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCall:
     """A call in flight: the bytes that it holds until its client has read the answer, or has gone."""
-    client: Client | None           # None: it has ended, or stands for several
+    client: Client | None           # None: it has ended
     held_bytes: int = 0
     expected_bytes: int = 0         # of them: of its answer
     timer: asyncio.TimerHandle | None = None
@@ -58,7 +58,7 @@ class Inflight:
         calls = list(self._calls)
         await wait_until(lambda: not any(call in self._calls for call in calls), timeout_secs)
 
-    def begin(self, client: Client | None, request_bytes: int) -> OpenCall:
+    def begin(self, client: Client, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
         self.hold(call, request_bytes)
@@ -74,7 +74,7 @@ class Inflight:
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
         """To be called when an answer of so many bytes is handed to the transport: its client must read it in
         time."""
-        self.count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
+        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
 
@@ -84,10 +84,10 @@ class Inflight:
             raise MemoryLimitError(
                 f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
                 f"more would exceed its {self._max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
-        self.count(call, count)
+        self._count(call, count)
 
-    def count(self, call: OpenCall, count: int) -> None:
-        """Counts bytes that are held already; fewer than 0: that are no more."""
+    def _count(self, call: OpenCall, count: int) -> None:
+        """Counts bytes that are held already."""
         call.held_bytes += count
         self.held_bytes += count
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)

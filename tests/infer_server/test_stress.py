@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import logging
 import weakref
 from collections import Counter
@@ -86,32 +85,6 @@ def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
         mute.close()
         assert client.is_server_live()
     assert caplog.text.count("has not read") == 1 and "Traceback" not in caplog.text
-
-
-@pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is None, reason="pygrpc-native is not installed")
-def test_what_clients_of_the_fast_front_do_not_read_is_bounded_and_ends_with_their_connections(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
-    with serving(tmp_path, grpc_front="fast", max_inflight_bytes=3 * ONE_CALL) as server:
-        mute = MuteClient(server.ports.grpc)
-        mute.ask(INFER, request("large", VALUES))
-        mute.ask(INFER, request("large", VALUES))
-        executed = server.server.repository.find("large").statistics
-        assert eventually(lambda: executed.snapshot().success.count == 2)
-        assert eventually(lambda: 8 * VALUES <= held(server) < 9 * VALUES), "two answers of float32"
-        server.server._inflight.send_timeout_secs = 0.2
-        assert eventually(lambda: "answers are not read: ipv4:127.0.0.1:" in caplog.text)
-        with pytest.raises((EOFError, ConnectionError)):
-            while True:
-                mute.read_frame()
-        assert eventually(lambda: held(server) == 0)
-        mute.close()
-        with triton.InferenceServerClient(server.address) as client:
-            large = triton.InferInput("x", [1, VALUES], "FP32")
-            large.set_data_from_numpy(np.zeros((1, VALUES), np.float32))
-            assert client.infer("large", [large]).as_numpy("y").all()
-            assert eventually(lambda: held(server) == 0)
-    assert caplog.text.count("not read") == 1
 
 
 @pytest.mark.parametrize("method", [method.name for method in protos.methods(protos.INFERENCE_SERVICE)

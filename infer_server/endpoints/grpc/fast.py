@@ -1,8 +1,8 @@
 """The call ModelInfer on pygrpc-native, whose HTTP/2 runs in Rust beside the interpreter; the others on grpc.aio.
 
 Calls arrive in batches, as plain values: one hand-over to the event loop for all of them, and neither a coroutine nor a
-future for each. TLS and limits on the age of connections are for the server on grpc.aio alone. pygrpc-native does not
-tell when a client has taken which answer, only how many calls are open: see unread.py.
+future for each. TLS and limits on the age of connections are for the server on grpc.aio alone. An answer counts as read
+once it is handed over, for pygrpc-native does not tell when a client has taken which.
 """
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import grpc
 import protos
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
-from infer_server.endpoints.grpc.unread import Unread
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
@@ -63,7 +62,6 @@ class FastServer:
         self._folder = ""                                   # of the socket between the two
         self._answers: dict[int, _Answer] = {}              # that are awaited, by the numbers of their calls
         self._loop = asyncio.get_running_loop()
-        self._unread = Unread(front.inflight, self._calls, front.disconnect)
         self.native: NativeGrpcFront
 
     def add_insecure_port(self, address: str) -> int:
@@ -94,18 +92,10 @@ class FastServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _unsent(self) -> int:
-        begun, ended = self._begun_and_ended()
-        return begun - ended
-
-    def _calls(self) -> tuple[int, int]:
-        """How many were begun, and how many of them have their answers and are open even so."""
-        begun, ended = self._begun_and_ended()
-        return begun, max(0, begun - ended - len(self._answers))
-
-    def _begun_and_ended(self) -> tuple[int, int]:
         metrics: Any = self.native.metrics()
         calls = metrics["methods"][_PATH]
-        return int(calls["started"]), sum(status["count"] for status in calls["status"].values())
+        ended: int = sum(status["count"] for status in calls["status"].values())
+        return int(calls["started"]) - ended
 
     def _receive(self) -> None:
         """Hands calls over to the event loop, until the front is closed."""
@@ -143,13 +133,11 @@ class FastServer:
         if not answer.gone:
             answer.submitted = self._front.inferences.submit(call, answer)
 
-    def forget(self, answer: _Answer, answer_bytes: int = 0) -> None:
-        """To be called when an answer of so many bytes is given, or nobody waits for it any more."""
+    def forget(self, answer: _Answer) -> None:
+        """To be called when an answer is given, or nobody waits for it any more."""
         del self._answers[answer.number]
         if answer.held:
             self._front.inflight.end(answer.held)
-        if answer_bytes:
-            self._unread.given(answer.peer(), answer_bytes)
 
     def disconnect(self, peer: str) -> None:
         self._front.disconnect(peer)
@@ -180,7 +168,7 @@ class _Answer:
             self._server.native.respond(self.number, response)
 
     def send(self, response: bytes) -> None:
-        self._end(len(response))
+        self._end()
         if not self._sent:
             self._server.native.respond(self.number, response)
 
@@ -197,9 +185,9 @@ class _Answer:
         if submitted:
             submitted.cancel()
 
-    def _end(self, answer_bytes: int = 0) -> None:
+    def _end(self) -> None:
         self.gone, self.submitted = True, None
-        self._server.forget(self, answer_bytes)
+        self._server.forget(self)
 
     # ---- inflight.Client
     def peer(self) -> str:
