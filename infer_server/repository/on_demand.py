@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _Then = Callable[[], None]
 _Failed = Callable[[Exception], None]
-_RETRY_SECS = 30.0              # before a model that could not be loaded, or is not there, is tried again
+_RETRY_SECS = 30.0              # before a model that could not be loaded is tried again
 _MOST_FAILURES = 10_000         # that are remembered
 _LISTING_SECS = 2.0             # for which a name that was not in the repository is not looked for there again
 
@@ -94,7 +94,8 @@ class OnDemand:
                 log.exception("%s is not loaded on demand", name)
             if len(self._retry_at) >= _MOST_FAILURES:
                 self._retry_at.clear()
-            self._retry_at[name] = time.monotonic() + _RETRY_SECS
+            is_unknown = isinstance(error, UnknownModelError)
+            self._retry_at[name] = self._listed_until if is_unknown else time.monotonic() + _RETRY_SECS
         finally:
             del self._loading[name]
             self._go_on(name)

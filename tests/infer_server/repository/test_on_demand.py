@@ -152,6 +152,23 @@ def test_nobody_overtakes_who_waits_for_a_model() -> None:
     assert asyncio.run(ask()) == ["first", "second", "third"]
 
 
+def test_a_model_that_comes_into_the_repository_is_found_when_its_names_are_looked_up_again(
+        tmp_path: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.repository.on_demand._RETRY_SECS", 1e6)
+    monkeypatch.setattr("infer_server.repository.on_demand._LISTING_SECS", 0.05)
+    with pytest.raises(InferenceServerException, match="unknown model"):
+        answer(tritonclient.grpc, server, "new")
+    write_model(tmp_path, "new")
+
+    def is_found() -> bool:
+        try:
+            return bool(answer(tritonclient.grpc, server, "new") == [3, 5, 7, 9])
+        except InferenceServerException:
+            return False
+
+    assert eventually(is_found)
+
+
 def test_names_that_are_none_cost_no_look_at_the_repository_each(
         server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     repository, looks = server.server.repository, list[int]()
