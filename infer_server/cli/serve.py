@@ -82,6 +82,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
             return f"--model-repository {folder}: no such folder"
         if [_settled(other) for other in folders].count(_settled(folder)) > 1:
             return f"--model-repository {folder}: given twice"
+    for name, _ in parsed.rate_limit_resource:
+        if [other for other, _ in parsed.rate_limit_resource].count(name) > 1:
+            return f"--rate-limit-resource {name}: given twice"
     if parsed.load_model and parsed.model_control_mode != "explicit" and not parsed.model_memory_limit_mib:
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
     if parsed.model_memory_limit_mib and parsed.model_control_mode == "poll":
@@ -273,9 +276,9 @@ def _cache_bytes(text: str) -> int:
 
 def _resource(text: str) -> tuple[str, int]:
     """A device behind the count is Triton's; there is one here."""
-    name, _, count = text.partition(":")
-    count = count.partition(":")[0]
-    if not name or not count.isdecimal() or not int(count):
+    name, _, rest = text.partition(":")
+    count, _, device = rest.partition(":")
+    if not name or not (count.isascii() and count.isdecimal()) or not int(count) or device not in ("", "0", "global"):
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:COUNT, for instance R1:4")
     return name, int(count)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ def test_a_disk_that_takes_no_more_ends_a_load_and_nothing_else(tmp_path: Path) 
         assert running.stderr is not None
         until_ended.callback(running.kill)
         address = next(match[1] for line in running.stderr if (match := re.search(r"gRPC on (\S+),", line)))
+        Thread(target=running.stderr.read, daemon=True).start()     # a pipe that is full would hold the server up
         with triton.InferenceServerClient(address) as client:
             assert eventually(lambda: client.is_model_ready("m"))
             resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (64 * KIB, 64 * KIB))

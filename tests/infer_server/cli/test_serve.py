@@ -80,7 +80,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("--grpc-port", "65536"), ("--http-port", "-1"), ("--threads", "0"),
-                                               ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon")])
+                                               ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon"),
+                                               ("--rate-limit-resource", "R1:4:1"), ("--rate-limit-resource", "R1:٤")])
 def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str,
                                                 value: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -99,6 +100,7 @@ def test_options_that_contradict_each_other_are_a_usage_error(
     for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
                           (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
                           (["--grpc-front", "fast", "--grpc-max-connection-age", "9"], "--grpc-front fast"),
+                          (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice"),
                           (["--model-repository", f"{tmp_path}/../{tmp_path.name}"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
         assert said in capsys.readouterr().err
