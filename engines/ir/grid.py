@@ -1,6 +1,7 @@
 """Weights that were quantised before: the int8 numbers and scales that they were made of, found in the floats.
 
     w = s[o] * k,   k whole numbers from -128 to 127        for each output channel o, or one s for all
+    w = s[o] * (k + r[o])                                   of uint8, whose zero point is not in the middle
 
 Those of four bits have their scales by blocks of a channel: w = s[o, b] * k[o, i], b = i // block.
 
@@ -17,6 +18,7 @@ import numpy as np
 from engines.ir.graph import Array, QParams
 
 STEPS = (127, 128, *range(126, 0, -1))      # what the greatest weight of a channel may be, the usual ones first
+STEPS_OFF_MIDDLE = (*STEPS, *range(129, 256))           # the same of uint8 less any zero point
 STEPS_OF_BLOCKS = (8, 7, *range(15, 8, -1), *range(6, 0, -1))       # the same of four bits, less a zero point
 BLOCKS = (256, 128, 64, 32, 16)
 SAMPLE = 32             # weights of a channel on which a number of steps is tried first
@@ -34,6 +36,20 @@ def grid_params(weight: Array, axis: int) -> QParams | None:
     if not scales.all():
         return None
     return QParams(tuple(map(float, scales)), (0,) * len(rows), "int8", axis)
+
+
+def offset_grid(weight: Array, axis: int) -> tuple[Array, Array] | None:
+    """A scale and a whole number r for each index of `axis`, with weights / scale - r in int8; None if none have.
+    One r for all, if all have one scale and fit in 8 bits together."""
+    rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1).astype(np.float32, copy=False)
+    whole = rows.reshape(1, -1)
+    if not (scales := _scales(whole, STEPS_OFF_MIDDLE, _inside_eight_bits)).all():
+        whole = rows
+        if not (scales := _scales(whole, STEPS_OFF_MIDDLE, _inside_eight_bits)).all():
+            return None
+    numbers = np.rint(whole / scales[:, None])
+    rest = np.maximum(numbers.max(axis=1) - 127, 0) + np.minimum(numbers.min(axis=1) + 128, 0)
+    return np.broadcast_to(scales, len(rows)), np.broadcast_to(rest, len(rows))
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,16 @@ def _inside_int8(whole: Array) -> Array:
 
 def _inside_four_bits(whole: Array) -> Array:
     """With the zero point that each row likes best."""
-    return np.asarray(np.maximum(whole.max(axis=1), 0) - np.minimum(whole.min(axis=1), 0) <= 15)
+    return _span(whole) <= 15
+
+
+def _inside_eight_bits(whole: Array) -> Array:
+    """Likewise."""
+    return _span(whole) <= 255
+
+
+def _span(whole: Array) -> Array:
+    return np.asarray(np.maximum(whole.max(axis=1), 0) - np.minimum(whole.min(axis=1), 0))
 
 
 def _refined(rows: Array, step: Array) -> Array:

@@ -13,6 +13,7 @@ from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Graph, Node, QParams, TensorType
 from engines.ir.grid import grid_params
 from engines.ops import Stored, op_of
+from engines.passes.quantization.offsets import with_offsets_apart
 from engines.passes.quantization.quantize import check_names, contractions, in_int8, sums_fit
 from engines.passes.quantization.storage import classes, stored_by
 from engines.passes.rewriting.editor import merged_origin
@@ -36,14 +37,18 @@ def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[
     known = {node.outputs[0]: _params(last) for node in graph.nodes
              if (last := (node.body or (node,))[-1]).op == FAKE and _fits_uint8(last)}
     graph = _stored_so(graph, known)
+    graph, split = with_offsets_apart(graph, [
+        node for node in contractions(graph, keep_float) if _input_type(graph, node, known) is not None
+        and grid_params(graph.constants[node.anchor.inputs[1]], output_axis(node)) is None])
     wanted: dict[int, TensorType] = {}
     weights: dict[tuple[str, ...], QParams] = {}
     for node in contractions(graph, keep_float):
         weight, axis = graph.constants[node.anchor.inputs[1]], output_axis(node)
         if (kind := _input_type(graph, node, known)) is None:
             continue
-        if (quant := grid_params(weight, axis)) is None or not sums_fit(weight, axis):
-            note(log, node, "quantize", "stays float: its weights are not quantised to int8 around 0")
+        quant = split.get(node.outputs) or grid_params(weight, axis)
+        if quant is None or not sums_fit(weight, axis):
+            note(log, node, "quantize", "stays float: its weights are not quantised to 8 bits")
             continue
         wanted[id(node)], weights[node.outputs] = kind, quant
     return in_int8(graph, wanted, weights, keep_float)

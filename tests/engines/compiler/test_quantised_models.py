@@ -155,7 +155,7 @@ def test_a_layer_whose_weights_are_no_integers_stays_float() -> None:
                         {**NUMBERS, "b": np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)})
     build, made, wanted = rounded(model)
     assert precisions(build) == ["fp32"]
-    assert any("its weights are not quantised to int8" in str(note) for note in build.notes)
+    assert any("its weights are not quantised to 8 bits" in str(note) for note in build.notes)
     np.testing.assert_allclose(made, wanted, 1e-5, 1e-5)
 
 
@@ -215,12 +215,29 @@ def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:
     np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
 
 
-def test_weights_of_uint8_around_another_number_than_their_middle_stay_float() -> None:
-    model = layer({"w": (weights(16, 8).astype(int) + 127).astype(np.uint8), "wzero": np.full(8, 20, np.uint8)},
-                  node("Sigmoid", "m", "y"))
-    build, made, wanted = rounded(model)
-    assert precisions(build) == ["fp32"]
+@pytest.mark.parametrize("zeros", [np.full(8, 20, np.uint8), np.array([0, 255, 128, 20, 127, 129, 200, 3], np.uint8)],
+                         ids=["one for all", "one a column"])
+def test_weights_of_uint8_around_another_number_than_their_middle_are_multiplied_as_int8(zeros: Any) -> None:
+    every = np.random.default_rng(3).permuted(np.linspace(0, 255, 16).astype(np.uint8)[:, None].repeat(8, 1), axis=0)
+    build, made, wanted = rounded(layer({"w": every, "wzero": zeros}, node("Sigmoid", "m", "y")))
+    assert set(precisions(build)) == {"int8"} and not fallbacks(build.engine())
     np.testing.assert_allclose(made, wanted, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_convolution_by_uint8_off_its_middle_adds_what_each_window_sees(group: int) -> None:
+    """At the border that is less than elsewhere."""
+    w = np.random.default_rng(3).integers(0, 256, (8, 8 // group, 3, 3)).astype(np.uint8)
+    w[:, 0, 0, :2] = 0, 255
+    nodes = [*pair("x", "a"), node("DequantizeLinear", "w wscale wzero", "b", axis=0),
+             node("Conv", "a b bias", "c", group=group, pads=[1, 1, 1, 1]), node("Relu", "c", "y")]
+    model = small_model(nodes, {"x": ["N", 8, 7, 7]}, ["y"], {
+        **NUMBERS, "w": w, "wzero": np.array([0, 255, 128, 20, 127, 129, 200, 3], np.uint8),
+        "bias": np.arange(8, dtype=np.float32)})
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 8, 7, 7), np.float32)}
+    build = built(model)
+    assert set(precisions(build)) == {"int8"} and not fallbacks(build.engine())
+    np.testing.assert_allclose(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 1e-4, 1e-4)
 
 
 def test_all_128_steps_below_zero_are_kept() -> None:

@@ -1,0 +1,82 @@
+"""Weights of uint8 off the middle of their type, in int8: what does not fit is a number that a channel shares.
+
+    w = s[o] * (k + r[o])                   k int8, r a whole number
+    x * w = x * (s[o] * k) + s[o] * r[o] * (x * 1)
+
+x * 1 is one more contraction in int8, by ones: the sum of a row, or of what a window sees, for one output channel that
+all share. In groups, each output channel has its own.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from engines.ir.dtypes import FLOAT
+from engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from engines.ir.grid import offset_grid
+from engines.ops import op_of
+from engines.passes.quantization.storage import reading
+from engines.passes.rewriting.editor import GraphEditor
+from engines.passes.rewriting.facts import output_axis
+
+
+def with_offsets_apart(graph: Graph, nodes: Iterable[Node]) -> tuple[Graph, dict[tuple[str, ...], QParams]]:
+    """The graph in which those of the contractions whose weights are such multiply by int8 twice, and how these weights
+    are quantised, by outputs of the nodes that read them."""
+    chosen = {id(node): found for node in nodes if node.anchor.op != "ConvTranspose"
+              and (found := offset_grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
+    if not chosen:
+        return graph, {}
+    splitter = _Splitter(graph)
+    for node in graph.nodes:
+        splitter.nodes.append(splitter.split(node, *chosen[id(node)]) if id(node) in chosen else node)
+    return splitter.finish(), splitter.weights
+
+
+class _Splitter(GraphEditor):
+    """weights: outputs of a contraction -> the numbers of its weights. totals: products by ones that there are."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.weights: dict[tuple[str, ...], QParams] = {}
+        self.totals: dict[tuple[object, ...], str] = {}
+
+    def split(self, node: Node, scales: Array, rest: Array) -> Node:
+        """The node whose anchor is by what fits int8, and adds what is missing; what it adds is made before it."""
+        anchor, axis, (y,) = node.anchor, output_axis(node), node.outputs
+        weight = self.graph.constants[anchor.inputs[1]]
+        along = [-1 if i == axis else 1 for i in range(weight.ndim)]
+        taken = (scales * rest).astype(np.float32)
+        less = self.add_constant(f"{anchor.inputs[1]}.less", weight - taken.reshape(along))
+        self.weights[node.outputs] = QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
+        inner = TensorType(FLOAT, self.graph.shape(anchor.outputs[0]))
+        first = replace(reading(anchor, {anchor.inputs[1]: less}), outputs=(self.add_tensor(f"{y}.by_int8", inner),))
+        if anchor.attrs.get("group", 1) > 1:
+            share, parts = self._by_ones(node, axis, weight.shape, taken), []
+        else:
+            total = self._by_ones(node, axis, [1 if i == axis else d for i, d in enumerate(weight.shape)], np.ones(1))
+            factor = self.add_constant(f"{y}.offsets", taken[:1] if (taken == taken[0]).all() else taken)
+            share = self.add_tensor(f"{y}.share", inner)
+            self.types[share], = op_of("Mul").infer(made := Node("Mul", (total, factor), (share,), name=share), [
+                self.type(total), self.type(factor)], [None, None])
+            parts = [made]
+        whole = anchor.outputs[0]
+        parts.append(Node("Add", (first.outputs[0], share), (whole,), name=whole))
+        return node.with_body((first, *parts, *node.body[1:]))
+
+    def _by_ones(self, node: Node, axis: int, shape: Iterable[int], factors: Array) -> str:
+        """The anchor by weights that are `factors` throughout, one for each output channel."""
+        anchor, shape = node.anchor, tuple(shape)
+        key = (anchor.op, anchor.inputs[0], str(sorted(anchor.attrs.items())), shape, factors.tobytes())
+        if key not in self.totals:
+            scales = np.where(factors == 0, 1, np.abs(factors)).astype(np.float32)
+            along = [-1 if i == axis else 1 for i in range(len(shape))]
+            ones = self.add_constant(f"{anchor.outputs[0]}.ones", np.broadcast_to(
+                factors.astype(np.float32).reshape(along), shape).copy())
+            self.totals[key] = made = self.add(f"{anchor.outputs[0]}.total", anchor.op, (anchor.inputs[0], ones),
+                                               anchor.attrs, node.origin)
+            self.types[made] = replace(self.types[made], quant=None)
+            self.weights[(made,)] = QParams(tuple(map(float, scales)), (0,) * len(scales), "int8", axis)
+        return self.totals[key]
