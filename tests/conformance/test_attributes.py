@@ -75,25 +75,33 @@ def variants(op: str) -> Iterator[tuple[str, int, str, Any]]:
 
 
 def expected(model: onnx.ModelProto, inputs: Arrays, attribute: str) -> Iterator[Arrays]:
-    """What onnx.reference computes, then ONNX Runtime; one that refuses the model is left out."""
-    names = [value.name for value in model.graph.input]
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        feeds = dict(zip(names, inputs, strict=True))
+    """What onnx.reference computes, then ONNX Runtime; one that refuses the model, and what follows it, is left out.
+
+    No `yield` inside `errstate`: a generator that is left there, and collected as garbage while NumPy changes its state
+    elsewhere, takes the memory of that change with it (CPython 3.11, Python/hamt.c).
+    """
+    feeds = dict(zip([value.name for value in model.graph.input], inputs, strict=True))
+    for compute in (by_reference, by_runtime)[attribute in NOT_IN_THE_REFERENCE:]:
         try:
-            if attribute not in NOT_IN_THE_REFERENCE:
-                yield [np.asarray(y) for y in ReferenceEvaluator(model).run(None, feeds)]
-            yield runtime(model).run(None, feeds)
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                answer = compute(model, feeds)
         except Exception:       # whatever NumPy makes of attributes that do not fit
             return
+        yield answer
 
 
-def runtime(model: onnx.ModelProto) -> Any:
+def by_reference(model: onnx.ModelProto, feeds: dict[str, Any]) -> Arrays:
+    return [np.asarray(y) for y in ReferenceEvaluator(model).run(None, feeds)]
+
+
+def by_runtime(model: onnx.ModelProto, feeds: dict[str, Any]) -> Arrays:
     onnxruntime = pytest.importorskip("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1        # models of one node gain nothing by more
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feeds))
 
 
 def same(results: Arrays, wanted: Arrays) -> bool:
