@@ -219,9 +219,10 @@ class ModelProcess:
         if request is None:
             return                              # it has ended with an error
         result: Any = NO_MORE
-        if message.tensors or "error" in message.head:
-            result = self._result(request, message.head, message.tensors[0] if message.tensors else {})
         streams = self.launch.is_decoupled and isinstance(request.reply, StreamReply)
+        dropped = streams and request.reply.gone            # a model may be far ahead of what tells it so
+        if "error" in message.head or (message.tensors and not dropped):
+            result = self._result(request, message.head, message.tensors[0] if message.tensors else {})
         if streams and result is not NO_MORE and not isinstance(result, Exception):
             self._post(request.part, result)
             result = NO_MORE
