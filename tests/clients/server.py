@@ -18,6 +18,8 @@ from clients.calls import channel_options
 from clients.codec import decode, encode
 from protos import inference as pb
 
+TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long hangs, however busy the machine is
+
 
 @dataclass
 class Doubler:
@@ -31,6 +33,8 @@ class Doubler:
     shape: tuple[int, ...] = (-1, 4)
     received: list[pb.ModelInferRequest] = field(default_factory=list)
     batches: Counter[int] = field(default_factory=Counter)
+    at_once: int = 0                            # requests now ...
+    most_at_once: int = 0                       # ... and at most
     busy_ns: int = 0
     stall_ends: float = 0.0                     # on time.monotonic()
     counted_from: int | None = None             # of the received requests
@@ -81,7 +85,10 @@ class Doubler:
         shape = tuple(request.inputs[0].shape)
         if shape[1:] != (4,):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"input 'x' is [-1,4], not {list(shape)}")
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(self.delay_s)
+        self.at_once -= 1
         if number - (self.counted_from or 0) == self.stall_at and (
                 self.counted_from is not None or not self.stalls_when_measured):
             self.stall_ends = time.monotonic() + self.stall_s
@@ -121,10 +128,10 @@ def serving(model: Doubler) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="test server")
     thread.start()
-    assert started.wait(10)
+    assert started.wait(TIMEOUT_SECS)
     try:
         yield f"127.0.0.1:{ports[0]}"
     finally:
         loop.call_soon_threadsafe(finished.set)
-        thread.join(10)
+        thread.join(TIMEOUT_SECS)
         loop.close()

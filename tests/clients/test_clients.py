@@ -15,7 +15,7 @@ from clients.errors import (
     ServerUnavailableError,
     UnsupportedError,
 )
-from tests.clients.server import Doubler, serving
+from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -64,7 +64,7 @@ def test_a_client_that_limits_messages_refuses_a_larger_one() -> None:
 
 
 def test_a_failure_has_a_name_and_the_servers_message() -> None:
-    with serving(Doubler(delay_s=0.3, fail_every=2, keeps_statistics=False)) as url, InferenceClient(url) as client:
+    with serving(Doubler(delay_s=600, fail_every=2, keeps_statistics=False)) as url, InferenceClient(url) as client:
         with pytest.raises(ModelNotFoundError, match="unknown model 'tripler'"):
             client.infer("tripler", {"x": X})
         with pytest.raises(InvalidRequestError, match=r"not \[2, 3\]"):
@@ -79,7 +79,7 @@ def test_a_failure_has_a_name_and_the_servers_message() -> None:
 
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with InferenceClient("127.0.0.1:1") as client, pytest.raises(ServerUnavailableError, match="127.0.0.1:1"):
-        client.is_server_live(timeout=5)
+        client.is_server_live(timeout=TIMEOUT_SECS)
 
 
 def test_the_asyncio_client_names_failures_too() -> None:

@@ -16,7 +16,7 @@ import pytest
 from clients.codec import infer_request
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, INTERRUPTED, main
 from clients.load.report import CSV_COLUMNS
-from tests.clients.server import Doubler, serving
+from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 
 FAST = ["--duration", "0.6", "--warmup", "0.1"]
 
@@ -32,7 +32,8 @@ def levels_of(path: Path) -> list[dict[str, object]]:
 
 def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: Path, capsys) -> None:
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "plot")}
-    with serving(Doubler(delay_s=0.005)) as url:
+    model = Doubler(delay_s=0.005)
+    with serving(model) as url:
         status = load_test(url, "--concurrency", "1,3", "--batch", "2",
                            *(part for kind, path in files.items() for part in (f"--{kind}", str(path))))
     assert status == FINE
@@ -48,12 +49,13 @@ def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: 
         latency = level["latency_ms"]
         assert 5 <= latency["p50"] <= latency["p90"] <= latency["p95"] <= latency["p99"] <= latency["max"]
         assert level["errors"] == {}
-        assert level["throughput"] == pytest.approx(2 * level["requests"] / level["measured_s"], rel=0.2)
+        ended = level["throughput"] * level["measured_s"] / 2
+        assert abs(ended - level["requests"]) <= level["concurrency"], "of each user one may end behind the interval"
         assert level["server"]["mean_batch"] == 2
         assert set(level["server"]["batch_sizes"]) == {"2"}
-        assert level["server"]["executions"] == pytest.approx(level["requests"], rel=0.2)
-        assert 5 <= level["server"]["compute_infer_ms"] <= latency["mean"]
-    assert three["throughput"] > 1.5 * one["throughput"]
+        assert level["server"]["compute_infer_ms"] >= 5
+    assert model.most_at_once == 3
+    assert 0 < one["server"]["executions"] + three["server"]["executions"] < model.batches.total()
 
     rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
     assert tuple(rows[0]) == CSV_COLUMNS
@@ -125,7 +127,7 @@ def test_failed_requests_are_counted_and_fail_the_test_unless_allowed(tmp_path: 
 
 
 def test_requests_that_take_too_long_fail_by_their_deadline(tmp_path: Path) -> None:
-    with serving(Doubler(stall_at=2, stall_s=3)) as url:        # the first is the trial before the load
+    with serving(Doubler(stall_at=2, stall_s=600)) as url:        # the first is the trial before the load
         assert load_test(url, "--timeout", "0.1", "--allow-errors", json_to=tmp_path / "r.json") == FAILED
     level, = levels_of(tmp_path / "r.json")
     assert set(level["errors"]) == {"DEADLINE_EXCEEDED"}
@@ -186,7 +188,7 @@ def test_an_interrupted_test_ends_at_once_and_reports_nothing(tmp_path: Path) ->
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=TIMEOUT_SECS)
     assert process.returncode == INTERRUPTED
     assert (output, errors) == ("", "load-test: interrupted; nothing is reported\n")
     assert not (tmp_path / "r.json").exists()

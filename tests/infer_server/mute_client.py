@@ -19,7 +19,7 @@ class MuteClient:
     """One connection. Of what comes it reads only while it must: as long as the server lets it send no more."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
         self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0))
         self._connection_window = _FIRST_WINDOW
         self._stream_window = _FIRST_WINDOW

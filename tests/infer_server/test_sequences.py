@@ -17,8 +17,10 @@ from tests.infer_server.numpy_engine import GATES, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
 
+PATIENT = 3_600_000_000         # microseconds that a sequence may be idle: however busy the machine is
 SUM = """max_batch_size: 8 output {{ name: "sum" data_type: TYPE_FP32 dims: 4 }} instance_group {{ count: 2 }}
-    sequence_batching {{ {} state {{ input_name: "x2" output_name: "sum" data_type: TYPE_FP32 dims: 4 {} }} }}"""
+    sequence_batching {{ {} max_sequence_idle_microseconds: {}
+        state {{ input_name: "x2" output_name: "sum" data_type: TYPE_FP32 dims: 4 {} }} }}"""
 TOLD = HEAD + """
 class TritonPythonModel:
     def execute(self, requests):
@@ -32,15 +34,15 @@ class TritonPythonModel:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("models")
-    write_model(folder, "sum", kind="two", config=SUM.format("direct {}", ""))
+    write_model(folder, "sum", kind="two", config=SUM.format("direct {}", PATIENT, ""))
     write_model(folder, "few", kind="two", gate="few", config=SUM.format(
-        "oldest { max_candidate_sequences: 1 } max_sequence_idle_microseconds: 100000",
+        "oldest { max_candidate_sequences: 1 }", 100_000,
         'initial_state { name: "s" data_type: TYPE_FP32 dims: 4 data_file: "ten" }'))
     (folder / "few" / "initial_state").mkdir()
     np.full(4, 10, np.float32).tofile(folder / "few" / "initial_state" / "ten")
     python_model(folder, "told", TOLD, """backend: "python" max_batch_size: 4
         input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "told" data_type: TYPE_FP32 dims: 4 }
-        sequence_batching {
+        sequence_batching { max_sequence_idle_microseconds: 3600000000
           control_input { name: "start" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [0, 1] } }
           control_input { name: "end" control { kind: CONTROL_SEQUENCE_END int32_false_true: [0, 5] } }
           control_input { name: "id" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } }""")

@@ -18,9 +18,9 @@ import protos
 from infer_server.endpoints.grpc.errors import answering
 from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
-from tests.infer_server.endpoints.test_serving import eventually, infer
+from tests.infer_server.endpoints.test_serving import eventually, executions, infer
 from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
@@ -38,7 +38,7 @@ def test_a_server_that_stops_under_load_ends_no_request_otherwise_than_answered_
 
     async def ask_until_nobody_listens() -> Counter[str]:
         asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(32)]
-        await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(eventually, lambda: executions(server) > 8)
         await asyncio.to_thread(server.stop)
         return sum(await asyncio.gather(*asking), Counter[str]())
 
@@ -103,7 +103,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_call(
 def test_bytes_that_are_no_message_are_answered_as_an_error_in_their_stream(tmp_path: Path) -> None:
     with serving(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
         stream = channel.stream_stream(f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer")
-        answers = list(stream(iter([b"\x0a\xff"] * 2), timeout=10))
+        answers = list(stream(iter([b"\x0a\xff"] * 2), timeout=TIMEOUT_SECS))
     assert len(answers) == 2 and all(b"not a ModelInferRequest" in answer for answer in answers)
 
 
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_of_health_checks(meth
 
 def status(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as caught:
-        next(channel.unary_stream(path)(data, timeout=10))
+        next(channel.unary_stream(path)(data, timeout=TIMEOUT_SECS))
     code: grpc.StatusCode = caught.value.code()
     return code
 

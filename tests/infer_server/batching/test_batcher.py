@@ -5,6 +5,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.batching.request import AwaitedReply, Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, UnavailableError
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
 
 class Clock:
@@ -132,7 +134,7 @@ def test_idle_instances_share_what_waits(loop: asyncio.AbstractEventLoop) -> Non
         queue.submit(one)
     queue.wake()
     for instance in instances:
-        instance.join(10)
+        instance.join(TIMEOUT_SECS)
     assert sorted(len(batch or ()) for batch in taken) == [2, 2, 3]
     assert {id(one) for batch in taken for one in batch or ()} == {id(one) for one in requests}
 
@@ -145,7 +147,7 @@ def test_an_idle_instance_sleeps_until_it_is_woken(loop: asyncio.AbstractEventLo
     first = request(loop)
     queue.submit(first)
     queue.wake()
-    instance.join(10)
+    instance.join(TIMEOUT_SECS)
     assert taken == [[first]]
 
 
@@ -186,6 +188,29 @@ def test_what_is_given_up_is_never_taken(loop: asyncio.AbstractEventLoop) -> Non
     clock.now_ns += 50
     assert queue.take() == requests[16:] and refused == requests[8:16]
     assert len(queue) == 0
+
+
+def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(loop: asyncio.AbstractEventLoop) -> None:
+    """Three times what an instance can do: served first come first served, hardly any would be in time."""
+    queue, clock, _ = batcher()
+    batch_ns, patience_ns, due_ns = 100_000_000, 240_000_000, Clock.now_ns
+    batches = executed = in_time = 0
+    for items in (1, 8):                # as a warm-up does
+        queue.measured(items, batch_ns)
+    queue.submit(request(loop))
+    while batches < 40:
+        taken = queue.take() or []
+        done_ns = clock.now_ns + batch_ns
+        while due_ns < done_ns:
+            clock.now_ns = due_ns
+            with suppress(DeadlineExceededError):
+                queue.submit(request(loop, deadline_ns=due_ns + patience_ns))
+            due_ns += batch_ns // 24
+        clock.now_ns = done_ns
+        queue.measured(len(taken), batch_ns)
+        batches, executed = batches + 1, executed + len(taken)
+        in_time += sum(one.deadline_ns >= done_ns for one in taken)
+    assert in_time >= 0.9 * executed and executed >= 0.9 * 8 * batches
 
 
 def test_many_requests_are_withdrawn_as_fast_as_they_came(loop: asyncio.AbstractEventLoop) -> None:

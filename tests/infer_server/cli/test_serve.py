@@ -149,7 +149,7 @@ def test_http_listens_on_both_families_as_grpc_does(tmp_path: Path) -> None:
         pytest.skip("this machine has no IPv6")
     with serving(tmp_path, host="::") as server:
         for name in ("[::1]", "127.0.0.1"):
-            with urlopen(f"http://{name}:{server.ports.http}/v2/health/live", timeout=10) as response:
+            with urlopen(f"http://{name}:{server.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response:
                 assert response.status == 200
 
 

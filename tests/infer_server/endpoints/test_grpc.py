@@ -11,7 +11,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 
@@ -61,7 +61,7 @@ def request_of(model: str = "affine", name: str = "x", datatype: str = "FP32", s
 
 def refusal(stub: service_pb2_grpc.GRPCInferenceServiceStub, request: service_pb2.ModelInferRequest) -> tuple[Any, str]:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(request, timeout=10)
+        stub.ModelInfer(request, timeout=TIMEOUT_SECS)
     return caught.value.code(), caught.value.details()
 
 

@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.array([[1, 2, 3, 4]], np.float32)
@@ -139,7 +139,7 @@ def test_the_status_page_shows_models_states_and_batches(
 # ---- over a plain socket
 def ask(server: RunningServer, *requests: bytes) -> bytes:
     """All that comes back until the server closes."""
-    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
         for request in requests:
             connection.sendall(request)
         received = b""

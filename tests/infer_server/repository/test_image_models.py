@@ -202,7 +202,7 @@ def test_a_server_that_stops_answers_the_pictures_that_it_has_accepted_and_takes
                     ended.append(error.status())
                     return
 
-    with serving(tmp_path, exit_timeout_secs=2.0) as server, ThreadPoolExecutor(12) as clients:
+    with serving(tmp_path, exit_timeout_secs=TIMEOUT_SECS) as server, ThreadPoolExecutor(12) as clients:
         asking = [clients.submit(ask_until_refused) for _ in range(12)]
         assert eventually(lambda: len(ended) > 12)
         answered = server.stop()

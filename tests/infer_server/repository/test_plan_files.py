@@ -93,4 +93,4 @@ def test_an_unloaded_model_gives_its_memory_back_at_once(repository: Path) -> No
             loaded.append(resident(server.pid))
             client.unload_model("m")
         assert max(loaded) < 1.1 * loaded[0]
-        assert eventually(lambda: resident(server.pid) < loaded[0] - 0.9 * SIZE, 1.0)
+        assert eventually(lambda: resident(server.pid) < loaded[0] - 0.9 * SIZE)
