@@ -123,7 +123,10 @@ def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], a
     return [np.stack(made) for made in zip(*items, strict=True)]
 
 
-def _stacked(values: Sequence[Value], kind: Kind, axis: int) -> Array:
+def _stacked(values: Sequence[Value] | Array, kind: Kind, axis: int) -> Array:
+    """values: of all steps, a list or an array."""
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(np.moveaxis(values, 0, axis) if axis else values)
     if values:
         return np.stack(values, axis)
     shape = [extent if isinstance(extent, int) else 0 for extent in kind.shape]

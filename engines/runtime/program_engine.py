@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
+from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
@@ -37,18 +39,19 @@ class SegmentMaker(Protocol):
     def plan(self, part: SegmentPart, feed: Mapping[str, Array]) -> Plan: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Bound:
     """engines.runtime.iteration.Bound."""
     execution: Execution
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
+    kept: Any = None
 
     def run(self) -> None:
         self.execution.run(1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, kw_only=True)
 class _WatchedBound(_Bound):
     watch: Callable[[Mapping[str, Array]], None]
     given: Mapping[str, Array]
@@ -68,6 +71,7 @@ class Segment:
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
         self._engines: dict[Signature, SegmentEngine] = {}
         self._given: dict[Signature, Plan] = {}
+        self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
             self._add(signature_of_plan(plan), plan)
 
@@ -92,12 +96,15 @@ class Segment:
         if isinstance(engine, OpenEngine):
             engine = engine.for_feed(feed)
         with engine.lent() as context:
-            inputs = {io.name: context.input(io.name) for io in engine.inputs}
-            for name, place in inputs.items():
-                np.copyto(place, feed[name])
-            outputs = {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs}
-            yield _Bound(context.execution, inputs, outputs) if self._watch is None else _WatchedBound(
-                context.execution, inputs, outputs, partial(self._watch, self.part), named)
+            bound = self._bounds.get(context)
+            if bound is None:
+                bound = self._bounds[context] = _Bound(
+                    context.execution, {io.name: context.input(io.name) for io in engine.inputs},
+                    {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs})
+            for name, place in bound.inputs.items():
+                place[...] = feed[name]
+            yield bound if self._watch is None else _WatchedBound(
+                bound.execution, bound.inputs, bound.outputs, watch=partial(self._watch, self.part), given=named)
 
     def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
         """For the types of what it is fed."""
@@ -145,6 +152,7 @@ class ProgramEngine(OfPlan):
         lock = threading.Lock()
         self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
+        self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
         self._fitting: Shapes = {}      # the shapes that were checked last; set by whichever thread runs
         self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
 
@@ -188,12 +196,13 @@ class ProgramEngine(OfPlan):
             raise InputError(f"{self.name}: input '{io.name}' is missing; the model takes "
                              f"{', '.join(repr(other.name) for other in self.inputs)}")
         value = feeds[io.name]
-        if io.dtype in NO_TENSORS:
+        wanted = self._dtypes.get(io.name)
+        if wanted is None:
             return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
         array = as_in_memory(np.asarray(value))
-        if io.dtype == "object" and array.dtype.kind in "OUS":
+        if wanted.hasobject and array.dtype.kind in "OUS":
             return array.astype(object)
-        if array.dtype != memory_dtype(io.dtype):
+        if array.dtype != wanted:
             raise InputError(f"{self.name}: input '{io.name}' is {array.dtype}, the model takes {io.dtype}")
         return as_named(array, io.dtype)
 

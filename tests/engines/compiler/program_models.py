@@ -90,6 +90,19 @@ def exchanged() -> onnx.ModelProto:
         {"start": random(5), "yes": np.array(True), "zero": np.array(0), "one": np.array(1)})
 
 
+def carried() -> onnx.ModelProto:
+    """A sum of the rows of x, and two values of any size that only change places at each step."""
+    body = region("body", [
+        node("Identity", "going", "goes_on"), node("Gather", "x i", "row", axis=0), node("Add", "sum row", "next")],
+        [("i", INT64, []), ("going", BOOL, []), ("sum", FLOAT, [5]), ("u", FLOAT, ["n"]), ("v", FLOAT, ["n"])],
+        "goes_on next v u", {"goes_on": BOOL})
+    return small_model(
+        [node("Shape", "x", "shape"), node("Gather", "shape zero", "rows", axis=0),
+         node("Loop", "rows yes start a b", "y u_last v_last", body=body)],
+        {"x": ["T", 5], "a": ["n"], "b": ["n"]}, ["y", "u_last", "v_last"],
+        {"start": np.zeros(5, np.float32), "yes": np.array(True), "zero": np.array(0)})
+
+
 def grown() -> onnx.ModelProto:
     """What has come so far, longer at each step, and its largest value at each."""
     body = region("body", [

@@ -29,10 +29,15 @@ def fed(*shape: int, seed: int = 3) -> dict[str, Array]:
     return {"x": random(*shape, seed=seed)}
 
 
+def carried_past(rows: int, width: int = 3) -> dict[str, Array]:
+    return {"x": random(rows, 5), "a": random(width, seed=1), "b": random(width, seed=2)}
+
+
 CASES = {
     "a Loop over steps": (models.running_sum(), [fed(4, 5), fed(1, 5), fed(7, 5)]),
     "a product of rows in a Loop and in a Scan": (models.recurrent(), [fed(4, 1, 6), fed(1, 1, 6)]),
-    "a Loop that exchanges its states": (models.exchanged(), [fed(4, 5), fed(1, 5)]),
+    "a Loop that exchanges its states": (models.exchanged(), [fed(4, 5), fed(1, 5), fed(40, 5), fed(4, 5, seed=9)]),
+    "a Loop whose states no kernel reads": (models.carried(), [carried_past(2), carried_past(2, 5), carried_past(3)]),
     "a Loop whose state grows": (models.grown(), [fed(3, 5)]),
     "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
     "a Scan from behind": (models.scanned(), [fed(3, 4), fed(3, 1)]),
