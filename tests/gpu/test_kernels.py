@@ -59,7 +59,8 @@ def test_every_family_equals_its_reference(case: str) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "precision", "ways"), [
-    ("sm_61", "int8", 1), ("sm_75", "int8", 2), ("sm_75", "fp16", 2), ("sm_90a", "int8", 2), ("sm_80", "bf16", 2)])
+    ("sm_61", "int8", 1), ("sm_75", "int8", 2), ("sm_75", "fp16", 2), ("sm_90a", "int8", 2), ("sm_80", "bf16", 2),
+    ("sm_70", "fp16", 2)])
 def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: str, precision: str, ways: int) -> None:
     problem, inputs, constants = attention(precision)
     found = every_way(problem, GPUS[gpu])
@@ -78,7 +79,8 @@ def test_an_attention_of_many_keys_is_one_of_tiles() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "precision", "across"), [
-    ("sm_75", "int8", False), ("sm_80", "int8", True), ("sm_80", "fp16", False), ("sm_80", "bf16", True)])
+    ("sm_75", "int8", False), ("sm_80", "int8", True), ("sm_80", "fp16", False), ("sm_80", "bf16", True),
+    ("sm_70", "fp16", True)])
 def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precision: str, across: bool) -> None:
     problem, inputs, constants = product(precision, across)
     first, *_ = found = every_way(problem, GPUS[gpu])

@@ -41,6 +41,10 @@ class Gpu(Words):
         """Whether two times four threads of a warp multiply together (mma.m8n8k4)."""
         return precision == "fp16" and self.half_k == 8
 
+    def multiplies_together(self, precision: str) -> bool:
+        """Whether they do so in any way."""
+        return self.by_warp(precision) or self.by_quads(precision)
+
     def round(self, x: Value) -> Value:
         """float32 -> int32, halves to even; saturated."""
         return x.f.call(I32, "llvm.nvvm.f2i.rn", x, hint="round")

@@ -60,7 +60,7 @@ _GROUPED = ((128, 128), (128, 256), (128, 64), (256, 128), (64, 64), (64, 128), 
 
 def tiles(gpu: Gpu, precision: str, couts: int) -> Iterator[Tile]:
     """Candidates for so many couts, the usual winner of a large layer first."""
-    shapes = _SHAPES if gpu.by_warp(precision) or gpu.by_quads(precision) else _BY_LANE
+    shapes = _SHAPES if gpu.multiplies_together(precision) else _BY_LANE
     for pixels, columns, warps in shapes:
         for depth, stages in ((64, 4), (128, 3)) if gpu.async_copy else ((64, 2),):
             tile = Tile(pixels, columns, warps, depth, stages)

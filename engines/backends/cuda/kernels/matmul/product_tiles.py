@@ -3,8 +3,8 @@
     for 32 bytes of k:      sums[row, column] += a * b
     y = program(sums)
 
-A lane reads its parts of both (engines/backends/cuda/codegen/products.py) through the caches: words of four bytes where
-k is contiguous, else element by element. INT8: b less 128 is signed, and with u = b - 128, v = zb - 128
+A lane reads its parts of both (engines/backends/cuda/codegen/fragments.py) through the caches: words of four bytes
+where k is contiguous, else element by element. INT8: b less 128 is signed, and with u = b - 128, v = zb - 128
 
     sum of (a - za) * (b - zb) = sum of a * u  -  v * sum of a  -  za * sum of u  +  K * za * v
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import wide
-from engines.backends.cuda.codegen.products import STEP, multiply
+from engines.backends.cuda.codegen.products import STEP
 from engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
@@ -27,14 +28,14 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     together,
 )
-from engines.backends.cuda.kernels.matmul.query_tiles import COUTS, FLIP, ONES, words_of_column
+from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, words_of_column
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
-ROWS, COLUMNS = 16, 32      # of a warp
+ROWS, COLUMNS = TILE, 32        # of a warp
 
 
 def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
@@ -43,7 +44,7 @@ def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
     words = [(a.strides[-1], a.strides[:-1], a.item, aligned[0])]
     if b.strides[-1] != b.size:
         words.append((b.strides[-2], (*b.strides[:-2], b.strides[-1]), b.item, aligned[1]))
-    return (gpu.by_warp(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
+    return (gpu.multiplies_together(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
             and problem.depth * a.size % 4 == 0
             and all(step == a.size and math.gcd(4, base, item, *others) == 4 for step, others, item, base in words))
 
@@ -65,38 +66,34 @@ class ProductTile:
         self.each = together(stored, problem.y.shape[-1], 2)
         a, b, *self.others, numbers, self.constants, self.y = operands
         self.zeros = [f.load(FLOAT, numbers + 4 * n, 4, "zero") for n in (0, 1)]
-        group, self.t = lane.binary("lshr", 2), lane & 3
+        self.lanes = fragments(gpu, problem.precision, lane)
         rows, columns = (-(-extent // size) for extent, size in zip(problem.y.shape[-2:], (ROWS, COLUMNS), strict=True))
         self.matrix, place = tile.divided(rows * columns), tile.remainder(rows * columns)
-        first = place.divided(columns) * ROWS + group
-        self.rows = [first, first + ROWS // 2]
-        self.column0 = place.remainder(columns) * COLUMNS
+        self.row0, self.column0 = place.divided(columns) * ROWS, place.remainder(columns) * COLUMNS
         at_a, at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
                       for address, view in ((a, problem.a), (b, problem.b)))
         height, width = problem.y.shape[-2:]
-        self.a = [at_a + wide(row.at_most(height - 1)) * problem.a.strides[-2] for row in self.rows]
-        self.b = [at_b + wide((self.column0 + (group + first)).at_most(width - 1)) * problem.b.strides[-1]
-                  for first in range(0, COLUMNS, COUTS)]
+        self.a = [at_a + wide((self.row0 + row).at_most(height - 1)) * problem.a.strides[-2] for row in self.lanes.rows]
+        self.b = [[at_b + wide((self.column0 + (column + first)).at_most(width - 1)) * problem.b.strides[-1]
+                   for column in self.lanes.columns] for first in range(0, COLUMNS, TILE)]
 
     def write(self, there: Value) -> None:
         problem, f = self.problem, self.f
-        zero, precision = f.constant(0, I32 if self.integers else FLOAT), problem.precision
-        acc = {(n, e): zero for n in range(len(self.b)) for e in range(4)}
+        zero = f.constant(0, I32 if self.integers else FLOAT)
+        acc = {(n, e): zero for n in range(COLUMNS // COUTS) for e in range(4)}
         of_b = dict(acc) if self.integers else {}
         of_a = dict.fromkeys(range(4), zero) if self.integers else {}
         for turn in f.loop("k", -(-problem.depth * problem.a.size // STEP), acc=acc, u=of_b, a=of_a):
             places, ones = self._places(turn)
-            words = [self._word(start, place, one) for place, one in zip(places, ones, strict=True) for start in self.a]
-            for n, start in enumerate(self.b):
-                b = self._column(start, places)
-                sums = multiply(self.gpu, precision, [acc[n, e] for e in range(4)], words, b)
-                acc.update({(n, e): one for e, one in enumerate(sums)})
+            words = [[self._word(start, place, one) for place, one in zip(places, ones, strict=True)]
+                     for start in self.a]
+            for pair, starts in enumerate(self.b):
+                b = [self._column(start, places) for start in starts]
+                self._multiply(acc, pair, words, b)
                 if self.integers:
-                    counted = [ones[0], ones[0], ones[1], ones[1]]
-                    sums = multiply(self.gpu, precision, [of_b[n, e] for e in range(4)], counted, b)
-                    of_b.update({(n, e): one for e, one in enumerate(sums)})
+                    self._multiply(of_b, pair, [ones, ones], b)
             if self.integers:
-                of_a.update(enumerate(multiply(self.gpu, precision, [of_a[e] for e in range(4)], words, ones)))
+                of_a.update(enumerate(self.lanes.multiply([*of_a.values()], words, [ones])))
         if self.integers:
             za, v = self.gpu.round(self.zeros[0]), self.gpu.round(self.zeros[1]) - MIDDLE
             rest = za * v * problem.depth
@@ -104,14 +101,17 @@ class ProductTile:
                    for (n, e), total in acc.items()}
         self._store(acc, there)
 
+    def _multiply(self, acc: dict[tuple[int, int], Value], pair: int, a: Words, b: Words) -> None:
+        keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
+        acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
+
     def _places(self, turn: Value) -> tuple[list[Value], list[Value]]:
-        """Of both words of a lane: bytes from the first k, within it, and ones; zeros where the word is behind the
-        last k."""
+        """Of a lane's words: bytes from the first k, within it, and ones; zeros where the word is behind the last k."""
         f, size = self.f, self.problem.depth * self.problem.a.size
-        first = f.cast("trunc", turn, I32, "turn") * STEP + self.t * 4
-        places, one = [first, first + STEP // 2], f.constant(ONES, I32)
+        first, one = f.cast("trunc", turn, I32, "turn") * STEP, f.constant(ONES, I32)
+        places = [first + byte for byte in self.lanes.bytes]
         if size % STEP == 0:
-            return places, [one, one]
+            return places, [one] * len(places)
         inside = [place.below(size) for place in places]
         return ([f.select(test, place, place.like(0), "place") for test, place in zip(inside, places, strict=True)],
                 [f.select(test, one, one.like(0), "ones") for test in inside])
@@ -137,11 +137,12 @@ class ProductTile:
         problem, f, gpu = self.problem, self.f, self.gpu
         height, width = problem.y.shape[-2:]
         each = self.each
-        for row, index in enumerate(self.rows):
+        for row in (0, 1):
+            index = self.row0 + (self.lanes.row + row * self.lanes.apart)
             pixel = self.matrix * height + index
-            for n in range(len(self.b)):
+            for n in range(COLUMNS // COUTS):
                 for first in range(0, 2, each):
-                    column = self.column0 + self.t * 2 + (n * COUTS + first)
+                    column = self.column0 + self.lanes.t * 2 + (n * COUTS + first)
                     with f.when(there & index.below(height) & column.below(width)):
                         sums = [acc[n, 2 * row + first + i] for i in range(each)]
                         numbers = load_constants(f, self.constants, column, each, problem.program.constants, width)

@@ -7,7 +7,7 @@
 
 The scores are made twice and never leave the registers, so there may be any number of keys. What a lane has of p after
 the first product is what it brings to the second one, if that takes the keys in another order, which no sum minds: no
-lane needs another's. A lane's parts of the tiles: engines/backends/cuda/codegen/products.py.
+lane needs another's, but for quads (engines/backends/cuda/codegen/fragments.py).
 
 INT8: q as it is times k less 128, and its zero point times the sums of k less 128, which a product by ones gives.
 """
@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import across, pick_bytes, wide
-from engines.backends.cuda.codegen.products import STEP, multiply
+from engines.backends.cuda.codegen.products import STEP
 from engines.backends.cuda.kernels.access import (
     alignment,
     load_channels,
@@ -36,14 +37,14 @@ from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
-QUERIES, COUTS = 16, 8          # of a product: rows, and columns
+QUERIES = TILE
 FLIP = -0x7F7F7F80              # bytes less 128: 0x80808080
 ONES = 0x01010101
 
 
 def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
     """Whether q and k can be read by words."""
-    return gpu.by_warp(problem.precision) and all(
+    return gpu.multiplies_together(problem.precision) and all(
         view.dtype == STORED[problem.precision] for view in (problem.q, problem.k, problem.v)) and all(
         view.strides[-1] == view.size and alignment(view, base) % 4 == 0 and view.shape[-1] * view.size % 4 == 0
         for view, base in zip((problem.q, problem.k), aligned, strict=False))
@@ -76,11 +77,11 @@ class QueryTile:
         self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
         *self.inputs, numbers, self.constants, self.y = operands
         self.scale, self.q_zero, _, self.v_zero = (f.load(FLOAT, numbers + 4 * n, 4, "number") for n in range(4))
-        self.group, self.t = lane.binary("lshr", 2), lane & 3
+        self.lanes = fragments(gpu, problem.precision, lane)
         tiles = -(-problem.queries // QUERIES)
-        self.head, first = tile.divided(tiles), tile.remainder(tiles) * QUERIES + self.group
-        self.queries = [first, first + QUERIES // 2]
-        self.rows = [self.head * problem.queries + query.at_most(problem.queries - 1) for query in self.queries]
+        self.head, self.query0 = tile.divided(tiles), tile.remainder(tiles) * QUERIES
+        self.queries = [self.query0 + (self.lanes.row + row * self.lanes.apart) for row in (0, 1)]
+        self.rows = [self._row(query) for query in self.queries]
         self.keys_at_once = STEP // problem.q.size
         self.turns = -(-problem.keys // self.keys_at_once)
         self.q, self.ones = self._queries()
@@ -93,7 +94,7 @@ class QueryTile:
                 peaks[row] = gpu.max(peaks[row], x)
         peaks = {row: self._together(gpu.max, peak) for row, peak in peaks.items()}
         zero = f.constant(0, I32 if self.integers else FLOAT)
-        columns = -(-problem.v.shape[-1] // COUTS)
+        columns = -(-problem.v.shape[-1] // TILE) * (TILE // COUTS)
         acc = {(column, e): zero for column in range(columns) for e in range(4)}
         totals = dict.fromkeys((0, 1), f.constant(0, FLOAT))
         for turn in f.loop("again", self.turns, acc=acc, total=totals):
@@ -110,33 +111,36 @@ class QueryTile:
                     for e in (0, 1):
                         self._store(row, column * COUTS + e, acc[column, 2 * row + e], share, seen)
 
+    def _row(self, query: Value) -> Value:
+        return self.head * self.problem.queries + query.at_most(self.problem.queries - 1)
+
     # ---- q * k
-    def _queries(self) -> tuple[list[list[Value]], list[list[Value]]]:
+    def _queries(self) -> tuple[list[Words], list[Words]]:
         """By STEP bytes of their columns: a lane's words, and ones in the place of what is there."""
-        q, ones = self.problem.q, []
-        starts = [self.inputs[0] + offset_in(q, row) for row in self.rows]
-        words = []
+        q, one = self.problem.q, self.f.constant(ONES, I32)
+        starts = [self.inputs[0] + offset_in(q, self._row(self.query0 + row)) for row in self.lanes.rows]
+        words: list[Words] = []
+        ones: list[Words] = []
         for step in range(-(-q.shape[-1] * q.size // STEP)):
-            both = [[self._word(start, step, half) for start in starts] for half in (0, 1)]
-            words.append([*both[0], *both[1]])
-            there = [self._there(step, half) for half in (0, 1)]
-            one = [self.f.constant(ONES, I32) if test is None else
-                   self.f.select(test, self.f.constant(ONES, I32), self.f.constant(0, I32), "ones") for test in there]
-            ones.append([one[0], one[0], one[1], one[1]])
+            words.append([self._words(start, step) for start in starts])
+            there = [one if test is None else self.f.select(test, one, one.like(0), "ones")
+                     for test in self._there(step)]
+            ones.append([there] * len(starts))
         return words, ones
 
-    def _there(self, step: int, half: int) -> Value | None:
-        """Whether a lane's word of a row of q or k is in it; None: all lanes' are."""
-        size, first = self.problem.q.shape[-1] * self.problem.q.size, STEP * step + 16 * half
-        return None if first + 16 <= size else (self.t * 4 + first).below(size)
+    def _there(self, step: int) -> list[Value | None]:
+        """Whether each word of a row of q or k that a lane reads is in it; None: all of a step are."""
+        size, first = self.problem.q.shape[-1] * self.problem.q.size, STEP * step
+        return [None if first + STEP <= size else (byte + first).below(size) for byte in self.lanes.bytes]
 
-    def _word(self, start: Value, step: int, half: int) -> Value:
-        offset, there = self.t * 4 + (STEP * step + 16 * half), self._there(step, half)
-        if there is None:
-            return self.f.load(I32, start + wide(offset), 4, "word")
-        nothing = offset.like(0)
-        word = self.f.load(I32, start + wide(self.f.select(there, offset, nothing, "offset")), 4, "word")
-        return self.f.select(there, word, nothing, "word")
+    def _words(self, start: Value, step: int) -> list[Value]:
+        words = []
+        for byte, there in zip(self.lanes.bytes, self._there(step), strict=True):
+            offset, nothing = byte + STEP * step, byte.like(0)
+            offset = self.f.select(there, offset, nothing, "offset") if there else offset
+            word = self.f.load(I32, start + wide(offset), 4, "word")
+            words.append(self.f.select(there, word, nothing, "word") if there else word)
+        return words
 
     def _scores(self, turn: Value) -> dict[tuple[int, int], Value]:
         """Of a block of keys: by row of the lane (0, 1) and its key (2 t and 2 t + 1 of each COUTS)."""
@@ -144,23 +148,23 @@ class QueryTile:
         first = f.cast("trunc", turn, I32, "turn") * self.keys_at_once
         k = self.inputs[1] + pixel_offset(self.head, problem.k.shape[:-2], problem.k.strides[:-2], problem.k.item)
         found: dict[tuple[int, int], Value] = {}
-        for number in range(self.keys_at_once // COUTS):
-            key = (first + self.group + number * COUTS).at_most(problem.keys - 1)
-            start = k + wide(key) * problem.k.strides[-2]
+        for number in range(self.keys_at_once // TILE):
+            keys = [(first + column + number * TILE).at_most(problem.keys - 1) for column in self.lanes.columns]
+            starts = [k + wide(key) * problem.k.strides[-2] for key in keys]
             zero = f.constant(0, I32 if self.integers else FLOAT)
-            acc, sums = [zero] * 4, [zero] * 4
+            acc, sums = [zero] * 8, [zero] * 8
             for step, (words, ones) in enumerate(zip(self.q, self.ones, strict=True)):
-                b = [self._word(start, step, half) for half in (0, 1)]
+                b = [self._words(start, step) for start in starts]
                 if self.integers:
-                    b = [word ^ FLIP for word in b]
-                    sums = multiply(self.gpu, problem.precision, sums, ones, b)
-                acc = multiply(self.gpu, problem.precision, acc, words, b)
+                    b = [[word ^ FLIP for word in column] for column in b]
+                    sums = self.lanes.multiply(sums, ones, b)
+                acc = self.lanes.multiply(acc, words, b)
             if self.integers:
                 q_zero = self.gpu.round(self.q_zero)
                 acc = [self.gpu.to_float(a - q_zero * s) for a, s in zip(acc, sums, strict=True)]
             for e, value in enumerate(acc):
-                place = first + self.t * 2 + (number * COUTS + e % 2)
-                found[e // 2, 2 * number + e % 2] = self._score(value, e // 2, place)
+                n, row, c = 2 * number + e // 4, e // 2 % 2, e % 2
+                found[row, 2 * n + c] = self._score(value, row, first + self.lanes.t * 2 + (n * COUTS + c))
         return found
 
     def _score(self, value: Value, row: int, key: Value) -> Value:
@@ -186,28 +190,30 @@ class QueryTile:
     def _mix(self, acc: dict[tuple[int, int], Value], powers: dict[tuple[int, int], Value], turn: Value) -> None:
         problem = self.problem
         count = len(powers) // 2
-        words = [packed_words(self.gpu, problem.v.dtype, [powers[row, key] for key in range(count)]) for row in (0, 1)]
-        a = [words[row][half] for half in (0, 1) for row in (0, 1)]
-        first = self.f.cast("trunc", turn, I32, "turn") * self.keys_at_once + self.t * 2
+        a = self.lanes.factor([packed_words(self.gpu, problem.v.dtype, [powers[row, key] for key in range(count)])
+                               for row in (0, 1)])
+        first = self.f.cast("trunc", turn, I32, "turn") * self.keys_at_once
         v = self.inputs[2] + pixel_offset(self.head, problem.v.shape[:-2], problem.v.strides[:-2], problem.v.item)
-        starts = [v + wide((first + (key // 2 * COUTS + key % 2)).at_most(problem.keys - 1)) * problem.v.strides[-2]
-                  for key in range(count)]
-        for column in range(-(-problem.v.shape[-1] // COUTS)):
-            place = wide((self.group + column * COUTS).at_most(problem.v.shape[-1] - 1)) * problem.v.strides[-1]
-            b = words_of_column(problem.v, [start + place for start in starts])
-            results = multiply(self.gpu, problem.precision, [acc[column, e] for e in range(4)], a, b)
-            acc.update({(column, e): result for e, result in enumerate(results)})
+        starts = [v + wide((first + key).at_most(problem.keys - 1)) * problem.v.strides[-2]
+                  for key in self.lanes.factor_columns(self.keys_at_once)]
+        for pair in range(-(-problem.v.shape[-1] // TILE)):
+            b = []
+            for column in self.lanes.columns:
+                place = wide((column + pair * TILE).at_most(problem.v.shape[-1] - 1)) * problem.v.strides[-1]
+                b.append(words_of_column(problem.v, [start + place for start in starts]))
+            keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
+            acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
 
     # ---- y
     def _together(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
         """Of the four lanes of a row."""
-        for distance in (1, 2):
+        for distance in self.lanes.sharing:
             value = combine(value, across(value, distance))
         return value
 
     def _store(self, row: int, first: int, total: Value, share: Value, seen: Value) -> None:
         problem, f, view = self.problem, self.f, self.problem.y
-        column = self.t * 2 + first
+        column = self.lanes.t * 2 + first
         mean = (self.gpu.to_float(total) if self.integers else total) * share
         if self.integers and problem.mask:
             mean = mean + f.select(seen, mean.like(0), self.v_zero - float(MIDDLE), "nothing")
