@@ -246,8 +246,16 @@ def attention(precision: str) -> Case:
 
 
 def recurrence(precision: str) -> Case:
-    """A GRU of two stages, both ways, items of lengths of their own."""
+    """A GRU of two stages, both ways, items of lengths of their own; states between -1 and 1."""
     layer = Layer(node_of("GRU", "bidirectional"), 37, precision, lengths=True, states=True)
+    for state in layer.inputs[1:-1]:
+        np.clip(state, -1, 1, out=state)
+    return layer.spec, layer.inputs, layer.constants
+
+
+def rounded_recurrence(precision: str) -> Case:
+    """An LSTM whose state is rounded before each step."""
+    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, states=True, rounds=True)
     return layer.spec, layer.inputs, layer.constants
 
 
@@ -269,6 +277,7 @@ FAMILIES: Mapping[str, Family] = {
     "partial sums": Family(partial_sums, _INT8, True), "sum of parts": Family(sum_of_parts, _INT8),
     "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
     "attention": Family(attention, _INT8, True), "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
+    "rounded recurrence": Family(rounded_recurrence, ("int8",)),
     "pointwise": Family(pointwise, _INT8), "permute": Family(permute, _BF16), "average": Family(average, _INT8),
     "maximum": Family(maximum, _FP32), "global": Family(global_sum, _INT8), "resize": Family(resize, _INT8),
     "take": Family(partial(take, 1), _FP32), "take of channels": Family(partial(take, 2), _FP32),

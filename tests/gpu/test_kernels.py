@@ -13,6 +13,7 @@ import pytest
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.kernels.kernel import kernel_for
+from engines.backends.cuda.kernels.recurrent.weights import Kept
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.movement import HaloFill
@@ -86,6 +87,17 @@ def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precis
     first, *_ = found = every_way(problem, GPUS[gpu])
     assert len(found) == 2 and str(first.tactic) == "16 x 32 a warp"
     check(first, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
+
+
+@pytest.mark.parametrize(("gpu", "case"), [("sm_61", "recurrence, int16"), ("sm_75", "recurrence, fp32"),
+                                           ("sm_80", "recurrence, int8"), ("sm_80", "rounded recurrence, int8")])
+def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:
+    """In registers, the rest in shared memory; in the caches."""
+    (problem, inputs, constants), tolerance = CASES[case][0](), CASES[case][1]
+    first, *_, last = every_way(problem, GPUS[gpu])
+    assert first.tactic.parts > 1 and str(last.tactic) == "default"
+    for way in (Way(first.kernel, Kept(4, 2)), last):
+        check(way, GpuRunner(GPUS[gpu]), inputs, constants, tolerance)
 
 
 def test_a_halo_is_filled_and_nothing_beside_it() -> None:

@@ -93,6 +93,9 @@ BY_HAND = {
     "prmt.b32 %r9, %r1, %r2, 0x7531;": (0x33221100, 0x77665544, 0x77553311),
     "prmt.b32 %r9, %r1, %r2, 0x0008;": (0x80, 0, 0x808080FF),
     "dp4a.u32.s32 %r9, %r1, %r2, 5;": (0xFF010203, 0x80010203, (5 - 255 * 128 + 1 + 4 + 9) & 0xFFFFFFFF),
+    "dp4a.s32.s32 %r9, %r1, %r2, 5;": (0xFF010203, 0x80010203, 5 + 128 + 1 + 4 + 9),
+    "dp2a.lo.s32.s32 %r9, %r1, %r2, 5;": (0xFFFF0100, 0x7F7F02FE, 0xFFFFFE03),
+    "dp2a.hi.s32.u32 %r9, %r1, %r2, 5;": (0xFFFF0100, 0xFE020000, 5 + 512 - 254),
     "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r9, 1, 2, %p1;": (-1, 1, 1),
     "setp.lt.u32 %p1, %r1, %r2; selp.b32 %r9, 1, 2, %p1;": (-1, 1, 2),
     "setp.ne.f32 %p1, %r1, %r2; selp.b32 %r9, 1, 2, %p1;": (word(np.nan), word(1), 2),
@@ -145,6 +148,13 @@ def test_a_fused_product_is_rounded_once() -> None:
         assert all(abs(Fraction(float(got)) - exact) <= abs(Fraction(float(other)) - exact) for other in near)
     halfway = np.float32(1 + 2.0 ** -23)        # + 2**-24 is a tie, which 2**-60 more turns up
     assert fused(*(np.array([v], np.float32) for v in (2.0 ** -12 + 2.0 ** -36, 2.0 ** -12, halfway)))[0] > halfway
+
+
+def test_threads_may_write_parts_of_a_word() -> None:
+    body = _store_shared("cvt.u16.u32 %rs1, %r1;\nst.shared.u8 [%r80], %rs1;\nbar.sync 0;\nand.b32 %r80, %r80, 124;\n"
+                         "ld.shared.u32 %r9, [%r80];\n", 0)
+    got = run(body, np.arange(LANES), shared=128)
+    np.testing.assert_array_equal(got, np.repeat(np.arange(LANES, dtype=np.uint8).view(np.uint32), 4))
 
 
 def test_lanes_exchange_registers() -> None:
@@ -236,6 +246,7 @@ FAULTS = {
     "beyond": "mov.u32 %r80, shared;\nld.shared.u32 %r9, [%r80+128];",
     "nothing wrote": "mov.u32 %r80, shared;\nld.shared.u32 %r9, [%r80];",
     "two threads write to one word": "mov.u32 %r80, shared;\nst.shared.u32 [%r80], %r1;",
+    "two threads write to one place": "mov.u32 %r80, shared;\ncvt.u16.u32 %rs1, %r1;\nst.shared.u8 [%r80], %rs1;",
     "without a barrier between": _store_shared("st.shared.u32 [%r80], %r1;\nxor.b32 %r82, %r80, 4;\n"
                                                "ld.shared.u32 %r9, [%r82];", 2),
     "another thread reads, without a barrier": _store_shared(

@@ -18,7 +18,7 @@ BASE = 1 << 20          # address of byte 0 of the memory: low addresses are fau
 GAP = 64                # bytes between allocations
 WORD = 4
 _LAUNCHES = 255         # that the stamps of writers tell apart
-_SEVERAL = -2           # as a reader: more than one thread
+_SEVERAL = -2           # as a reader or writer: more than one thread
 
 
 class Memory:
@@ -139,8 +139,10 @@ class Shared:
         for words in _words(places, size):
             self.written[words], self.writer[words] = self.epoch[block], thread
             self.on_its_way[words], self.unfenced[words] = False, True
-            if np.any(self.writer[words] != thread):
-                raise Fault("two threads write to one word")
+            others = self.writer[words] != thread
+            if np.any(others) and (size >= WORD or len(np.unique(places)) < len(places)):
+                raise Fault(f"two threads write to one {'word' if size >= WORD else 'place'}")
+            self.writer[words[others]] = _SEVERAL       # parts of a word by several threads
 
     def set_out(self, places: Array, size: int) -> None:
         """A copy to these places has begun."""

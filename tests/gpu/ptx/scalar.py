@@ -135,6 +135,15 @@ def _dp4a(run: Run, i: Instruction) -> None:
     run.put(i.one(0), run.get(i.one(3), "s32") + (a * b).sum(1, dtype=np.int32))
 
 
+@action("dp2a", modifiers="lo hi")
+def _dp2a(run: Run, i: Instruction) -> None:
+    """Both halves of a word by the lower or the upper two bytes of another."""
+    a = run.get(i.one(1), "b32").view(np.uint16 if i.op[2] == "u32" else np.int16).reshape(-1, 2)
+    b = run.get(i.one(2), "b32").view(np.uint8 if i.op[3] == "u32" else np.int8).reshape(-1, 4)
+    b = b[:, 2:] if i.op[1] == "hi" else b[:, :2]
+    run.put(i.one(0), run.get(i.one(3), "s32") + (a.astype(np.int32) * b).sum(1, dtype=np.int32))
+
+
 # ---- comparisons
 _COMPARE: dict[str, Any] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                             "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,

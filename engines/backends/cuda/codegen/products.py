@@ -20,7 +20,7 @@ from typing import NamedTuple
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import fields, struct, wide
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I32, vector
+from engines.codegen.types import FLOAT, I1, I32, vector
 
 STEP = 32       # bytes of K
 
@@ -32,6 +32,17 @@ def dot(gpu: Gpu, precision: str, acc: Value, a: Value, b: Value) -> Value:
     for x, w in zip(_floats(gpu, precision, a), _floats(gpu, precision, b), strict=True):
         acc = gpu.fma(x, w, acc)
     return acc
+
+
+def dot_signed(acc: Value, a: Value, b: Value) -> Value:
+    """The same of four bytes in each word, all signed."""
+    return acc.f.call(I32, "llvm.nvvm.idp4a.s.s", a, b, acc, hint="dot")
+
+
+def dot_pair(acc: Value, a: Value, b: Value, half: int, signed: bool) -> Value:
+    """acc + the two int16 in a times bytes 2 half and 2 half + 1 of b, which may be unsigned."""
+    f, name = acc.f, f"llvm.nvvm.idp2a.s.{'s' if signed else 'u'}"
+    return f.call(I32, name, a, b, f.constant(half, I1), acc, hint="dot")
 
 
 def _floats(gpu: Gpu, precision: str, word: Value) -> list[Value]:
