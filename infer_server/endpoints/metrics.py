@@ -59,13 +59,15 @@ class _Seen(NamedTuple):
 
 
 class Metrics:
-    def __init__(self, settings: MetricsSettings = MetricsSettings()) -> None:      # noqa: B008 it is frozen
+    def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None) -> None:  # noqa: B008
+        """gpus: None: those of this machine."""
         self._settings = settings
         self._machine = Machine()
-        self._gpus = Gpus() if settings.gpu else None
+        self._gpus = (gpus or Gpus()) if settings.gpu else None
 
-    def render(self, models: Iterable[Model]) -> str:
+    async def render(self, models: Iterable[Model]) -> str:
         """The metrics of all models that are ready, and of the machine, in Prometheus's text format."""
+        of_gpus = await self._gpus.gauges() if self._gpus else ()
         seen = [_Seen(_labels(model), model, model.statistics.snapshot()) for model in models]
         lines = [*_counters(seen)]
         if self._settings.counter_latencies:
@@ -80,7 +82,7 @@ class Metrics:
             for name, text, value in self._machine.gauges():
                 kind = "counter" if name.endswith("_total") else "gauge"
                 lines += _family(name, kind, text, [("", value)])
-        for name, text, values in self._gpus.gauges() if self._gpus else ():
+        for name, text, values in of_gpus:
             lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
                              ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))
         return "\n".join(lines) + "\n"

@@ -1,10 +1,16 @@
-"""What NVIDIA's management library says of the GPUs, under Triton's names (the extra "nvml")."""
+"""What NVIDIA's management library says of the GPUs, under Triton's names (the extra "nvml").
+
+Its calls block, for as long as the driver likes: they are made on a thread beside the event loop.
+"""
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -25,35 +31,83 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Any, Any], float]]] = {
 COUNTERS = frozenset({"nv_energy_consumption"})
 
 
-class Gpus:
-    """Those of this machine, as they are when it is made; none where nothing can be said of them, which is logged."""
+class Gauge(NamedTuple):
+    """A metric of the GPUs, by their UUIDs. What a GPU does not tell is left out."""
+    name: str
+    meaning: str
+    values: Mapping[str, float]
 
-    def __init__(self) -> None:
-        self._devices: dict[str, Any] = {}      # by its UUID
+
+class Gpus:
+    """Belongs to the event loop. A driver that hangs holds up who waits for it for `patience_secs`, and nothing else:
+    until it answers there are no metrics of GPUs."""
+
+    def __init__(self, patience_secs: float = 2.0) -> None:
+        self.patience_secs = patience_secs
+        self._library = _Library()
+        self._reading: asyncio.Future[list[Gauge]] | None = None    # one at a time: the library is called by one thread
+        self._begun = 0.0                       # when that one was, on the loop's clock
+        self._is_late = False                   # as was said
+
+    async def gauges(self) -> Sequence[Gauge]:
+        """What they say now; nothing where there are none, or where the driver does not answer."""
+        if self._library.has_no_gpu:
+            return ()
+        clock = asyncio.get_running_loop().time
+        if self._reading is None or self._reading.done():
+            self._begun, self._is_late = clock(), False
+            self._reading = asyncio.ensure_future(in_daemon_thread(self._library.read))
+        reading = self._reading
+        await asyncio.wait((reading,), timeout=max(0.0, self._begun + self.patience_secs - clock()))
+        if reading.done():
+            return reading.result()
+        if not self._is_late:
+            self._is_late = True
+            log.warning("there are no metrics of GPUs until their driver answers: it has not in %g s",
+                        self.patience_secs)
+        return ()
+
+
+class _Library:
+    """The GPUs of this machine, as they are when it is read first; none where nothing can be said of them, which is
+    logged."""
+    _devices: Mapping[str, Any] | None = None       # by UUID
+    _nvml: Any = None
+
+    @property
+    def has_no_gpu(self) -> bool:
+        """Whether it was asked, and there is none."""
+        return self._devices is not None and not self._devices
+
+    def read(self) -> list[Gauge]:
+        """Blocks."""
+        if self._devices is None:
+            self._devices = self._found()
+        return [Gauge(name, meaning, dict(self._values(name, read)))
+                for name, (meaning, read) in _GAUGES.items() if self._devices]
+
+    def _found(self) -> Mapping[str, Any]:
         try:
             import pynvml
         except ImportError:
             if _DRIVER.exists():
                 log.info("there are no metrics of the GPUs: pip install 'infer-server[nvml]'")
-            return
-        self._nvml: Any = pynvml
+            return {}
+        self._nvml = pynvml
         try:
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            self._devices = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+            return {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         except pynvml.NVMLError as error:
             log.info("there are no metrics of GPUs: %s", error)
+            return {}
 
-    def gauges(self) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """Name, meaning, and the value of each GPU by its UUID. What a GPU does not tell is left out."""
-        for name, (meaning, read) in _GAUGES.items() if self._devices else ():
-            values = {}
-            for uuid, handle in self._devices.items():
-                try:
-                    values[uuid] = read(self._nvml, handle)
-                except self._nvml.NVMLError as error:
-                    log.debug("%s of %s: %s", name, uuid, error)
-            yield name, meaning, values
+    def _values(self, name: str, read: Callable[[Any, Any], float]) -> Iterator[tuple[str, float]]:
+        for uuid, handle in (self._devices or {}).items():
+            try:
+                yield uuid, read(self._nvml, handle)
+            except self._nvml.NVMLError as error:
+                log.debug("%s of %s: %s", name, uuid, error)
 
 
 def _text(name: str | bytes) -> str:

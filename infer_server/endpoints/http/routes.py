@@ -89,7 +89,7 @@ def metrics_routes(repository: Repository, settings: MetricsSettings) -> Handler
     metrics = Metrics(settings)
 
     async def page(_: HttpRequest) -> HttpResponse:
-        return HttpResponse((metrics.render(repository.models()).encode(),), content_type=CONTENT_TYPE)
+        return HttpResponse(((await metrics.render(repository.models())).encode(),), content_type=CONTENT_TYPE)
 
     return _Routes([("", "GET", r"/metrics", page)], Restrictions(), "this port serves /metrics")
 

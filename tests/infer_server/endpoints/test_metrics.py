@@ -1,8 +1,10 @@
 """What Prometheus reads: Triton's names, and values that fit together."""
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -10,8 +12,9 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
+from infer_server.observing.gpus import Gpus
 from tests.infer_server.endpoints.test_serving import infer, scrape
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 TAGS = r'metric_tags { key: "team-1" value: "a \"b\"\n" }'
@@ -62,7 +65,14 @@ class Nvml(ModuleType):
 
     has_driver = True
 
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self.answers.set()
+
     def nvmlInit(self) -> None:                                                         # noqa: N802  (NVIDIA's names)
+        self.asked.set()
+        assert self.answers.wait(TIMEOUT_SECS)
         if not self.has_driver:
             raise self.NVMLError("NVML Shared Library Not Found")
 
@@ -80,20 +90,45 @@ class Nvml(ModuleType):
             "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 1_500}[name]
 
 
+def rendered(metrics: Metrics) -> str:
+    return asyncio.run(metrics.render([]))
+
+
 def test_gpus_have_metrics_where_there_are_some(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    nvml = Nvml("pynvml")
+    nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert {name: value for name, value in samples(Metrics().render([])).items() if "gpu_uuid" in name} == {
+    found = samples(rendered(Metrics(gpus=Gpus(TIMEOUT_SECS))))
+    assert {name: value for name, value in found.items() if "gpu_uuid" in name} == {
         'nv_gpu_utilization{gpu_uuid="GPU-0"}': "0.5", 'nv_gpu_utilization{gpu_uuid="GPU-1"}': "0.5",
         'nv_gpu_memory_total_bytes{gpu_uuid="GPU-0"}': "80", 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"}': "80",
         'nv_gpu_memory_used_bytes{gpu_uuid="GPU-0"}': "20", 'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}': "21",
         'nv_gpu_power_usage{gpu_uuid="GPU-0"}': "70.5",
         'nv_gpu_power_limit{gpu_uuid="GPU-0"}': "700.0", 'nv_gpu_power_limit{gpu_uuid="GPU-1"}': "700.0",
         'nv_energy_consumption{gpu_uuid="GPU-0"}': "1.5", 'nv_energy_consumption{gpu_uuid="GPU-1"}': "1.5"}
-    assert "nv_gpu" not in Metrics(MetricsSettings(gpu=False)).render([])
+    assert "nv_gpu" not in rendered(Metrics(MetricsSettings(gpu=False)))
     nvml.has_driver = False
     with caplog.at_level("INFO"):
-        metrics = Metrics()
-        assert not any("gpu" in metrics.render([]) for _ in range(2))
+        metrics = Metrics(gpus=Gpus(TIMEOUT_SECS))
+        assert not any("gpu" in rendered(metrics) for _ in range(2))
     assert caplog.text.count("NVML Shared Library Not Found") == 1
+
+
+def test_a_driver_that_hangs_holds_up_no_event_loop_and_is_waited_for_once(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    nvml = Nvml()
+    nvml.answers.clear()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+    async def scrapes() -> tuple[int, int]:
+        gpus = Gpus(patience_secs=0.01)
+        assert [await gpus.gauges() for _ in range(3)] == [(), (), ()]
+        assert caplog.text.count("until their driver answers") == 1
+        gpus.patience_secs = TIMEOUT_SECS
+        both = asyncio.gather(gpus.gauges(), gpus.gauges())
+        await asyncio.to_thread(nvml.asked.wait)        # the loop goes on while the driver hangs
+        nvml.answers.set()
+        first, second = await both
+        return len(first), len(second)
+
+    assert asyncio.run(scrapes()) == (6, 6)
