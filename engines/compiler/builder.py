@@ -266,7 +266,8 @@ class Builder:
             return self.config.max_batch or DEFAULT_MAX_BATCH
         if (self.config.max_batch or 1) > 1:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
-                              "so it takes exactly the shape it declares; export it with a dynamic batch axis")
+                              "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
+                              "--batch-first if the leading extents that it leaves open are the batch")
         return 0
 
 

@@ -32,7 +32,7 @@ from engines.plan.expected import expected
 from engines.plan.plan import Plan
 from engines.preprocess import PRESETS, load_preprocess
 from infer_server.cli.common import NOT_VERIFIED, gibibytes, guarded, parse_shape, parse_shapes, positive
-from infer_server.cli.dims import fixed_shapes, parse_dims
+from infer_server.cli.dims import given_shapes, parse_dims
 from infer_server.cli.inspect_engine import by_reference, kernels, layers
 from infer_server.cli.verifying import verify_build
 from infer_server.process import tune_malloc
@@ -107,8 +107,9 @@ def _config(options: argparse.Namespace) -> BuildConfig:
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
-    fixed = fixed_shapes(options.model, dict(options.dims)) if options.dims else {}
-    return {**fixed, **dict(options.shape or ())}
+    asked = options.dims or options.batch_first
+    given = given_shapes(options.model, dict(options.dims or ()), options.batch_first) if asked else {}
+    return {**given, **dict(options.shape or ())}
 
 
 def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
@@ -227,6 +228,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dims", type=parse_dims, action="append", metavar="NAME:3x-1x224",
                         help="as --shape, for what the model leaves open, with or without the batch as a server's "
                              "config.pbtxt has it; an input with a -1 stays open")
+    parser.add_argument("--batch-first", action="store_true",
+                        help="the leading extent of every input is the batch, if it is open; needed where the model "
+                             "does not give it one name")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
                         help="an input that has this value in every run (a number, or a list of numbers), and is none "
                              "of the engine's: what decides which branch is taken, say")

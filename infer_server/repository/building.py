@@ -90,6 +90,8 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
         command += ["--cache-dir", str(cache_dir)]
     if source.message.max_batch_size > 0 or options.max_batch:
         command += ["--max-batch", str(source.message.max_batch_size or options.max_batch)]
+    if source.message.max_batch_size > 0:
+        command += ["--batch-first"]
     for spec in source.config.inputs:
         dims = spec.dims if spec.reshape is None else spec.reshape
         if dims and set(dims) != {-1}:

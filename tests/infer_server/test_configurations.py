@@ -7,17 +7,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-import onnx
 import pytest
 import tritonclient.grpc as triton
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
 from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
-from infer_server.cli.dims import fixed_shapes, parse_dims
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
@@ -131,14 +128,3 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
                  "unnamed: error: backend: 'pytorch' is not served: export the model to ONNX", "l.txt: no such file",
                  "warmup/missing: No such file", "no model 'goood'. Did you mean 'good'?"):
         assert part in said
-
-
-def test_dims_fix_what_the_model_leaves_open_with_or_without_the_batch(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ("batch", "length", 4)) for name in "xy")
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    for text, shape in (("x:7x4", (None, 7, 4)), ("x:-1x7x4", (None, 7, 4)), ("x:2x7x4", (2, 7, 4))):
-        assert fixed_shapes(str(path), dict([parse_dims(text)])) == {"x": shape}
-    for text in ("x:-1x4", "x:7", "other:7x4"):
-        assert fixed_shapes(str(path), dict([parse_dims(text)])) == {}

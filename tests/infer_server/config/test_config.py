@@ -240,5 +240,5 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
     assert command[2:] == [
         "infer_server.cli.build_engine", "--quiet", str(source.file), "-o", str(tmp_path / "m.plan"), "--int8",
         "--threads", "2", "--cache-dir", str(tmp_path / "cache"), "--max-batch", "32",
-        "--calib", str(folder / "photos"), "--preprocess", "imagenet", "--uint8-input"]
+        "--batch-first", "--calib", str(folder / "photos"), "--preprocess", "imagenet", "--uint8-input"]
     assert "--cache-dir" not in build_command(source, tmp_path / "m.plan", None, threads=2), "the user's own cache"

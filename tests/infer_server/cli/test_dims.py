@@ -1,0 +1,53 @@
+"""What a server's configuration says of a model's shapes, as build-engine takes it."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from engines.plan.file import read_plan
+from infer_server.cli import build_engine
+from infer_server.cli.dims import given_shapes, parse_dims
+
+
+def added(path: Path, *shapes: tuple[str | int | None, ...]) -> str:
+    """A model of inputs of these shapes, and their sum."""
+    names = "abc"[:len(shapes)]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+              for name, shape in zip(names, shapes, strict=True)]
+    graph = helper.make_graph([helper.make_node("Sum", [*names], ["y"])], "g", inputs,
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    return str(path)
+
+
+def test_dims_fix_what_the_model_leaves_open_with_or_without_the_batch(tmp_path: Path) -> None:
+    path = added(tmp_path / "m.onnx", ("batch", "length", 4))
+    for text, shape in (("a:7x4", (None, 7, 4)), ("a:-1x7x4", (None, 7, 4)), ("a:2x7x4", (2, 7, 4))):
+        assert given_shapes(path, dict([parse_dims(text)]), batch_first=False) == {"a": shape}
+    for text in ("a:-1x4", "a:7", "other:7x4"):
+        assert given_shapes(path, dict([parse_dims(text)]), batch_first=True) == {}
+
+
+@pytest.mark.parametrize(("shapes", "said"), [
+    ([("n", 4), ("n", 4)], {}),                                         # the model says it itself
+    ([(None, 4)], {}),
+    ([(None, 4), (None, 4), (1, 4)], {"a": (None, 4), "b": (None, 4)}),
+    ([("n", "l"), ("m", "l")], {"a": (None, None), "b": (None, None)}),
+])
+def test_leading_extents_are_the_batch_where_the_configuration_has_one_and_the_model_gives_them_no_one_name(
+        tmp_path: Path, shapes: list[tuple[str | int | None, ...]], said: dict[str, Any]) -> None:
+    path = added(tmp_path / "m.onnx", *shapes)
+    assert given_shapes(path, {}, batch_first=True) == said
+    assert given_shapes(path, {}, batch_first=False) == {}
+
+
+def test_a_model_whose_inputs_leave_their_leading_extents_without_a_name_is_built_for_a_batch(tmp_path: Path) -> None:
+    path = added(tmp_path / "m.onnx", (None, 4), (None, 4))
+    assert build_engine.main([path, "-o", str(tmp_path / "m.plan"), "--no-timing", "--no-cache", "--quiet",
+                              "--max-batch", "8", "--batch-first"]) == 0
+    plan = read_plan(tmp_path / "m.plan")
+    assert plan.max_batch == 8 and [tensor.shape for tensor in plan.inputs] == [("batch", 4)] * 2
