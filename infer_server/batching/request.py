@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
@@ -11,6 +12,20 @@ from numpy.typing import NDArray
 from infer_server.observing.access_log import Traced
 
 Arrays = Mapping[str, NDArray[Any]]
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Outputs(dict[str, NDArray[Any]]):
+    """Arrays of a model that leaves some of its outputs out, or says something beside them: parameters of its
+    response."""
+
+    def __init__(self, arrays: Arrays, parameters: Mapping[str, Any]) -> None:
+        super().__init__(arrays)
+        self.parameters = parameters
+
+
+def parameters_of(computed: Arrays) -> Mapping[str, Any]:
+    return computed.parameters if isinstance(computed, Outputs) else _NONE
 
 
 class Reply(Protocol):
@@ -78,7 +93,6 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
     outputs: tuple[str, ...] = ()               # those asked for; none: all
     early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
-
     trace: Traced | None = None                 # told of its execution, where requests are traced
 
     received_ns: int = 0                        # set by the endpoint
@@ -105,4 +119,5 @@ class Request:
 
 
 NO_MORE = object()                              # the result of a request whose responses were all handed on as parts
+AGAIN = object()                                # of one that its model has not done with: it is executed once more
 Outcome = tuple[Request, Any]                   # its response, or the exception that it ends with

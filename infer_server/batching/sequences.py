@@ -2,6 +2,9 @@
 
 A sequence has a place at an instance from its first request to its last, or until it has been idle for too long; those
 that find no place wait for one. Requests of several sequences share a batch.
+
+In iterative sequences a request is a sequence of its own, executed as often as its model asks for. Between two
+executions others may join its batch and leave it.
 """
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -64,6 +68,7 @@ class SequencePolicy:
     states: tuple[State, ...]
     candidates: int                             # sequences that have a place at one instance
     batched: bool
+    iterative: bool = False                     # a request is executed until its model has done with it
 
 
 @dataclass(eq=False)
@@ -90,11 +95,20 @@ class Sequences:
         self._places = {queue: 0 for queue in queues}       # that are taken
         self._without_place: deque[_Sequence] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._numbers = count(1)                            # of sequences that no client has named
 
         self.waiting = 0                                    # requests that are in no queue yet; read by any thread
 
+    @property
+    def comes_again(self) -> bool:
+        """Whether a request may yet be queued that was submitted before. From any thread."""
+        return bool(self._of_request) if self._policy.iterative else self.waiting > 0
+
     def submit(self, request: Request) -> None:
         """Queues a request when its turn has come. Raises InvalidRequestError: it belongs to no sequence."""
+        if self._policy.iterative:
+            name = request.sequence.id if request.sequence else next(self._numbers)
+            request.sequence = InSequence(name, start=True)
         at = request.sequence
         if at is None:
             raise InvalidRequestError(f"inference request to model '{self._model}' must specify a non-zero or "
@@ -113,7 +127,7 @@ class Sequences:
         sequence.waiting.append(request)
         self.waiting += 1
         self._of_request[request] = sequence
-        if at.end:
+        if at.end or self._policy.iterative:
             sequence.ended = True
             del self._active[at.id]
         self._advance(sequence)
@@ -125,6 +139,15 @@ class Sequences:
             return False
         self.finished(request)
         return True
+
+    def again(self, request: Request) -> None:
+        """Queues a request once more, on the thread that executed it: so it is there when the next batch is formed.
+        Raises ServeErrors, and the request has ended."""
+        queue = self._of_request[request].queue
+        assert request.sequence is not None and queue is not None
+        request.sequence = replace(request.sequence, start=False)
+        request.inputs = {**request.inputs, **self._controls(request.sequence)}
+        queue.batcher.submit(request)
 
     def finished(self, request: Request) -> None:
         """To be called when a request has ended in whatever way: the next of its sequence takes its turn."""
@@ -178,10 +201,7 @@ class Sequences:
     def _prepare(self, request: Request, sequence: _Sequence) -> None:
         """Adds what clients do not send, and keeps the states of the outputs."""
         assert request.sequence is not None
-        lead = (1, 1) if self._policy.batched else (1,)
-        controls = {control.name: np.full(lead, control.value(request.sequence), control.dtype)
-                    for control in self._policy.controls}
-        request.inputs = {**request.inputs, **controls, **sequence.states}
+        request.inputs = {**request.inputs, **self._controls(request.sequence), **sequence.states}
         if self._policy.states:
             encode = request.encode
 
@@ -190,6 +210,10 @@ class Sequences:
                 return encode(computed)
 
             request.encode = keep
+
+    def _controls(self, at: InSequence) -> Arrays:
+        lead = (1, 1) if self._policy.batched else (1,)
+        return {control.name: np.full(lead, control.value(at), control.dtype) for control in self._policy.controls}
 
     def _release_if_done(self, sequence: _Sequence) -> None:
         if not sequence.ended or sequence.waiting or sequence.executing:

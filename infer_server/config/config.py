@@ -100,7 +100,8 @@ class ModelConfig:
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
 
 
-_OF_OTHERS = ("input.optional", "input.allow_ragged_batch")    # than engines: those that get requests one by one
+# Of others than engines: those that get requests one by one.
+_OF_OTHERS = ("input.optional", "input.allow_ragged_batch", "sequence_batching.iterative_sequence")
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:

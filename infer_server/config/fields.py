@@ -90,8 +90,8 @@ TREATMENTS: dict[str, Treatment] = {
     "sequence_batching.oldest.preserve_ordering": _advisory("the requests of a sequence are answered in their order"),
     "sequence_batching.state.use_same_buffer_for_input_output": _advisory("a state is copied between requests"),
     "sequence_batching.state.use_growable_memory": _refused("a state has the shape of the model's output; remove it"),
-    "sequence_batching.iterative_sequence": _refused("a request is executed once; make the model decoupled, with a "
-                                                     "response for each step"),
+    "sequence_batching.iterative_sequence": _refused("an engine has done with a request when it was executed; only a "
+                                                     "Python model asks for it again, and this one is none: remove it"),
     "ensemble_scheduling": _SERVED,
     "ensemble_scheduling.step.model_namespace": _refused("names of models are unique; rename it, and remove this"),
     "ensemble_scheduling.max_inflight_requests": _advisory("the queues of its models bound it: max_queue_size"),

@@ -50,7 +50,8 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in given.state)
     policy = SequencePolicy(
         idle_us=given.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
-        candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0)
+        candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0,
+        iterative=given.iterative_sequence)
     batching = BatchPolicy(
         batch, frozenset(oldest.preferred_batch_size if oldest else ()),
         (oldest or given.direct).max_queue_delay_microseconds, merges=message.max_batch_size > 0)

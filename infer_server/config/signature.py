@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engines.errors import InputError
 from infer_server.backend import Shapes
-from infer_server.batching.request import Arrays
+from infer_server.batching.request import Arrays, Outputs, parameters_of
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import InvalidRequestError
@@ -107,7 +107,8 @@ class Signature:
         """`encode`, given the outputs in the shapes that clients see."""
         if not self._reshapes:
             return encode
-        return lambda computed: encode({name: self._restored(name, array) for name, array in computed.items()})
+        return lambda computed: encode(Outputs(
+            {name: self._restored(name, array) for name, array in computed.items()}, parameters_of(computed)))
 
     def _restored(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         spec, lead = self._outputs[name], array.shape[:self._batched]

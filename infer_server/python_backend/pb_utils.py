@@ -102,6 +102,12 @@ class InferenceResponse:
         self._tensors = list(output_tensors)
         self._error = TritonError(error) if isinstance(error, str) else error
         self._parameters = dict(parameters or {})
+        for name, value in self._parameters.items():
+            if not isinstance(name, str):
+                raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
+            if type(value) not in (bool, int, str):
+                raise TritonModelException("Expect parameters values to have type bool/int/str, found type "
+                                           f"{type(value)}")
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -153,6 +159,7 @@ class InferenceRequest:
         self._parameters = dict(parameters or {})
         self._number = number           # of a request that was given: what the server knows it by
         self.sender: ResponseSender | None = None
+        self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -177,6 +184,13 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
+
+    def set_release_flags(self, flags: int) -> None:
+        """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: it is executed once more."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException("Unable to set request release flags: expected TRITONSERVER_REQUEST_RELEASE_ALL "
+                                       f"or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, got {flags}")
+        self.release_flags = flags
 
     def timeout(self) -> int:
         return self._timeout

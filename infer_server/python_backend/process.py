@@ -17,7 +17,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import NO_MORE, Outcome, Request, StreamReply
+from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import (
     ExecutionError,
@@ -54,6 +54,7 @@ class Launch:
     inputs: Mapping[str, Datatype]
     outputs: Mapping[str, Datatype]
     is_decoupled: bool
+    is_iterative: bool
     start_secs: float
     execute_secs: float
 
@@ -117,9 +118,11 @@ class ModelProcess:
         outcomes: list[Outcome] = []
         for number, request, head, tensors in zip(numbers, batch, message.head["responses"], message.tensors,
                                                   strict=True):
-            if head is not None:
-                self._open.pop(number, None)
+            if head is None:
+                continue
+            if number in self._open or "again" not in head:     # else its last response has ended it
                 outcomes.append((request, self._result(request, head, tensors)))
+            self._open.pop(number, None)
         with self._lock:                        # whoever is open from here on is the reader's
             self._executing = ()
             if self._ended:
@@ -234,17 +237,19 @@ class ModelProcess:
             self._deliver([(request, result if streams else self._kept.pop(number, nothing))], None)
 
     def _result(self, request: Request, head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Any:
-        """The encoded response, or the error."""
+        """The encoded response, or the error, or AGAIN."""
+        if "again" in head:
+            return AGAIN if self.launch.is_iterative else ExecutionError(
+                f"{self.launch.name}: it reschedules a request; write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
             return _ERRORS.get(head["code"], ExecutionError)(head["error"])
-        for name in request.outputs:
-            if name not in tensors:
-                return ExecutionError(f"{self.launch.name}: it gave no output '{name}'")
+        for name in tensors.keys() & set(request.outputs):
             if tensors[name].dtype != self.launch.outputs[name].array:
                 return ExecutionError(f"{self.launch.name}: output '{name}' is of {tensors[name].dtype}, but its "
                                       f"configuration says {self.launch.outputs[name].name}")
         try:
-            return request.encode(tensors)
+            is_plain = not head.get("parameters") and tensors.keys() >= set(request.outputs)
+            return request.encode(tensors if is_plain else Outputs(tensors, head.get("parameters", {})))
         except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
             log.exception("%s: a response cannot be sent", self.launch.name)
             return ExecutionError(f"{self.launch.name}: its response cannot be sent: {error}")

@@ -60,7 +60,7 @@ class Process:
 
     # ---- what pb_utils asks for
     def respond(self, request: int, response: pb_utils.InferenceResponse | None, final: bool) -> None:
-        head = {"kind": "response", "request": request, "final": final, **_error(response)}
+        head = {"kind": "response", "request": request, "final": final, **_beside(response)}
         self._channel.send(head, [self._outputs(response)] if response else [])
         if final:
             self._cancelled.discard(request)
@@ -90,7 +90,7 @@ class Process:
             if message.head.get("error"):
                 yield pb_utils.InferenceResponse(error=pb_utils.TritonError(message.head["error"]))
             elif message.tensors:
-                yield pb_utils.InferenceResponse(_tensors(message.tensors[0]))
+                yield pb_utils.InferenceResponse(_tensors(message.tensors[0]), parameters=message.head["parameters"])
             if final:
                 return
         raise pb_utils.TritonModelException("the server is gone")
@@ -146,7 +146,7 @@ class Process:
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
             answers = [pb_utils.InferenceResponse(error=text)] * len(requests)
         self._channel.send({"kind": "executed", "batch": message.head["batch"],
-                            "responses": [_error(answer) if answer else None for answer in answers]},
+                            "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
 
     @staticmethod
@@ -163,7 +163,11 @@ class Process:
             if not isinstance(response, pb_utils.InferenceResponse | None):
                 raise pb_utils.TritonModelException(
                     f"execute must return InferenceResponse objects, got a {type(response).__name__}")
-            if response is None and request.sender is None:
+            again = request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+            if again and response is not None:
+                raise pb_utils.TritonModelException("execute returned a response for a request that it reschedules; "
+                                                    "return None, and send by its response sender what is to be sent")
+            if response is None and request.sender is None and not again:
                 raise pb_utils.TritonModelException("execute returned None for a request whose response sender it "
                                                     "never asked for")
         return list(responses)
@@ -174,9 +178,20 @@ class Process:
         return {tensor.name(): typed(tensor.as_numpy()) for tensor in response.output_tensors()}
 
 
-def _error(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
-    error = response.error() if response else None
-    return {"error": error.message(), "code": error.code()} if error else {}
+def _said(request: pb_utils.InferenceRequest, answer: pb_utils.InferenceResponse | None) -> dict[str, Any] | None:
+    """What the server is told of an executed request beside its outputs; None: its sender has said, or will."""
+    if answer:
+        return _beside(answer)
+    return {"again": True} if request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE else None
+
+
+def _beside(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
+    """What a response says beside its tensors."""
+    if response is None:
+        return {}
+    error = response.error()
+    return {"error": error.message(), "code": error.code()} if error else {
+        "parameters": json.loads(response.parameters())}
 
 
 def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:

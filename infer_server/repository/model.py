@@ -13,7 +13,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import ResponseCache, key_of
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import NO_MORE, Arrays, Outcome, Request
+from infer_server.batching.request import AGAIN, NO_MORE, Arrays, Outcome, Request, parameters_of
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
@@ -139,7 +139,7 @@ class QueuedModel(Model):
             self._after(request)
 
     def drain(self) -> None:
-        while self._sequences and self._sequences.waiting:      # each until that before it is answered, on the loop
+        while self._sequences and self._sequences.comes_again:      # what they wait for is done on the loop
             time.sleep(0.01)
         for queue in self.queues:
             queue.batcher.close()
@@ -162,7 +162,8 @@ class QueuedModel(Model):
             return True
 
         def keep(computed: Arrays) -> Any:
-            cache.put(key, computed)
+            if not parameters_of(computed):
+                cache.put(key, computed)
             return encode(computed)
 
         request.encode = keep
@@ -172,12 +173,26 @@ class QueuedModel(Model):
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out what an execution gave, from any thread: nothing, where responses were sent one by one. None: it
         failed, or what it gave came later."""
+        if self._sequences:
+            outcomes = [outcome for outcome in map(self._unless_again, outcomes) if outcome]
         post(self._loop, self._finish, outcomes, execution)     # first: who has an answer finds it in the statistics
         now_ns = time.monotonic_ns()
         for request, result in outcomes:
             if request.early and result is not NO_MORE and not isinstance(result, Exception) and (
                     request.deadline_ns == 0 or now_ns <= request.deadline_ns):
                 request.early(result)
+
+    def _unless_again(self, outcome: Outcome) -> Outcome | None:
+        """An outcome; None: its request is queued once more, for its model has not done with it."""
+        request, result = outcome
+        if result is not AGAIN or request.reply.gone:
+            return outcome
+        assert self._sequences is not None
+        try:
+            self._sequences.again(request)
+        except ServeError as error:
+            return request, error
+        return None
 
     def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out the results of a batch, on the event loop; None: its execution failed.

@@ -110,7 +110,7 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
     ("state { input_name: 'i' }", "give input_name, output_name and data_type"),
     ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 initial_state { data_type: TYPE_INT8 } }",
      "the state's data_type"),
-    ("iterative_sequence: true", "make the model decoupled"),
+    ("iterative_sequence: true", "only a Python model asks for it again"),
 ])
 def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, AwaitedReply
+from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.parameters import NONE, Parameters, from_messages
+from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
 from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.serving import Call, Served
 from protos import inference
@@ -118,7 +118,9 @@ class GrpcCall(Call):
         return functools.partial(_encoded_as_wanted, served, outputs, self.id)
 
 
-def _encoded(served: Served, request_id: str, computed: Arrays) -> bytes:
+def _encoded(served: Served, request_id: str, computed: Arrays) -> bytes | ServeError:
+    if isinstance(computed, Outputs):
+        return _encoded_as_wanted(served, [Output(spec) for spec in served.outputs], request_id, computed)
     arrays = [computed[spec.name] for spec in served.outputs]
     prefix = _response_header(served, tuple([array.shape for array in arrays]))
     raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
@@ -143,7 +145,11 @@ def _encoded_as_wanted(served: Served, outputs: Sequence[Output], request_id: st
     response = inference.ModelInferResponse(model_name=served.model, model_version=str(served.version))
     raw: list[memoryview] = []
     try:
+        for name, value in parameters_of(computed).items():
+            set_parameter(response.parameters[name], value)
         for output in outputs:
+            if output.spec.name not in computed:
+                continue
             array = output.array(computed[output.spec.name])
             response.outputs.add(name=output.spec.name, datatype=output.datatype.name, shape=array.shape)
             raw.append(output.place_raw(array) or memoryview(b""))

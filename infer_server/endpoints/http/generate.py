@@ -93,7 +93,8 @@ class GenerateCall(Call):
         about |= {"model_name": served.model, "model_version": str(served.version)}
 
         def encode(computed: Arrays) -> bytes:
-            values = {spec.name: to_json(computed[spec.name], spec.datatype.name) for spec in served.outputs}
+            values = {spec.name: to_json(computed[spec.name], spec.datatype.name) for spec in served.outputs
+                      if spec.name in computed}
             return json.dumps(about | {name: value[0] if len(value) == 1 else value
                                        for name, value in values.items()}).encode()
         return encode

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Reply
+from infer_server.batching.request import Arrays, Reply, parameters_of
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
@@ -198,10 +198,14 @@ class Encoder:
         pieces: list[bytes | memoryview] = []
         try:
             for output, raw in zip(self.outputs, self.binary, strict=True):
-                described.append(self._describe(output, raw, output.array(computed[output.spec.name]), pieces))
+                if output.spec.name in computed:
+                    described.append(self._describe(output, raw, output.array(computed[output.spec.name]), pieces))
         except ServeError as error:
             return error
-        body = {"model_name": self.served.model, "model_version": str(self.served.version), "outputs": described}
+        body: dict[str, Any] = {"model_name": self.served.model, "model_version": str(self.served.version)}
+        if parameters := parameters_of(computed):
+            body["parameters"] = dict(parameters)
+        body["outputs"] = described
         text = json.dumps({"id": self.request_id, **body} if self.request_id else body).encode()
         if not pieces:
             return HttpResponse((text,))

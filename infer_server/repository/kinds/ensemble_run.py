@@ -116,14 +116,14 @@ class _Flow:
             self.is_complete = True
             self._run.advance()
 
-    def answered(self, number: int, step: Step, outputs: Arrays) -> None:
+    def answered(self, number: int, tensors: Arrays) -> None:
         del self._asked[number]
-        self.tensors.update(_named(step, outputs))
+        self.tensors.update(tensors)
         self.advance()
 
-    def part(self, step: Step, outputs: Arrays) -> None:
-        """A response of the decoupled step."""
-        self._run.begin({**self.tensors, **_named(step, outputs)}, dict(self._waiting))
+    def part(self, tensors: Arrays) -> None:
+        """Of a response of the decoupled step."""
+        self._run.begin({**self.tensors, **tensors}, dict(self._waiting))
 
     def end(self) -> None:
         self._asked.clear()
@@ -165,20 +165,28 @@ class _StepReply:
         return self._flow.gone
 
     def send(self, response: Arrays) -> None:
-        self._flow.answered(self._number, self._step, response)
+        try:
+            self._flow.answered(self._number, _named(self._step, response))
+        except ExecutionError as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         self._flow.fail(self._number, self._step, error)
 
     def part(self, response: Arrays) -> None:
-        self._flow.part(self._step, response)
+        try:
+            self._flow.part(_named(self._step, response))
+        except ExecutionError as error:
+            self.fail(error)
 
     def end(self) -> None:
         self._flow.end()
 
 
 def _named(step: Step, outputs: Arrays) -> dict[str, NDArray[Any]]:
-    """A step's outputs by the names of the ensemble."""
+    """A step's outputs by the names of the ensemble. Raises ExecutionError: one is missing."""
+    if missing := sorted(step.outputs.keys() - outputs.keys()):
+        raise ExecutionError(f"it gave no output '{missing[0]}'")
     return {tensor: outputs[name] for name, tensor in step.outputs.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format
 
-from infer_server.batching.request import Arrays, InSequence, Request
+from infer_server.batching.request import Arrays, InSequence, Request, parameters_of
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import Items, Signature
 from infer_server.errors import (
@@ -155,9 +155,12 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
         "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
     added = config.sequences.datatypes if config.sequences else {}
-    return Launch(name, source.file, arguments, {**{spec.name: spec.datatype for spec in config.inputs}, **added},
-                  {**{spec.name: spec.datatype for spec in config.outputs}, **added}, config.decoupled,
-                  seconds["start_timeout_secs"], seconds["execute_timeout_secs"])
+    return Launch(
+        name, source.file, arguments,
+        inputs={**{spec.name: spec.datatype for spec in config.inputs}, **added},
+        outputs={**{spec.name: spec.datatype for spec in config.outputs}, **added},
+        is_decoupled=config.decoupled, is_iterative=config.sequences is not None and config.sequences.policy.iterative,
+        start_secs=seconds["start_timeout_secs"], execute_secs=seconds["execute_timeout_secs"])
 
 
 class _Asked:
@@ -203,5 +206,5 @@ class _Asked:
 
     def _encode(self, computed: Arrays) -> None:
         """Sends the outputs, on the thread that made them, while they are valid."""
-        self._answer({"final": not self._decoupled}, {
-            name: typed(np.asarray(computed[name])) for name in self._outputs})
+        self._answer({"final": not self._decoupled, "parameters": dict(parameters_of(computed))}, {
+            name: typed(np.asarray(computed[name])) for name in self._outputs if name in computed})

@@ -1,0 +1,86 @@
+"""What a Python model's response has beside its tensors, and which of them it may leave out."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import RunningServer, serving
+
+REPLIES = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(json.loads(pb_utils.get_input_tensor_by_name(request, "what").as_numpy()[0]))
+                for request in requests]
+
+    def one(self, what):
+        tensors = [pb_utils.Tensor(name, np.array([1], np.float32)) for name in what["outputs"]]
+        return pb_utils.InferenceResponse(tensors, parameters=what["parameters"])
+"""
+CALLS = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        what = pb_utils.get_input_tensor_by_name(requests[0], "what")
+        response = pb_utils.InferenceRequest("replies", ["x", "y"], [what]).exec()
+        return [pb_utils.InferenceResponse(response.output_tensors(), parameters=json.loads(response.parameters()))]
+"""
+TENSORS = """ input { name: "what" data_type: TYPE_STRING dims: 1 }
+output { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
+"""
+ENSEMBLE = TENSORS + """ platform: "ensemble" ensemble_scheduling { step { model_name: "replies"
+input_map { key: "what" value: "what" } output_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("repository")
+    python_model(folder, "replies", REPLIES, 'backend: "python"' + TENSORS)
+    python_model(folder, "calls", CALLS, 'backend: "python"' + TENSORS)
+    write_model(folder, "ensemble", config=ENSEMBLE)
+    with serving(folder) as running:
+        yield running
+
+
+def asked(outputs: str, **parameters: object) -> str:
+    return json.dumps({"outputs": [*outputs], "parameters": parameters})
+
+
+def inputs(what: str) -> list[triton.InferInput]:
+    tensor = triton.InferInput("what", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([what.encode()], np.object_))
+    return [tensor]
+
+
+@pytest.mark.parametrize("model", ["replies", "calls"])
+def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningServer, model: str) -> None:
+    given = {"tokens": 7, "reason": "length", "cached": True}
+    with triton.InferenceServerClient(server.address) as client:
+        response = client.infer(model, inputs(asked("xy", **given))).get_response()
+    assert {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in response.parameters.items()
+            } == given
+    body = {"inputs": [{"name": "what", "datatype": "BYTES", "shape": [1], "data": [asked("xy", **given)]}]}
+    with urlopen(f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/infer", json.dumps(body).encode()) as answer:
+        assert json.load(answer)["parameters"] == given
+
+
+def test_a_parameter_that_no_message_holds_is_the_models_error(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client, pytest.raises(
+            InferenceServerException, match="bool/int/str, found type <class 'float'>"):
+        client.infer("replies", inputs(asked("xy", rate=0.5)))
+
+
+def test_a_model_may_leave_an_output_out_unless_a_step_of_an_ensemble_waits_for_it(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        for model in ("replies", "calls"):
+            result = client.infer(model, inputs(asked("y")))
+            assert [output.name for output in result.get_response().outputs] == ["y"]
+            np.testing.assert_array_equal(result.as_numpy("y"), np.ones(1, np.float32))
+        with pytest.raises(InferenceServerException, match=r"step 0 \('replies'\): it gave no output 'x'"):
+            client.infer("ensemble", inputs(asked("y")))
