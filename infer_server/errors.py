@@ -80,7 +80,10 @@ class RepositoryError(ServeError):
 
 
 class ModelConfigError(RepositoryError):
-    """A config.pbtxt is wrong, or does not fit the model."""
+    """A config.pbtxt is wrong, or does not fit the model. Its arguments are the reasons, each a text."""
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class FetchError(RepositoryError):

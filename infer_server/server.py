@@ -43,6 +43,7 @@ from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import Repository
 from infer_server.serving import Inferences
+from infer_server.version import NAME
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ServerOptions:
     http_port: int = 8000
     metrics_port: int = 8002
     threads: int = 1                            # for one batch of one instance
+    name: str = NAME                            # that the server's metadata give
     cores: int = 1                              # for the instances of a model that does not say how many it has
     rate_limit: Mapping[str, int] | None = None     # the resources that there are; None: rate_limiters do not count
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
@@ -134,7 +136,8 @@ class Server:
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
-        self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control, on_demand),
+        self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control, on_demand,
+                                             options.name),
                                 MemoryService(regions), SettingsService(self.repository, self.log_settings))
         self._tracer = Tracer(options.tracing) if options.tracing else None
         log_of = AccessLog(options.access_log) if options.access_log else None

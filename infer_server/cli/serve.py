@@ -162,7 +162,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
-        response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
+        name=parsed.id, response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
             parsed.response_cache_byte_size),
         explicit_control=parsed.model_control_mode == "explicit", repository_cache=parsed.repository_cache,
         repository_cache_bytes=parsed.repository_cache_mib << 20,

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from infer_server.cli.common import boolean
+from infer_server.version import NAME
 
 # Options that tune what is otherwise here: they are taken, and said to change nothing.
 _WITHOUT_EFFECT = (
     "backend-config", "backend-directory", "buffer-manager-thread-count", "cache-directory",
     "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
     "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
-    "http-thread-count", "id", "log-format", "metrics-interval-ms", "min-supported-compute-capability",
+    "http-thread-count", "log-format", "metrics-interval-ms", "min-supported-compute-capability",
     "model-load-gpu-limit", "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size",
     "repoagent-directory", "reuse-grpc-port", "reuse-http-port", "sagemaker-port", "sagemaker-safe-port-range",
     "sagemaker-thread-count", "strict-model-config", "vertex-ai-default-model", "vertex-ai-port",
@@ -49,6 +50,8 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
                             help=f"address of the {port} port, instead of --host")
         parser.add_argument(f"--allow-{port}", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
                             help=f"false: there is no {port} port (default true)")
+    parser.add_argument("--id", default=NAME, metavar="NAME",
+                        help="what the server calls itself in its metadata (default %(default)s)")
     parser.add_argument("--log-verbose", type=int, default=0, help=argparse.SUPPRESS)
     for name in ("log-info", "log-warning", "log-error"):
         parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=True, help=argparse.SUPPRESS)

@@ -115,7 +115,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
     if message.HasField("sequence_batching") and message.model_warmup:
         raise ModelConfigError("model_warmup: a model with sequences is executed on zeros only; remove it")
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
-        raise ModelConfigError("; ".join(refused))
+        raise ModelConfigError(*refused)
     build, ours = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(

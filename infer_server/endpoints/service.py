@@ -32,11 +32,12 @@ class ModelService:
     """One coroutine for each call, named as the call. They raise ServeErrors."""
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, explicit_control: bool,
-                 on_demand: OnDemand | None = None) -> None:
+                 on_demand: OnDemand | None = None, server_name: str = NAME) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
         self._explicit_control = explicit_control       # clients may load and unload models
         self._on_demand = on_demand                     # None: models are loaded before they are asked for
+        self._server_name = server_name
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
         return inference.ServerLiveResponse(live=True)
@@ -54,7 +55,7 @@ class ModelService:
         return inference.ModelReadyResponse(ready=True)
 
     async def ServerMetadata(self, _: inference.ServerMetadataRequest) -> inference.ServerMetadataResponse:
-        return inference.ServerMetadataResponse(name=NAME, version=VERSION, extensions=EXTENSIONS)
+        return inference.ServerMetadataResponse(name=self._server_name, version=VERSION, extensions=EXTENSIONS)
 
     async def ModelMetadata(self, request: inference.ModelMetadataRequest) -> inference.ModelMetadataResponse:
         model = await self._loaded(request.name, request.version)
@@ -91,9 +92,12 @@ class ModelService:
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
         self._check_control()
         _check_repository(request.repository_name)
-        parameters = from_messages(request.parameters)
-        files = _files(parameters)
-        await self._repository.load(request.model_name, _config_override(parameters), files)
+        parameters, name = from_messages(request.parameters), request.model_name
+        try:
+            await self._repository.load(name, _config_override(parameters), _files(parameters))
+        except ServeError as error:
+            said = f"failed to load '{name}'"           # which Triton's clients look for
+            raise error if str(error).startswith(said) else type(error)(f"{said}: {error}") from error
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(

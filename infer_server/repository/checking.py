@@ -62,8 +62,8 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
     try:
         sources = read_model(repository, name)
     except RepositoryError as error:
-        for line in str(error).split("; "):
-            yield Remark(name, line, True)
+        for reason in error.args:
+            yield Remark(name, reason, True)
         return
     config = sources[0].config
     for notice in config.notices:

@@ -115,6 +115,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
     assert "gpu: instance_group.kind" in capsys.readouterr().out
     write_model(tmp_path, "agents", config="model_repository_agents { agents { name: 'checksum' } }")
     write_model(tmp_path, "unnamed", config='backend: "pytorch"')
+    write_model(tmp_path, "twice", config="model_operations {} sequence_batching { iterative_sequence: true }")
     write_model(tmp_path, "no_labels", config='output { name: "y" data_type: TYPE_FP32 label_filename: "l.txt" }')
     write_model(tmp_path, "cold", config="""model_warmup { name: "w" inputs { key: "x" value {
         data_type: TYPE_FP32 dims: 4 input_data_file: "missing" } } }""")
@@ -124,6 +125,8 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
         input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }""")
     assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"]) == 1
     said = capsys.readouterr().out
+    assert [line.partition(": ")[2][:32] for line in said.splitlines() if line.startswith("twice")] == [
+        "error: sequence_batching.iterati", "error: model_operations: operato"]
     for part in ("good: ok", "gpu: error: instance_group: KIND_GPU is refused", "agents: error: model_rep",
                  "unnamed: error: backend: 'pytorch' is not served: export the model to ONNX", "l.txt: no such file",
                  "warmup/missing: No such file", "no model 'goood'. Did you mean 'good'?"):

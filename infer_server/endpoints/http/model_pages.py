@@ -6,10 +6,10 @@ from http import HTTPStatus
 from typing import Any
 
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
-from infer_server.endpoints.http.protobuf_json import to_json
 from infer_server.endpoints.service import ModelService
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.parameters import set_parameter
+from infer_server.protocol.protobuf_json import to_json
 from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import Repository
 from protos import inference

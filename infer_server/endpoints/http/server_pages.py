@@ -4,10 +4,10 @@ from __future__ import annotations
 from typing import Any
 
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
-from infer_server.endpoints.http.protobuf_json import to_json
 from infer_server.endpoints.memory_service import MemoryService
 from infer_server.endpoints.settings import SettingsService
 from infer_server.errors import InvalidRequestError
+from infer_server.protocol.protobuf_json import to_json
 from protos import inference
 
 

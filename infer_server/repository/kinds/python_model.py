@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from infer_server.errors import (
     RepositoryError,
     ServeError,
 )
+from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.process import Answer, Launch, ModelProcess
@@ -150,8 +152,7 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
         except ValueError:
             raise ModelConfigError(f"parameter {key}: expected a number of seconds") from None
     arguments = {
-        "model_config": json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None,
-                                                  always_print_fields_with_no_presence=True),
+        "model_config": json.dumps(to_json(message)),
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
         "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
     added = config.sequences.datatypes if config.sequences else {}

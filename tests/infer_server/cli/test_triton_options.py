@@ -68,10 +68,11 @@ def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: p
 def test_options_under_tritons_names_are_those_of_ours() -> None:
     parser = _parser()
     given = parser.parse_args(["--model-store=/a", "--response-cache-byte-size=7", "--http-address=[::1]", "--id=x",
-                               "--allow-metrics=false", "--model-control-mode=poll"])
+                               "--allow-metrics=false", "--model-control-mode=poll", "--log-format=x"])
     options = _options(given)
     assert given.model_repository == ["/a"] and options.response_cache_bytes == 7 and options.poll_secs == 15
-    assert options.hosts == {"http": "::1"} and options.closed == {"metrics"} and without_effect(given) == ["--id"]
+    assert options.hosts == {"http": "::1"} and options.closed == {"metrics"} and options.name == "x"
+    assert without_effect(given) == ["--log-format"]
     for text, level in (([], "INFO"), (["--log-verbose=1"], "DEBUG"), (["--log-info=false"], "WARNING"),
                         (["--log-info=false", "--log-warning=false"], "ERROR"), (["--log-level=error"], "ERROR")):
         assert log_level(parser.parse_args(text)) == level and level in logging.getLevelNamesMapping()

@@ -109,7 +109,7 @@ CALLS: dict[str, Callable[[Caller], Any]] = {
     "ModelStatistics": lambda client: "inference_count" in str(client.settings("get_inference_statistics", "affine")),
     "RepositoryIndex": lambda client: "READY" in str(client.settings("get_model_repository_index")),
     "RepositoryModelUnload": reloaded,
-    "RepositoryModelLoad": lambda client: refused(lambda: client.load_model("nobody"), "not in the repository"),
+    "RepositoryModelLoad": lambda client: refused(lambda: client.load_model("nobody"), "failed to load 'nobody': "),
     "SystemSharedMemoryRegister": registered,
     "SystemSharedMemoryStatus": lambda client: refused(
         lambda: client.get_system_shared_memory_status("nobody"), "Unable to find"),

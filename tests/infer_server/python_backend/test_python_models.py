@@ -28,14 +28,14 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         output = pb_utils.get_output_config_by_name(config, "x")
-        self.dtype = pb_utils.triton_string_to_numpy(output["data_type"])
+        self.shape, self.dtype = [-1, *output["dims"]], pb_utils.triton_string_to_numpy(output["data_type"])
 
     def execute(self, requests):
         responses = []
         for request in requests:
             texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
-            rows = [[float(word) for word in text.decode().split()] for text in texts[:, 0]]
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("x", np.array(rows, self.dtype))]))
+            rows = np.array([[float(word) for word in text.decode().split()] for text in texts[:, 0]], self.dtype)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("x", rows.reshape(self.shape))]))
         return responses
 """
 POSTPROCESS = HEAD + """

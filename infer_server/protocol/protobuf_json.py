@@ -1,6 +1,7 @@
 """The protocol's messages as JSON: the names of the .proto, every field, integers of 64 bits as numbers.
 
-json_format itself writes those as strings, which no client of Triton's HTTP endpoint expects.
+json_format itself writes those as strings, which no client of Triton's HTTP endpoint expects, and no Python model of
+the dims of its tensors.
 """
 from __future__ import annotations
 
