@@ -100,9 +100,10 @@ def speeds(one: ExecutionContext, several: ExecutionContext, plan: Path, threads
 
 
 def speed(condition: str, one: ExecutionContext, several: ExecutionContext, seconds: float) -> Speed:
+    """For so many seconds, and at least one turn of each."""
     times: dict[ExecutionContext, list[float]] = {one: [], several: []}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while not times[several] or time.perf_counter() < end:
         for context, taken in times.items():
             context.execute(1)          # its caches are cold, and its helpers asleep
             for _ in range(TURN):

@@ -17,8 +17,11 @@ ROWS, COLUMNS = 40, 64
 @pytest.mark.usefixtures("eager")
 def test_every_answer_under_bursts_is_that_of_one_thread() -> None:
     plan = mix_plan(READS, [2, 4], ROWS, COLUMNS)
-    found = check(Engine(plan), Engine(plan, threads=3), requests=150, batch=4)
-    assert (found.requests, found.wrong) == (150, 0)
+    for _ in range(50):                 # on a busy machine helpers may come too late for all of them
+        found = check(Engine(plan), Engine(plan, threads=3), requests=150, batch=4)
+        assert (found.requests, found.wrong) == (150, 0)
+        if found.by_helpers:
+            break
     assert found.by_helpers > 0
 
 

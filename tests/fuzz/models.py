@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.models --count 3000 --seed 1       # thousands; prints what became of each kind
 
-Each is built and run by a worker with 10 s and 2 GB (tests/fuzz/worker.py). It must end in a named error that is no
-fault of the compiler, or in an engine whose answers are ONNX Runtime's or the onnx package's, where one of them runs
-the file; they are asked in a worker of their own, for damaged models may end them too.
+Each is built and run by a worker with two minutes and 2 GB (tests/fuzz/worker.py). It must end in a named error that
+is no fault of the compiler, or in an engine whose answers are ONNX Runtime's or the onnx package's, where one of them
+runs the file; they are asked in a worker of their own, for damaged models may end them too.
 """
 from __future__ import annotations
 

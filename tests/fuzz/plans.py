@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.plans --count 3000 --seed 1        # thousands; prints what became of each kind
 
-Each is loaded, read whole and run by a worker with 10 s and 2 GB (tests/fuzz/worker.py). It must end in a PlanError, or
-in the answers of the plan that it was made of. Machine code and weights are not edited under a right checksum: nobody
-could say what then is right.
+Each is loaded, read whole and run by a worker with two minutes and 2 GB (tests/fuzz/worker.py). It must end in a
+PlanError, or in the answers of the plan that it was made of. Machine code and weights are not edited under a right
+checksum: nobody could say what then is right.
 
 "as compiled" is what a faulty compiler might write: an edited field, and a fingerprint made of it. Nobody knows its
 right answers, nor what its kernels do with wrong addresses; so it is only loaded and given memory, or run if it has no

@@ -169,9 +169,11 @@ def test_a_plan_that_is_dropped_while_it_is_read_is_read_to_its_end(tmp_path: Pa
 
     thread = threading.Thread(target=read)
     thread.start()
-    for _ in range(50):
+    for number in range(5000):
         writer.store(A, plan_of("a"))
         writer.store(B, plan_of("b"))
+        if number >= 50 and seen:
+            break
     stop.set()
     thread.join()
     assert seen and all(plan in (plan_of("a"), plan_of("b")) for plan in seen)

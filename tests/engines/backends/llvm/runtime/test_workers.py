@@ -21,7 +21,7 @@ from engines.plan.plan import Fill, IoTensor, Plan, TensorView
 from tests.engines.tiny import executor, mix_object, mix_plan, mix_reference, mixed
 
 ROWS, COLUMNS, MAX_BATCH = 12, 16, 4
-LEAST_SECS, PATIENCE_SECS = 1, 30
+LEAST_SECS, PATIENCE_SECS = 1, 120
 
 
 def random_plan(rng: np.random.Generator) -> tuple[Plan, list[tuple[int, int]], list[int]]:
@@ -183,9 +183,9 @@ def test_idle_helpers_sleep() -> None:
     plan, _, _ = random_plan(np.random.default_rng(4))
     execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=3))
     run(execution, plan, np.zeros((1, ROWS, COLUMNS), np.int32))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECS
     workers = execution.workers
     while not workers[1:, WorkerRow.ASLEEP].all():
-        assert time.monotonic() < deadline, "helpers still spin after 5 s"
+        assert time.monotonic() < deadline, "helpers still spin"
         time.sleep(0.001)
     execution.close()
