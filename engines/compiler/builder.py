@@ -16,6 +16,7 @@ from typing import Any
 
 from engines.backends import backend_of
 from engines.backends.base import Chosen, Progress, Session
+from engines.capacity import bytes_of, memory_limit
 from engines.errors import ConfigError, did_you_mean
 from engines.faults import faults_named
 from engines.frontend.inputs import Value, is_size
@@ -35,6 +36,7 @@ from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
 DEFAULT_MAX_BATCH = 32
+MEMORY_SHARE = 0.25         # of this machine's, that what one node reads and writes may take by default
 TRIAL_BATCH = 4             # of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
 Shapes = Mapping[str, tuple[int | None, ...]]       # of inputs; None: the batch
@@ -45,7 +47,7 @@ Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # 
 class BuildConfig:
     """What a user decides about a build; all of it but the timing cache is part of the engine cache's key."""
     precision: str = "fp32"
-    max_batch: int | None = None            # None: 32 where the model has a batch axis
+    max_batch: int | None = None            # None: 32 where the model has a batch axis, fewer of large items
     opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
                                             # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best
@@ -263,12 +265,24 @@ class Builder:
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
         if any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
-            return self.config.max_batch or DEFAULT_MAX_BATCH
+            return self.config.max_batch or usual_max_batch(graph)
         if (self.config.max_batch or 1) > 1:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
                               "--batch-first if the leading extents that it leaves open are the batch")
         return 0
+
+
+def usual_max_batch(graph: Graph) -> int:
+    """As many items as fit into memory well, where nobody says how many a plan takes; more are run in slices."""
+    if graph.dependence:
+        return DEFAULT_MAX_BATCH
+    item = max((sum(bytes_of(graph.types[name]) for name in {*node.inputs, *node.outputs}
+                    if name in graph.types and graph.shape(name)[:1] == (BATCH,)) for node in graph.nodes), default=0)
+    items = DEFAULT_MAX_BATCH
+    while items > 1 and items * item > MEMORY_SHARE * memory_limit():
+        items //= 2
+    return items
 
 
 def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:

@@ -5,19 +5,22 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from engines.ir.graph import Array
-from engines.plan.extents import Shapes
+from engines.errors import ConfigError
+from engines.ir.graph import BATCH, Array
+from engines.plan.extents import Extents, Shapes
 from engines.plan.plan import Plan, Step
 from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine
-from engines.runtime.staged import StagedContext
+from engines.runtime.staged import Runs, StagedContext
 
 
-class EngineOfShapes(Protocol):
+class EngineOfShapes(Runs, Protocol):
     """engines.runtime.open_engine.OpenEngine."""
 
-    def usual_shapes(self) -> Shapes: ...
+    @property
+    def max_batch(self) -> int: ...
     def at(self, shapes: Shapes) -> Engine: ...
+    def extents(self, shapes: Shapes) -> Extents: ...
 
 
 class OpenContext:
@@ -31,10 +34,14 @@ class OpenContext:
         self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
         self._now = self.at(engine.usual_shapes())
 
-    def at(self, shapes: Shapes) -> ExecutionContext:
+    def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
         """The context for inputs of these shapes, which are those of what follows. Raises InputError, or what
         specialising raises."""
         engine = self._engine.at(shapes)
+        slots = engine.plan.batch_slots
+        if slots < self._engine.max_batch and self._engine.extents(shapes).get(BATCH, 1) > slots:
+            self._now = StagedContext(self._engine, lambda io, shape: None).at(shapes)      # which runs them in slices
+            return self._now
         context = self._contexts.get(engine)
         if context is None:
             context = self._contexts[engine] = engine.create_context(self._cpus)
@@ -55,6 +62,8 @@ class OpenContext:
         return self._now.output(name, batch)
 
     def bind(self, name: str, array: Any) -> None:
+        if isinstance(self._now, StagedContext):
+            raise ConfigError(f"{self._engine.name}: so many items of such shapes are run in slices; bind fewer")
         self._now.bind(name, array)
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines import build_engine
+from engines.compiler import builder as builders
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import InputError
 from engines.ir.graph import Array
@@ -14,6 +16,8 @@ from engines.ops import reference
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Plan, writes_border
 from engines.runtime.engine import Engine
+from tests.engines.compiler.open_models import node, random
+from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import TINY, images_for
 
@@ -67,3 +71,19 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
     assert 2 * engine.arena_bytes < sum(values.nbytes for values in shown.values())
     with pytest.raises(InputError, match="batch 3, but the plan was built for 1 to 2"):
         engine.show({"input": images_for(model, 3, seed=1)}, lambda *_: None)
+
+
+def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine and by its contexts."""
+    monkeypatch.setattr(builders, "memory_limit", lambda: 160_000_000)
+    model = small_model([node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "y")],
+                        {"x": ["N", 1, "H", "W"]}, ["y"], {"w": random(2, 1, 3, 3)})
+    engine, pictures = build_engine(model, timing=False, cache=False).engine(), random(9, 1, 448, 448)
+    here = {"x": pictures.shape}
+    assert (engine.max_batch, engine.at(here).max_batch) == (32, 8)
+    context = engine.create_context().at(here)
+    context.input("x", 9)[...] = pictures
+    context.execute(9)
+    expected = np.concatenate([engine.run({"x": picture[None]})["y"] for picture in pictures])
+    for made in engine.run({"x": pictures})["y"], context.output("y", 9):
+        np.testing.assert_array_equal(made, expected)
