@@ -101,8 +101,9 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
         found: Sequence[int] = node.attrs.get(name, (0,) * length)
         return found
 
-    slices = [np.moveaxis(source, axis, 0)[::-1 if backward else 1] for source, axis, backward in zip(
-        sources, attribute("scan_input_axes", scanned), attribute("scan_input_directions", scanned), strict=True)]
+    slices = [(np.moveaxis(source, axis, 0) if axis else source)[::-1 if backward else 1]
+              for source, axis, backward in zip(sources, attribute("scan_input_axes", scanned),
+                                                attribute("scan_input_directions", scanned), strict=True)]
     steps = Iteration(node, carried, slices, len(slices[0]))
     steps.run(body, around)
     return steps.carried + [

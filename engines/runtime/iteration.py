@@ -195,10 +195,12 @@ class InPlace:
         if going is not None and going.size != 1 or any(
                 place.shape != source.shape or place.dtype != source.dtype for place, source in carries):
             return None
-        number = places[self._region.inputs[0]] if steps.counted else np.array(0)
-        rows = [(places[gather.row], places[gather.index]) for gather in self._gathers]
-        rows += [(places[name], number) for name in formals[kept:]]
-        return _Repetition(own, carries, going, number, rows, [made[name] for name in results[kept:]])
+        number = self._region.inputs[0] if steps.counted else ""
+        rows = [(places[gather.row], None if gather.index == number else places[gather.index])
+                for gather in self._gathers]
+        rows += [(places[name], None) for name in formals[kept:]]
+        return _Repetition(own, carries, going, places[number] if number in {*bound.inputs, *results} else None, rows,
+                           [made[name] for name in results[kept:]])
 
 
 _FIRST = (np.array(0, np.int64), np.array(True))        # of a Loop: the number of the step, and that there is one
@@ -211,15 +213,15 @@ class _Repetition:
     own         of the values that a step begins with, those that the segment has no memory for
     carries     where a step reads a value, and where it makes it for the next one
     going       whether there is another step; None: they are as many as there are rows
-    number      of the step
-    rows        where a step reads a row, and the number of that row
+    number      of the step, where it is read
+    rows        where a step reads a row, and the number of that row; None: the step's
     stacked     what is kept of each step
     """
     own: Mapping[str, Array]
     carries: Sequence[tuple[Array, Array]]
     going: Array | None
-    number: Array
-    rows: Sequence[tuple[Array, Array]]
+    number: Array | None
+    rows: Sequence[tuple[Array, Array | None]]
     stacked: Sequence[Array]
 
     @cached_property
@@ -257,9 +259,10 @@ class _Repetition:
             if index == room:
                 stacks = [(np.concatenate((stack, np.empty_like(stack))), value) for stack, value in stacks]
                 room *= 2
-            number[...] = index
-            for place, source, counter in rows:
-                place[...] = source[counter.item()]
+            if number is not None:
+                number[...] = index
+            for place, source, chosen in rows:
+                place[...] = source[index if chosen is None else chosen.item()]
         steps.stacks = [stack if index == room else stack[:index].copy() for stack, _ in stacks]
         steps.carried = [place.copy().view(value.dtype)
                          for (place, _), value in zip(carries, steps.carried, strict=True)]
