@@ -253,9 +253,9 @@ def recurrence(precision: str) -> Case:
     return layer.spec, layer.inputs, layer.constants
 
 
-def rounded_recurrence(precision: str) -> Case:
-    """An LSTM whose state is rounded before each step."""
-    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, states=True, rounds=True)
+def lstm(rounds: bool, precision: str) -> Case:
+    """Of one stage: a product of the state that it ends with. rounds: its state is rounded before each step."""
+    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, states=rounds, rounds=rounds)
     return layer.spec, layer.inputs, layer.constants
 
 
@@ -277,7 +277,8 @@ FAMILIES: Mapping[str, Family] = {
     "partial sums": Family(partial_sums, _INT8, True), "sum of parts": Family(sum_of_parts, _INT8),
     "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
     "attention": Family(attention, _INT8, True), "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
-    "rounded recurrence": Family(rounded_recurrence, ("int8",)),
+    "lstm": Family(partial(lstm, False), ("int16", "int8", "fp32"), True),
+    "lstm, rounded": Family(partial(lstm, True), ("int8",)),
     "pointwise": Family(pointwise, _INT8), "permute": Family(permute, _BF16), "average": Family(average, _INT8),
     "maximum": Family(maximum, _FP32), "global": Family(global_sum, _INT8), "resize": Family(resize, _INT8),
     "take": Family(partial(take, 1), _FP32), "take of channels": Family(partial(take, 2), _FP32),

@@ -89,8 +89,8 @@ def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precis
     check(first, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
 
 
-@pytest.mark.parametrize(("gpu", "case"), [("sm_61", "recurrence, int16"), ("sm_75", "recurrence, fp32"),
-                                           ("sm_80", "recurrence, int8"), ("sm_80", "rounded recurrence, int8")])
+@pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
+                                           ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:
     """In registers, the rest in shared memory; in the caches."""
     (problem, inputs, constants), tolerance = CASES[case][0](), CASES[case][1]
