@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engines.errors import InputError
 from infer_server.backend import Shapes
-from infer_server.batching.request import Arrays, Outputs, parameters_of
+from infer_server.batching.request import Arrays, Outputs
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import InvalidRequestError
@@ -107,8 +107,11 @@ class Signature:
         """`encode`, given the outputs in the shapes that clients see."""
         if not self._reshapes:
             return encode
-        return lambda computed: encode(Outputs(
-            {name: self._restored(name, array) for name, array in computed.items()}, parameters_of(computed)))
+        return lambda computed: encode(self._as_seen(computed))
+
+    def _as_seen(self, computed: Arrays) -> Arrays:
+        arrays = {name: self._restored(name, array) for name, array in computed.items()}
+        return Outputs(arrays, computed.parameters) if isinstance(computed, Outputs) else arrays
 
     def _restored(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         spec, lead = self._outputs[name], array.shape[:self._batched]
