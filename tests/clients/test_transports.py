@@ -72,22 +72,32 @@ def test_two_ways_are_measured_under_the_same_loads_and_compared(
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_shared_memory_is_asked_for_where_tensors_lie_and_given_back(
-        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> list[SharedMemory]:
+    """Those that are made from here on, by this process: others may have some at the same time."""
     made: list[SharedMemory] = []
 
     def make(*arguments: object) -> SharedMemory:
         made.append(SharedMemory(*arguments))       # type: ignore[arg-type]
         return made[-1]
 
-    seen: list[bytes] = []
     monkeypatch.setattr(over_shared_memory, "SharedMemory", make)
+    return made
+
+
+def are_gone(regions: list[SharedMemory]) -> bool:
+    return not any(Path("/dev/shm", region.name).exists() for region in regions)
+
+
+def test_shared_memory_is_asked_for_where_tensors_lie_and_given_back(
+        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regions: list[SharedMemory]) -> None:
+    seen: list[bytes] = []
     monkeypatch.setattr(SharedMemory, "unlink", lambda region, unlink=SharedMemory.unlink: (
         seen.append(Path("/dev/shm", region.name).read_bytes()), unlink(region)))
     np.savez(tmp_path / "x.npz", x=np.array([[1, 2, 3, 4]], np.float32))
     assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST, "--input-data", str(tmp_path / "x.npz")]) == FINE
     assert [np.frombuffer(region[:16], np.float32).tolist() for region in seen] == [[1, 2, 3, 4], [3, 5, 7, 9]]
-    assert not any(Path("/dev/shm", region.name).exists() for region in made)
+    assert regions and are_gone(regions)
     with triton.InferenceServerClient(server.address) as client:
         assert not client.get_system_shared_memory_status().regions
 
@@ -100,27 +110,26 @@ def test_a_name_that_grpc_resolves_is_an_address() -> None:
 
 
 def test_a_region_that_cannot_be_made_is_a_failed_request_in_a_load_and_an_error_before_it(
-        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regions: list[SharedMemory],
         capsys: pytest.CaptureFixture[str]) -> None:
-    full, made = OSError(errno.ENOSPC, "No space left"), []
+    full, allocated = OSError(errno.ENOSPC, "No space left"), []
 
     def allocate(*_: int) -> None:
-        made.append(1)
-        if len(made) > regions:
+        allocated.append(1)
+        if len(allocated) > room:
             raise full
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    before = set(Path("/dev/shm").glob("load-test-*"))
-    regions = 2                                             # the inputs', and the outputs' of the trial
+    room = 2                                                # for the inputs', and the outputs' of the trial
     assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST, "--concurrency", "2", "--json",
                  str(tmp_path / "r.json")]) == FAILED
     (level,) = json.loads((tmp_path / "r.json").read_text())["levels"]
     assert level["errors"]["RESOURCE_EXHAUSTED"] > 0
-    regions = 0
-    made.clear()
+    room = 0
+    allocated.clear()
     assert main(["-m", "affine", "-u", urls(server)["shm"], *FAST]) == CANNOT_RUN
     assert "shared memory: No space left" in capsys.readouterr().err
-    assert set(Path("/dev/shm").glob("load-test-*")) <= before
+    assert regions and are_gone(regions)
 
 
 def test_a_model_that_fails_or_answers_without_bytes_is_told_apart_when_regions_are_sized(
