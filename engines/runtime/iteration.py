@@ -186,7 +186,7 @@ class InPlace:
         """The steps in the segment's memory, which holds these values; None: what they carry grows."""
         own = {name: np.array(as_in_memory(value)) for name, value in values.items() if name not in bound.inputs}
         places = {name: own[name] if name in own else bound.inputs[name] for name in values}
-        made = {**places, **bound.outputs}
+        made = {name: place.view(values[name].dtype) for name, place in places.items()} | dict(bound.outputs)
         formals, results = self._region.inputs[2 * steps.counted:], self._region.outputs[steps.counted:]
         kept = len(steps.carried)
         carries = [(places[name], as_in_memory(made[result]))
@@ -249,9 +249,10 @@ class _Repetition:
             compute()
             for stack, value in stacks:
                 stack[index - 1] = value
+            ends = index == limit or going is not None and not going.item()     # before what it may have been read from
             for place, source in carries if apart else [(place, source.copy()) for place, source in carries]:
                 place[...] = source
-            if index == limit or going is not None and not going.item():
+            if ends:
                 break
             if index % CHECKED == 0:
                 steps.stacks = [stack[:index] for stack, _ in stacks]

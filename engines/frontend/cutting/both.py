@@ -3,18 +3,19 @@
     y = If(c; f(x), g(x))       ->      y = Where(c, f(x), g(x))
 
 What would be a program is then a graph like any other. Only where a branch costs less than a program's step does, and
-cannot fail where it is not taken: all extents are numbers, and what it computes is defined for every value.
+cannot fail where it is not taken: all extents are numbers, no value decides about a shape, and what it computes is
+defined for every value.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx
 from onnx import helper
 
 from engines.frontend.branches import is_if
-from engines.frontend.cutting.facts import Kinds, is_small, is_standard, kinds_of, reads
+from engines.frontend.cutting.facts import BY_VALUE, Kinds, holds_numbers, is_small, is_standard, kinds_of, reads
 from engines.frontend.cutting.names import in_one_scope
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import OnnxModel
@@ -88,12 +89,21 @@ def _may_both_run(node: onnx.NodeProto, kinds: Kinds, weights: Mapping[str, Arra
     if sum(own.values()) > MOST_WEIGHTS or any(
             shape is None or math.prod(shape) > MOST_ELEMENTS for shape in known.values()):
         return False
+    if _value_decides(inner, own) or not all(holds_numbers(kinds.get(name)) for name in known):
+        return False
     if any(part.op_type in ("Div", "Pow") and not _floating(kinds.get(part.output[0])) for part in inner):
         return False
     condition = _shape(kinds.get(node.input[0]))
     return condition is not None and math.prod(condition) == 1 and all(
         _alike(kinds.get(yes.name), kinds.get(no.name), len(condition))
         for yes, no in zip(taken.output, other.output, strict=True))
+
+
+def _value_decides(nodes: Sequence[onnx.NodeProto], constants: Collection[str]) -> bool:
+    """Whether a shape follows from a value that is not known."""
+    written = {*constants, "", *(node.output[0] for node in nodes if node.op_type == "Constant")}
+    return any(name not in written for node in nodes for i in BY_VALUE.get(node.op_type, ())
+               for name in node.input[i:i + 1])
 
 
 def _shape(kind: onnx.TypeProto | None) -> tuple[int, ...] | None:

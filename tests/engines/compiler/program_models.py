@@ -12,7 +12,7 @@ from engines.ir.graph import Array
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 
-FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+FLOAT, BFLOAT16, INT64, BOOL = TensorProto.FLOAT, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 
 
 def region(name: str, nodes: Sequence[onnx.NodeProto], inputs: Sequence[tuple[str, int, Any]], outputs: str,
@@ -88,6 +88,30 @@ def exchanged() -> onnx.ModelProto:
          node("Loop", "- yes zero start start", "steps y z all", body=body)],
         {"x": ["T", 5]}, ["steps", "y", "z", "all"],
         {"start": random(5), "yes": np.array(True), "zero": np.array(0), "one": np.array(1)})
+
+
+def asked() -> onnx.ModelProto:
+    """x added up until the step after its sum is large: whether there is another step is what a step hands on, as it
+    is."""
+    body = region("body", [node("Add", "s x", "more"), node("ReduceSum", "more", "sum", keepdims=0),
+                           node("Less", "sum bound", "small")],
+                  [("i", INT64, []), ("going", BOOL, []), ("was_small", BOOL, []), ("s", FLOAT, [3])],
+                  "was_small small more", {"was_small": BOOL, "small": BOOL})
+    return small_model([node("Loop", "- yes yes start", "last y", body=body)], {"x": [3]}, ["y"],
+                       {"yes": np.array(True), "start": np.zeros(3, np.float32), "bound": np.array(6, np.float32)})
+
+
+def halves() -> onnx.ModelProto:
+    """The sums of the rows of x before each row, in bfloat16."""
+    body = region("body", [node("Identity", "going", "goes_on"), node("Gather", "rows i", "row", axis=0),
+                           node("Add", "sum row", "next")],
+                  [("i", INT64, []), ("going", BOOL, []), ("sum", BFLOAT16, [5])], "goes_on next sum",
+                  {"goes_on": BOOL, "next": BFLOAT16, "sum": BFLOAT16})
+    return small_model(
+        [node("Cast", "x", "rows", to=BFLOAT16), node("Cast", "start", "first", to=BFLOAT16),
+         node("Shape", "x", "shape"), node("Gather", "shape zero", "count", axis=0),
+         node("Loop", "count yes first", "last sums", body=body), node("Cast", "sums", "all", to=FLOAT)],
+        {"x": ["T", 5]}, ["all"], {"start": np.zeros(5, np.float32), "yes": np.array(True), "zero": np.array(0)})
 
 
 def carried() -> onnx.ModelProto:

@@ -35,9 +35,30 @@ def test_both_branches_are_computed_and_the_right_one_is_taken() -> None:
         np.testing.assert_allclose(engine.run(feed)["y"], by_onnx_runtime(model, feed)["y"], 1e-5, 1e-5)
 
 
+def reshaped_as_told() -> onnx.ModelProto:
+    """The branch that is not taken may have a shape that does not fit."""
+    model = gated(other="Reshape x told")
+    model.graph.input.append(onnx.helper.make_tensor_value_info("told", onnx.TensorProto.INT64, [2]))
+    (choice,) = (one for one in model.graph.node if one.op_type == "If")
+    for attribute in choice.attribute:
+        attribute.g.value_info.append(onnx.helper.make_tensor_value_info("p", onnx.TensorProto.FLOAT, [1, 40]))
+    return model
+
+
+def read_from_text() -> onnx.ModelProto:
+    """The branch that is not taken may be told what is no number."""
+    model = gated()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, [1, 40]))
+    (choice,) = (one for one in model.graph.node if one.op_type == "If")
+    choice.attribute[1].g.node[0].CopyFrom(node("Cast", "text", "p", to=1))
+    return model
+
+
 @pytest.mark.parametrize("model", [
-    gated("extents"), gated(other="ReduceSum x"), gated(other="Sum x"), gated(rows="N"), gated(width=600)],
-    ids=["shapes tell", "another shape", "not known to be safe", "an open extent", "many weights"])
+    gated("extents"), gated(other="ReduceSum x"), gated(other="Sum x"), gated(rows="N"), gated(width=600),
+    reshaped_as_told(), read_from_text()],
+    ids=["shapes tell", "another shape", "not known to be safe", "an open extent", "many weights", "a shape is told",
+         "text"])
 def test_other_ifs_stay(model: onnx.ModelProto) -> None:
     source = read_model(model)
     assert with_both_branches(source) is source

@@ -37,6 +37,7 @@ CASES = {
     "a Loop over steps": (models.running_sum(), [fed(4, 5), fed(1, 5), fed(7, 5)]),
     "a product of rows in a Loop and in a Scan": (models.recurrent(), [fed(4, 1, 6), fed(1, 1, 6)]),
     "a Loop that exchanges its states": (models.exchanged(), [fed(4, 5), fed(1, 5), fed(40, 5), fed(4, 5, seed=9)]),
+    "a Loop that ends by what it carries": (models.asked(), [{"x": np.full(3, n, np.float32)} for n in (0.3, 1, 5)]),
     "a Loop whose states no kernel reads": (models.carried(), [carried_past(2), carried_past(2, 5), carried_past(3)]),
     "a Loop whose state grows": (models.grown(), [fed(3, 5)]),
     "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
@@ -98,6 +99,13 @@ def test_a_body_that_is_one_segment_is_repeated_in_place(
     monkeypatch.setattr(InPlace, "run", spied)
     built(model)
     assert set(found) == {expected}
+
+
+def test_states_that_are_stacked_as_they_come_keep_their_type() -> None:
+    """bfloat16, which in memory is an integer, and is read behind the Loop."""
+    x = np.arange(20, dtype=np.float32).reshape(4, 5)
+    sums = built(models.halves()).engine().run({"x": x})["all"]
+    np.testing.assert_array_equal(sums, np.cumsum(x, axis=0) - x)
 
 
 def test_products_of_rows_are_made_before_the_first_step() -> None:
