@@ -13,7 +13,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import ResponseCache, key_of
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import AGAIN, NO_MORE, Arrays, Outcome, Request, parameters_of
+from infer_server.batching.request import AGAIN, NO_MORE, Arrays, Outcome, Outputs, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
@@ -162,7 +162,7 @@ class QueuedModel(Model):
             return True
 
         def keep(computed: Arrays) -> Any:
-            if not parameters_of(computed):
+            if not isinstance(computed, Outputs):       # not whole, or more than its arrays
                 cache.put(key, computed)
             return encode(computed)
 

@@ -42,6 +42,7 @@ input_map { key: "what" value: "what" } output_map { key: "x" value: "x" } outpu
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("repository")
     python_model(folder, "replies", REPLIES, 'backend: "python"' + TENSORS)
+    python_model(folder, "cached", REPLIES, 'backend: "python" response_cache { enable: true }' + TENSORS)
     python_model(folder, "calls", CALLS, 'backend: "python"' + TENSORS)
     write_model(folder, "ensemble", config=ENSEMBLE)
     with serving(folder) as running:
@@ -74,6 +75,12 @@ def test_a_parameter_that_no_message_holds_is_the_models_error(server: RunningSe
     with triton.InferenceServerClient(server.address) as client, pytest.raises(
             InferenceServerException, match="bool/int/str, found type <class 'float'>"):
         client.infer("replies", inputs(asked("xy", rate=0.5)))
+
+
+def test_what_a_cached_model_leaves_out_is_left_out_when_it_is_asked_again(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        asked_twice = [client.infer("cached", inputs(asked("y"))).get_response() for _ in range(2)]
+    assert [[output.name for output in response.outputs] for response in asked_twice] == [["y"], ["y"]]
 
 
 def test_a_model_may_leave_an_output_out_unless_a_step_of_an_ensemble_waits_for_it(server: RunningServer) -> None:
