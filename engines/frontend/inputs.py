@@ -118,6 +118,9 @@ class Declared:
             return None
         if keep_batch and self.extents and not is_size(self.extents[0]):
             given = (None, *given[1:])
+        if self.extents:        # what is given as open behind the batch may be known by its name
+            given = (*given[:1], *(extent if is_size(extent) else declared
+                                   for extent, declared in zip(given[1:], self.extents[1:], strict=True)))
         shape = [BATCH if axis == 0 and not is_size(d) else d for axis, d in enumerate(given)]
         known = [d for d in shape if d is not None and (d == BATCH or is_size(d))]
         return tuple(known) if len(known) == len(shape) else None

@@ -45,6 +45,13 @@ def test_leading_extents_are_the_batch_where_the_configuration_has_one_and_the_m
     assert given_shapes(path, {}, batch_first=False) == {}
 
 
+def test_the_dims_of_one_input_say_what_another_calls_by_the_same_name(tmp_path: Path) -> None:
+    path = added(tmp_path / "m.onnx", ("n", "l"), ("m", "l"))
+    assert build_engine.main([path, "-o", str(tmp_path / "m.plan"), "--no-timing", "--no-cache", "--quiet",
+                              "--max-batch", "8", "--batch-first", "--dims", "a:7"]) == 0
+    assert [tensor.shape for tensor in read_plan(tmp_path / "m.plan").inputs] == [("batch", 7)] * 2
+
+
 def test_a_model_whose_inputs_leave_their_leading_extents_without_a_name_is_built_for_a_batch(tmp_path: Path) -> None:
     path = added(tmp_path / "m.onnx", (None, 4), (None, 4))
     assert build_engine.main([path, "-o", str(tmp_path / "m.plan"), "--no-timing", "--no-cache", "--quiet",
