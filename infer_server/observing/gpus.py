@@ -40,32 +40,36 @@ class Gauge(NamedTuple):
 
 class Gpus:
     """Belongs to the event loop. A driver that hangs holds up who waits for it for `patience_secs`, and nothing else:
-    until it answers there are no metrics of GPUs."""
+    until it answers there are no metrics of GPUs. Of one that is only slow there are those of the reading before."""
 
     def __init__(self, patience_secs: float = 2.0) -> None:
         self.patience_secs = patience_secs
         self._library = _Library()
         self._reading: asyncio.Future[list[Gauge]] | None = None    # one at a time: the library is called by one thread
         self._begun = 0.0                       # when that one was, on the loop's clock
-        self._is_late = False                   # as was said
+        self._is_late = False                   # as was said; until it answers in time
 
     async def gauges(self) -> Sequence[Gauge]:
         """What they say now; nothing where there are none, or where the driver does not answer."""
         if self._library.has_no_gpu:
             return ()
         clock = asyncio.get_running_loop().time
-        if self._reading is None or self._reading.done():
-            self._begun, self._is_late = clock(), False
-            self._reading = asyncio.ensure_future(in_daemon_thread(self._library.read))
+        before: Sequence[Gauge] = ()            # what came too late for who asked then
         reading = self._reading
+        if reading is None or reading.done():
+            self._begun = clock()
+            self._reading = asyncio.ensure_future(in_daemon_thread(self._library.read))
+            before = reading.result() if reading and self._is_late else ()
+            reading = self._reading
         await asyncio.wait((reading,), timeout=max(0.0, self._begun + self.patience_secs - clock()))
         if reading.done():
+            self._is_late = False
             return reading.result()
         if not self._is_late:
             self._is_late = True
             log.warning("there are no metrics of GPUs until their driver answers: it has not in %g s",
                         self.patience_secs)
-        return ()
+        return before
 
 
 class _Library:

@@ -77,6 +77,8 @@ class Nvml(ModuleType):
             raise self.NVMLError("NVML Shared Library Not Found")
 
     def __getattr__(self, name: str) -> object:
+        assert self.answers.wait(TIMEOUT_SECS)
+
         def power(gpu: int) -> int:
             if gpu:
                 raise self.NVMLError("Not Supported")
@@ -132,3 +134,22 @@ def test_a_driver_that_hangs_holds_up_no_event_loop_and_is_waited_for_once(
         return len(first), len(second)
 
     assert asyncio.run(scrapes()) == (6, 6)
+
+
+def test_what_a_slow_driver_says_too_late_is_what_the_next_scrape_gets(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+    async def scrapes() -> list[int]:
+        gpus = Gpus(patience_secs=0.01)
+        found = []
+        for _ in range(3):
+            nvml.answers.clear()
+            found.append(len(await gpus.gauges()))
+            nvml.answers.set()
+            await gpus._reading
+        return found
+
+    assert asyncio.run(scrapes()) == [0, 6, 6]
+    assert caplog.text.count("until their driver answers") == 1
