@@ -17,6 +17,8 @@ from infer_server.protocol.codec import DATATYPES, FROM_CONFIG, encode_raw
 from infer_server.python_backend.channel import datatype_of
 from protos import model_config
 
+_INT64 = range(-2**63, 2**63)           # what a parameter's message holds
+
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
@@ -108,6 +110,8 @@ class InferenceResponse:
             if type(value) not in (bool, int, str):
                 raise TritonModelException("Expect parameters values to have type bool/int/str, found type "
                                            f"{type(value)}")
+            if type(value) is int and value not in _INT64:
+                raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors

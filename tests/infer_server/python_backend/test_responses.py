@@ -71,10 +71,14 @@ def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningSe
         assert json.load(answer)["parameters"] == given
 
 
-def test_a_parameter_that_no_message_holds_is_the_models_error(server: RunningServer) -> None:
+@pytest.mark.parametrize(("value", "why"), [(0.5, "bool/int/str, found type <class 'float'>"),
+                                            (2**63, f"'value': {2**63} does not fit in 64 bits")])
+def test_a_parameter_that_no_message_holds_is_the_models_error(
+        server: RunningServer, value: float, why: str) -> None:
     with triton.InferenceServerClient(server.address) as client, pytest.raises(
-            InferenceServerException, match="bool/int/str, found type <class 'float'>"):
-        client.infer("replies", inputs(asked("xy", rate=0.5)))
+            InferenceServerException, match=why) as caught:
+        client.infer("replies", inputs(asked("xy", value=value)))
+    assert caught.value.status() == "StatusCode.INTERNAL"
 
 
 def test_what_a_cached_model_leaves_out_is_left_out_when_it_is_asked_again(server: RunningServer) -> None:
