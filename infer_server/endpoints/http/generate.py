@@ -2,7 +2,7 @@
 
     {"text_input": "Hello", "max_tokens": 5}  ->  {"model_name": "m", "model_version": "1", "text_output": "..."}
 
-A member that is no input of the model is a parameter of the request.
+A member that is no input of the model is a parameter of the request; of the answer, one of the response.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
 https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -16,7 +16,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays
+from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange
@@ -95,8 +95,8 @@ class GenerateCall(Call):
         def encode(computed: Arrays) -> bytes:
             values = {spec.name: to_json(computed[spec.name], spec.datatype.name) for spec in served.outputs
                       if spec.name in computed}
-            return json.dumps(about | {name: value[0] if len(value) == 1 else value
-                                       for name, value in values.items()}).encode()
+            plain = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
+            return json.dumps({**parameters_of(computed), **about, **plain}).encode()
         return encode
 
 

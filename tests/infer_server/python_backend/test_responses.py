@@ -69,6 +69,9 @@ def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningSe
     body = {"inputs": [{"name": "what", "datatype": "BYTES", "shape": [1], "data": [asked("xy", **given)]}]}
     with urlopen(f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/infer", json.dumps(body).encode()) as answer:
         assert json.load(answer)["parameters"] == given
+    generation = json.dumps({"what": asked("xy", **given, model_name="another")}).encode()
+    with urlopen(f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/generate", generation) as answer:
+        assert json.load(answer) == {**given, "model_name": model, "model_version": "1", "x": 1.0, "y": 1.0}
 
 
 @pytest.mark.parametrize(("value", "why"), [(0.5, "bool/int/str, found type <class 'float'>"),
