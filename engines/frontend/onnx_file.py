@@ -112,6 +112,15 @@ def read_model(model: Model) -> OnnxModel:
     return OnnxModel(name, _without_initializers(proto), weights_of(name, proto.graph))
 
 
+def declared_inputs(path: Path) -> dict[str, Declared]:
+    """What `read_model(path).declared()` says, for less: weights stay in the files beside it, and become no arrays.
+    Raises ModelError."""
+    graph = _parsed(path).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    weights |= {sparse.values.name for sparse in graph.sparse_initializer}
+    return {value.name: Declared.of(path.stem, value) for value in graph.input if value.name not in weights}
+
+
 def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:
     """The initialisers, sparse ones written out. Raises ModelError: one that cannot be read."""
     dense = {tensor.name: array_of(model, tensor) for tensor in graph.initializer}
@@ -148,6 +157,15 @@ def array_of(model: str, tensor: onnx.TensorProto) -> Array:
 
 def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """The model, and what errors and plans call it."""
+    proto = _parsed(model)
+    if isinstance(model, str | Path):
+        _load_weights_beside(str(model), proto)
+        return proto, Path(model).stem
+    return proto, proto.graph.name or "model"
+
+
+def _parsed(model: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
+    """The model without what lies beside its file. Raises ModelError: it is none."""
     where = str(model) if isinstance(model, str | Path) else "the model"
     try:
         proto = (model if isinstance(model, onnx.ModelProto) else
@@ -157,11 +175,9 @@ def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto,
         raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
         raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
-    if isinstance(model, str | Path):
-        _load_weights_beside(where, proto)
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
-    return proto, Path(model).stem if isinstance(model, str | Path) else proto.graph.name or "model"
+    return proto
 
 
 def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:

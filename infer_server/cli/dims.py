@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engines.frontend.inputs import is_size
-from engines.frontend.onnx_file import read_model
+from engines.frontend.onnx_file import declared_inputs
 from engines.ir.graph import Dim
 
 Dims = tuple[int, ...]
@@ -33,7 +33,7 @@ def given_shapes(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dic
     without a name, or gives each one its own, does not say so. What does not fit is left out here: the server compares
     the engine with its configuration, and says so.
     """
-    every = {name: kind.extents for name, kind in read_model(Path(model)).declared().items() if kind.extents}
+    every = {name: kind.extents for name, kind in declared_inputs(Path(model)).items() if kind.extents}
     opened = [extents[0] for extents in every.values() if not is_size(extents[0])]
     said = batch_first and len(opened) > 1 and (None in opened or len(set(opened)) > 1)
     shapes: dict[str, Shape] = {}

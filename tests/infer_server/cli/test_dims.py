@@ -4,9 +4,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from engines.plan.file import read_plan
 from infer_server.cli import build_engine
@@ -43,6 +44,15 @@ def test_leading_extents_are_the_batch_where_the_configuration_has_one_and_the_m
     path = added(tmp_path / "m.onnx", *shapes)
     assert given_shapes(path, {}, batch_first=True) == said
     assert given_shapes(path, {}, batch_first=False) == {}
+
+
+def test_weights_are_not_read_to_find_what_the_model_leaves_open(tmp_path: Path) -> None:
+    path = added(tmp_path / "m.onnx", (None, 4), (None, 4), (None, 4))
+    model = onnx.load(path)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 4), np.float32), "c"))   # an input of this name
+    onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+    (tmp_path / "weights").unlink()
+    assert given_shapes(path, {}, batch_first=True) == {"a": (None, 4), "b": (None, 4)}
 
 
 def test_the_dims_of_one_input_say_what_another_calls_by_the_same_name(tmp_path: Path) -> None:
