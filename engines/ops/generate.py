@@ -7,7 +7,7 @@ import numpy as np
 
 from engines.errors import GraphError, UnknownTensorError
 from engines.ir.graph import Array, Node, TensorType
-from engines.ir.shapes import dim, extent, fixed
+from engines.ir.shapes import Extent, dim, extent, fixed
 from engines.ops.items import ItemAxes, repeated
 from engines.ops.op import Inputs, Op, Types, Values, present
 
@@ -44,7 +44,7 @@ class Range(Op):
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
             raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
         length = limit - start
-        if delta != 1 or isinstance(length, float):
+        if delta != 1 or not isinstance(length, Extent):
             length = max(math.ceil(length / delta), 0)
         return (TensorType(first.dtype, (dim(extent(dim(length))),)),)
 

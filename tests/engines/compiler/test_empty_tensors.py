@@ -45,6 +45,9 @@ CASES = {
     "a transposed nothing": small_model([node("Transpose", "x", "y", perm=[0, 2, 1])], {"x": ["n", 3, 0]}, ["y"]),
     "nothing is written": small_model([node("ScatterND", "x index updates", "y")], {"x": [4, 3]}, ["y"],
                                       {"index": np.zeros((0, 1), np.int64), "updates": NOTHING}),
+    "a range that ends before it begins": small_model(
+        [node("Range", "start end one", "range"), node("CastLike", "range x", "f"), node("Add", "x f", "y")],
+        {"x": ["n", 1]}, ["y"], {"start": 5, "end": 1, "one": 1}),
     "a mean over a row of nothing is no number": small_model([node("GlobalAveragePool", "x", "y")],
                                                              {"x": ["n", 3, 4, 0]}, ["y"]),
 }
