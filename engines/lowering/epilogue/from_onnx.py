@@ -17,6 +17,14 @@ from engines.lowering.epilogue.affine import Affine, AffineWriter
 
 Writer = Callable[..., Affine]
 MOST_FACTORS = 16       # of a power that is computed as a product
+LEAST_DIVISOR = float(np.finfo(np.float32).tiny)        # whose reciprocal is finite
+
+
+def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
+    """By the reciprocals of constants, if all are float32's numbers: an infinity by 0 would be none."""
+    if b.constant and not node.attrs.get("exact") and np.all(np.abs(b.offset) >= LEAST_DIVISOR):
+        return a.scaled(1.0 / b.offset)
+    return w.apply("div", a, b)
 
 
 def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
@@ -131,8 +139,7 @@ WRITERS: Mapping[str, Writer] = {
     "Add": lambda w, node, a, b: w.add(a, b),
     "Sub": lambda w, node, a, b: w.add(a, b.scaled(-1)),
     "Mul": lambda w, node, a, b: w.multiply(a, b),
-    "Div": lambda w, node, a, b: (
-        a.scaled(1.0 / b.offset) if b.constant and not node.attrs.get("exact") else w.apply("div", a, b)),
+    "Div": _divide,
     "Neg": lambda w, node, x: x.scaled(-1),
     "Max": _extreme("max"),
     "Min": _extreme("min"),

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from engines.ir.graph import Node
+from engines.ir.graph import Array, Node
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -96,12 +96,16 @@ class DivideByConstant(Rule):
 
     def check(self, match: Match) -> bool:
         exact = match.root.attrs.get("exact", 0)
-        return _is_float(match) and not exact and bool(np.all(match.constant("c") != 0))
+        return _is_float(match) and not exact and bool(np.all(np.isfinite(self._reciprocal(match))))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
+        draft.finish("Mul", [match.value("x"), draft.constant("reciprocal", self._reciprocal(match))])
+
+    @staticmethod
+    def _reciprocal(match: Match) -> Array:
         divisor = match.constant("c")
-        reciprocal = (1 / divisor.astype(np.float64)).astype(divisor.dtype)
-        draft.finish("Mul", [match.value("x"), draft.constant("reciprocal", reciprocal)])
+        with np.errstate(divide="ignore", over="ignore"):
+            return (1 / divisor.astype(np.float64)).astype(divisor.dtype)
 
 
 class OneByNumber(Rule):

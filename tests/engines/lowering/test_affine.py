@@ -6,6 +6,8 @@ from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 from engines.lowering.epilogue.from_onnx import write_node
 from engines.lowering.epilogue.program import ProgramBuilder
+from tests.engines.compiler.small_models import engine_of, small_model
+from tests.engines.compiler.small_models import node as model_node
 
 ACC, OTHER = np.linspace(-400, 400, 65, dtype=np.float32), np.linspace(0, 255, 65, dtype=np.float32)
 
@@ -65,3 +67,16 @@ def test_an_infinity_stays_one_unless_a_byte_is_made_of_it(coarse, constants):
     writer.settle(write_node(writer, Node("Where", ("c", "a", "b"), ("y",)), [
         Affine.of(builder.operand()), Affine.of(builder.operand()), Affine.number(-np.inf)]))
     assert np.ravel(builder.constants).tolist() == constants
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("divisor", [0.0, -0.0, 1e-39, [2, 0, 1e-39, 1]], ids=str)
+def test_a_quotient_by_what_has_no_reciprocal_is_infinite_or_no_number_as_ieee_says(divisor):
+    """Of a node alone, and behind a product; 0 / 1e-39 is 0."""
+    divisor, x = np.float32(divisor), np.float32([[-2, 0, 3, 5]])
+    nodes = [model_node("Div", "x d", "y"), model_node("MatMul", "x w", "p"), model_node("Div", "p d", "z")]
+    model = small_model(nodes, {"x": [1, 4]}, ["y", "z"], {"d": divisor, "w": np.eye(4, dtype=np.float32)})
+    with np.errstate(all="ignore"):
+        quotient = x / divisor
+    for made in engine_of(model).run({"x": x}).values():
+        np.testing.assert_array_equal(made, quotient)
