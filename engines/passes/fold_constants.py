@@ -3,7 +3,8 @@
 Results that are much larger than what they are made of stay computed (a ConstantOfShape of a million zeros costs less
 to make than to store), but for what is little beside the model's other constants: a bias for each pair of positions;
 and for weights that the model computes (a filter of sines): a layer multiplies by each of them, which costs more than
-to read them, and its kernels want them packed.
+to read them, and its kernels want them packed. A small file may describe a hundred layers of such weights: what does
+not fit stays computed, too.
 """
 from __future__ import annotations
 
@@ -16,22 +17,24 @@ from engines.passes.rewriting.facts import is_weighted
 
 SPARE_ELEMENTS = 1 << 16        # results may be this much larger than the constants that they replace, each,
 SPARE_SHARE = 4                 # and one part in this many of all constants, together
-WEIGHT_ELEMENTS = 1 << 22       # weights may be this much larger, each
+WEIGHT_ELEMENTS = 1 << 22       # weights may be this much larger, each,
+MOST_ELEMENTS = 1 << 24         # until all constants are so many; where they are, by SPARE_SHARE together
 
 
 def fold_constants(graph: Graph) -> Graph:
     """The graph without nodes that compute the same values every time."""
     constants: dict[str, Array] = dict(graph.constants)
-    spare = sum(array.size for array in constants.values()) // SPARE_SHARE
+    size = sum(array.size for array in constants.values())
+    spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # True: for weights
     kept: list[Node] = []
     weights = _made_for_weights(graph)
     for node in graph.nodes:
-        growth = _growth(graph, node, constants)
-        allowed = WEIGHT_ELEMENTS if weights.intersection(node.outputs) else max(SPARE_ELEMENTS, spare)
-        if growth is None or growth > allowed:
+        growth, weight = _growth(graph, node, constants), bool(weights.intersection(node.outputs))
+        allowed = min(WEIGHT_ELEMENTS, spare[weight]) if weight else spare[weight]
+        if growth is None or growth > max(SPARE_ELEMENTS, allowed):
             kept.append(node)
         else:
-            spare -= growth if SPARE_ELEMENTS < growth <= spare else 0
+            spare[weight] -= growth if growth > SPARE_ELEMENTS else 0
             values = run_node(node, [constants[name] if name else None for name in node.inputs])
             constants.update({name: value.astype(graph.types[name].dtype, copy=False)
                               for name, value in zip(node.outputs, values, strict=True)})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engines.ir.graph import BATCH
+from engines.passes import fold_constants
 from engines.passes.pipeline import simplify
 from tests.engines.passes.build import Build, keeps, ops
 
@@ -78,3 +79,12 @@ def test_weights_that_are_computed_are_constants_however_large(op: str, left: li
     net = Build()
     grid = net("Sin", net("Add", net.draw(300, 1), net.draw(1, 300)))       # more than is spared for others
     assert ops(keeps(simplify, net.graph(net(op, net.input("x", 300, 300), grid)))) == left
+
+
+def test_weights_that_are_computed_are_constants_until_these_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, two, however often constants are folded."""
+    monkeypatch.setattr(fold_constants, "MOST_ELEMENTS", 2 * 300 * 300 + 3 * 600)
+    net = Build()
+    x = net.input("x", 300, 300)
+    products = [net("MatMul", x, net("Sin", net("Add", net.draw(300, 1), net.draw(1, 300)))) for _ in range(3)]
+    assert ops(simplify(net.graph(*products))).count("Sin") == 1
