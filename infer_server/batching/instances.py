@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Executor(Protocol):
     """What runs a model for one instance; used by its thread only."""
 
-    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
-        """The outcome of each request of the batch. What it raises ends all of them."""
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+        """The outcome of each request of the batch; None: nothing was executed. What it raises ends all of them."""
 
     def close(self) -> None: ...
 

@@ -20,4 +20,8 @@ class RequestQueue:
         """Queues a request. Raises as Batcher.submit."""
         self.batcher.submit(request)
         self._waker.submitted()
+        self.watch_expiry(request)
+
+    def watch_expiry(self, request: Request) -> None:
+        """Has a request end when it expires in the queue."""
         self._expiry.submitted(request)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,9 @@ from numpy.typing import NDArray
 from infer_server.batching.queue import RequestQueue
 from infer_server.batching.request import Arrays, InSequence, Request
 from infer_server.errors import InvalidRequestError, ServeError
+from infer_server.workers import post
+
+_LARGEST_ID = (1 << 64) - 1         # that the protocols have
 
 
 class ControlKind(Enum):
@@ -95,7 +97,10 @@ class Sequences:
         self._places = {queue: 0 for queue in queues}       # that are taken
         self._without_place: deque[_Sequence] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._numbers = count(1)                            # of sequences that no client has named
+        # What sequences that no client has named are called, from the top down: clients count upwards.
+        ids = [control.dtype for control in policy.controls if control.kind is ControlKind.CORRELATION]
+        self._top = int(min((np.iinfo(dtype).max for dtype in ids if not dtype.hasobject), default=_LARGEST_ID))
+        self._unnamed = 1
 
         self.waiting = 0                                    # requests that are in no queue yet; read by any thread
 
@@ -104,11 +109,14 @@ class Sequences:
         """Whether a request may yet be queued that was submitted before. From any thread."""
         return bool(self._of_request) if self._policy.iterative else self.waiting > 0
 
+    @property
+    def iterative(self) -> bool:
+        return self._policy.iterative
+
     def submit(self, request: Request) -> None:
         """Queues a request when its turn has come. Raises InvalidRequestError: it belongs to no sequence."""
         if self._policy.iterative:
-            name = request.sequence.id if request.sequence else next(self._numbers)
-            request.sequence = InSequence(name, start=True)
+            request.sequence = InSequence(request.sequence.id if request.sequence else self._free_id(), start=True)
         at = request.sequence
         if at is None:
             raise InvalidRequestError(f"inference request to model '{self._model}' must specify a non-zero or "
@@ -119,7 +127,7 @@ class Sequences:
         for control in self._policy.controls:
             control.value(at)
         sequence = self._active.get(at.id)
-        if at.start:
+        if at.start and not (sequence and self._policy.iterative):      # of these the one of the same id ends first
             sequence = self._begin(at.id)
         elif sequence is None:
             raise InvalidRequestError(f"inference request for sequence {at.id} to model '{self._model}' must "
@@ -127,10 +135,17 @@ class Sequences:
         sequence.waiting.append(request)
         self.waiting += 1
         self._of_request[request] = sequence
-        if at.end or self._policy.iterative:
-            sequence.ended = True
+        sequence.ended = at.end or self._policy.iterative
+        if at.end:
             del self._active[at.id]
         self._advance(sequence)
+
+    def _free_id(self) -> int:
+        """One that no open request has."""
+        self._unnamed = self._unnamed - 1 or self._top
+        while self._unnamed in self._active:
+            self._unnamed = self._unnamed - 1 or self._top
+        return self._unnamed
 
     def withdraw(self, request: Request) -> bool:
         """Takes out a request whose turn has not come; False: it has, or there is no such request."""
@@ -142,12 +157,16 @@ class Sequences:
 
     def again(self, request: Request) -> None:
         """Queues a request once more, on the thread that executed it: so it is there when the next batch is formed.
-        Raises ServeErrors, and the request has ended."""
-        queue = self._of_request[request].queue
-        assert request.sequence is not None and queue is not None
+        Does nothing if it has ended. Raises ServeErrors."""
+        sequence = self._of_request.get(request)
+        queue = sequence.queue if sequence else None
+        if queue is None:
+            return
+        assert request.sequence is not None
         request.sequence = replace(request.sequence, start=False)
         request.inputs = {**request.inputs, **self._controls(request.sequence)}
         queue.batcher.submit(request)
+        post(self._loop, queue.watch_expiry, request)
 
     def finished(self, request: Request) -> None:
         """To be called when a request has ended in whatever way: the next of its sequence takes its turn."""
@@ -218,6 +237,8 @@ class Sequences:
     def _release_if_done(self, sequence: _Sequence) -> None:
         if not sequence.ended or sequence.waiting or sequence.executing:
             return
+        if self._active.get(sequence.id) is sequence:
+            del self._active[sequence.id]
         if sequence.queue:
             self._places[sequence.queue] -= 1
             sequence.queue = None

@@ -48,6 +48,10 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
                      for control in each.control)
     states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in given.state)
+    if states and given.iterative_sequence:
+        raise ModelConfigError("sequence_batching: a state goes from one request to the next, but with "
+                               "iterative_sequence each is a sequence; keep the state in model.py, by the id of a "
+                               "control_input of CONTROL_SEQUENCE_CORRID")
     policy = SequencePolicy(
         idle_us=given.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
         candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0,

@@ -18,7 +18,7 @@ class PythonExecutor:
         self._process = process
         self._start = start
 
-    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         if not self._process.is_alive:
             log.warning("the process of a Python model has ended; it is started again")
             try:
@@ -29,6 +29,9 @@ class PythonExecutor:
 
     def cancel(self, request: Request) -> None:
         self._process.cancel(request)
+
+    def forget(self, request: Request) -> None:
+        self._process.forget(request)
 
     def close(self) -> None:
         self._process.close()

@@ -131,16 +131,16 @@ class ResponseSender:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._closed = False
+        self.is_closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        if self._closed:
+        if self.is_closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        self._closed = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        if response is None and not self._closed:
+        self.is_closed = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if response is None and not self.is_closed:
             raise TritonModelException("Inference Response object must be provided when the response flags is set to "
                                        "zero.")
-        server.respond(self._number, response, self._closed)
+        server.respond(self._number, response, self.is_closed)
 
     def is_cancelled(self) -> bool:
         return server.is_cancelled(self._number)
@@ -161,9 +161,13 @@ class InferenceRequest:
         self._inputs, self._id, self._correlation = list(inputs), request_id, correlation_id
         self._flags, self._timeout, self._priority = flags, timeout, priority
         self._parameters = dict(parameters or {})
-        self._number = number           # of a request that was given: what the server knows it by
+        self.number = number           # of a request that was given: what the server knows it by
         self.sender: ResponseSender | None = None
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
+
+    @property
+    def is_rescheduled(self) -> bool:
+        return self.release_flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -209,22 +213,29 @@ class InferenceRequest:
         return None
 
     def is_cancelled(self) -> bool:
-        return server.is_cancelled(self._number)
+        return server.is_cancelled(self.number)
 
     def get_response_sender(self) -> ResponseSender:
         if self.sender is None:
-            self.sender = ResponseSender(self._number)
+            self.sender = ResponseSender(self.number)
         return self.sender
 
     def exec(self, decoupled: bool = False) -> Any:
         """The response of another model; of a decoupled one an iterator of them."""
         responses = server.infer(self, decoupled)
-        return responses if decoupled else next(responses)
+        return responses if decoupled else _only(responses)
 
     async def async_exec(self, decoupled: bool = False) -> Any:
         if decoupled:
             return server.infer(self, decoupled)
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: next(server.infer(self, False)))
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: _only(server.infer(self, False)))
+
+
+def _only(responses: Iterator[InferenceResponse]) -> InferenceResponse:
+    """The response of a model that has one each. Not by next() alone: no coroutine may raise its StopIteration."""
+    for response in responses:
+        return response
+    return InferenceResponse(error=TritonError("the model gave no response"))
 
 
 class PreferredMemory:

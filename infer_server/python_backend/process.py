@@ -69,10 +69,12 @@ class ModelProcess:
         self._asked, self._deliver, self._post = asked, deliver, post
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._open: dict[int, Request] = {}             # requests whose last response has not come
+        self._open: dict[int, Request] = {}             # their last response has not come; who pops one ends it
         self._executing: tuple[int, ...] = ()           # those that execute() answers for; the others the reader
+        self._between: dict[Request, int] = {}          # those between two executions: each keeps its number
+        self._last: dict[int, Any] = {}                 # of these: what one ended with meanwhile
         self._ended = ""                                # how the process ended, once it has
-        self._kept: dict[int, Any] = {}                 # the response of such a one, where it has only one
+        self._kept: dict[int, Any] = {}                 # the response of an open one, where it has only one
         self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
         ours, theirs = socket.socketpair()
         with theirs:
@@ -97,11 +99,14 @@ class ModelProcess:
         config: str = message.head["config"]
         return config
 
-    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
-        """Raises ExecutionError: the process ended, or hangs, and is killed."""
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+        """None: nothing was left to execute, or the process ended, or hangs, and is killed."""
         started_ns = time.monotonic_ns()
-        self._executing = numbers = tuple(next(self._numbers) for _ in batch)
-        self._open.update(zip(numbers, batch, strict=True))
+        with self._lock:
+            numbers, batch, outcomes = self._begin(batch)
+            self._executing = numbers
+        if not batch:
+            return outcomes, None
         try:
             self._channel.send({"kind": "execute", "batch": numbers[0], "requests": [
                 _described(number, request) for number, request in zip(numbers, batch, strict=True)]},
@@ -109,21 +114,25 @@ class ModelProcess:
             sent_ns = time.monotonic_ns()
             message = self._reply(self.launch.execute_secs, "execute")
         except (ClosedError, ExecutionError) as error:
-            for number in numbers:
-                self._open.pop(number, None)
-            self._executing = ()
+            log.exception("%s failed on a batch of %d requests", self.launch.name, len(batch))
             self.kill()
-            raise ExecutionError(f"{error}; it is started again") from error
+            with self._lock:
+                self._executing = ()
+                return outcomes + [(self._end(number), ExecutionError(f"{error}; it is started again"))
+                                   for number in numbers if number in self._open], None
         computed_ns = time.monotonic_ns()
-        outcomes: list[Outcome] = []
-        for number, request, head, tensors in zip(numbers, batch, message.head["responses"], message.tensors,
-                                                  strict=True):
-            if head is None:
-                continue
-            if number in self._open or "again" not in head:     # else its last response has ended it
-                outcomes.append((request, self._result(request, head, tensors)))
-            self._open.pop(number, None)
+        results = [(number, request, self._result(request, head, tensors)) for number, request, head, tensors
+                   in zip(numbers, batch, message.head["responses"], message.tensors, strict=True)
+                   if head is not None and number in self._open]    # else its sender says, or has said, the last
         with self._lock:                        # whoever is open from here on is the reader's
+            for number, request, result in results:
+                if number not in self._open:
+                    continue
+                if result is AGAIN:
+                    self._between[request] = number
+                else:
+                    self._end(number)
+                outcomes.append((request, result))
             self._executing = ()
             if self._ended:
                 outcomes += self._unanswered()
@@ -131,14 +140,48 @@ class ModelProcess:
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, sent_ns, computed_ns,
                                         time.monotonic_ns())
 
+    def _begin(self, batch: list[Request]) -> tuple[tuple[int, ...], list[Request], list[Outcome]]:
+        """The numbers and requests to be executed, and the outcomes of those that have ended since they last were."""
+        begun: dict[int, Request] = {}
+        ended: list[Outcome] = []
+        for request in batch:
+            number = self._between.pop(request, None)
+            if number in self._last:
+                ended.append((self._end(number), self._last.pop(number)))
+            elif number is None and self.launch.is_iterative and request.sequence and not request.sequence.start:
+                ended.append((request, ExecutionError(
+                    f"{self.launch.name}: its process ended between two executions of the request")))
+            else:
+                begun[next(self._numbers) if number is None else number] = request
+        self._open.update(begun)
+        return tuple(begun), [*begun.values()], ended
+
+    def _end(self, number: int) -> Request:
+        self._kept.pop(number, None)
+        return self._open.pop(number)
+
     def cancel(self, request: Request) -> None:
         """Tells the model that nobody waits for a request, if it has it. From any thread."""
         for number, other in list(self._open.items()):
             if other is request:
-                try:
-                    self._channel.send({"kind": "cancel", "request": number})
-                except ClosedError:
-                    log.debug("%s ended before a request was cancelled", self.launch.name)
+                self._tell_cancelled(number)
+
+    def forget(self, request: Request) -> None:
+        """To be called when a request has ended: between two executions its model learns of it by the response sender
+        alone. From any thread."""
+        with self._lock:
+            number = self._between.pop(request, None)
+            if number is None:
+                return
+            self._end(number)
+            self._last.pop(number, None)
+        self._tell_cancelled(number)
+
+    def _tell_cancelled(self, number: int) -> None:
+        try:
+            self._channel.send({"kind": "cancel", "request": number})
+        except ClosedError:
+            log.debug("%s ended before a request was cancelled", self.launch.name)
 
     def close(self) -> None:
         """Lets the model finalize, and ends the process."""
@@ -201,15 +244,15 @@ class ModelProcess:
     def _unanswered(self) -> list[Outcome]:
         """What ends without its last response, for the process has ended."""
         reason = f"{self.launch.name}: its process ended before all responses were there: {self._ended}"
-        return [(self._open.pop(number), ExecutionError(reason))
-                for number in list(self._open) if number not in self._executing]
+        others = {*self._executing, *self._between.values()}
+        return [(self._end(number), ExecutionError(reason)) for number in list(self._open) if number not in others]
 
     def _infer(self, message: Message) -> None:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
             try:
-                self._channel.send({"kind": "inferred", "number": number, **head}, [tensors] if tensors else [])
+                self._channel.send({"kind": "inferred", "number": number, **head}, [tensors])
             except ClosedError:
                 log.debug("%s ended before another model answered it", self.launch.name)
 
@@ -230,11 +273,20 @@ class ModelProcess:
             self._post(request.part, result)
             result = NO_MORE
         elif not streams and result is not NO_MORE:
-            self._kept[number] = result
+            with self._lock:
+                if number in self._open:
+                    self._kept[number] = result
         if final or (streams and isinstance(result, Exception)):
-            del self._open[number]
-            nothing = ExecutionError(f"{self.launch.name}: it gave no response")
-            self._deliver([(request, result if streams else self._kept.pop(number, nothing))], None)
+            with self._lock:
+                if number not in self._open:
+                    return                      # it has ended meanwhile
+                if not streams:
+                    result = self._kept.pop(number, ExecutionError(f"{self.launch.name}: it gave no response"))
+                if request in self._between:
+                    self._last[number] = result     # it is queued: it ends when its turn comes
+                    return
+                self._end(number)
+            self._deliver([(request, result)], None)
 
     def _result(self, request: Request, head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Any:
         """The encoded response, or the error, or AGAIN."""

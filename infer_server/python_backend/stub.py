@@ -32,6 +32,7 @@ class Process:
         self._channel = channel
         self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
+        self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
 
@@ -89,7 +90,7 @@ class Process:
                 del self._asked[number]
             if message.head.get("error"):
                 yield pb_utils.InferenceResponse(error=pb_utils.TritonError(message.head["error"]))
-            elif message.tensors:
+            elif "parameters" in message.head:          # else it says only that there are no more
                 yield pb_utils.InferenceResponse(_tensors(message.tensors[0]), parameters=message.head["parameters"])
             if final:
                 return
@@ -103,6 +104,7 @@ class Process:
                 kind = message.head["kind"]
                 if kind == "cancel":
                     self._cancelled.add(message.head["request"])
+                    self._senders.pop(message.head["request"], None)
                 elif kind == "inferred":
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
@@ -138,6 +140,8 @@ class Process:
     def _execute(self, model: Any, message: Message) -> None:
         requests = [pb_utils.InferenceRequest(inputs=_tensors(arrays), **described)
                     for described, arrays in zip(message.head["requests"], message.tensors, strict=True)]
+        for request in requests:
+            request.sender = self._senders.pop(request.number, None)
         try:
             responses = model.execute(requests)
             answers = self._answers_of(requests, responses)
@@ -145,6 +149,9 @@ class Process:
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
             answers = [pb_utils.InferenceResponse(error=text)] * len(requests)
+        for request in requests:
+            if request.is_rescheduled and request.sender and not request.sender.is_closed:
+                self._senders[request.number] = request.sender
         self._channel.send({"kind": "executed", "batch": message.head["batch"],
                             "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
@@ -163,7 +170,7 @@ class Process:
             if not isinstance(response, pb_utils.InferenceResponse | None):
                 raise pb_utils.TritonModelException(
                     f"execute must return InferenceResponse objects, got a {type(response).__name__}")
-            again = request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+            again = request.is_rescheduled
             if again and response is not None:
                 raise pb_utils.TritonModelException("execute returned a response for a request that it reschedules; "
                                                     "return None, and send by its response sender what is to be sent")
@@ -182,7 +189,7 @@ def _said(request: pb_utils.InferenceRequest, answer: pb_utils.InferenceResponse
     """What the server is told of an executed request beside its outputs; None: its sender has said, or will."""
     if answer:
         return _beside(answer)
-    return {"again": True} if request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE else None
+    return {"again": True} if request.is_rescheduled else None
 
 
 def _beside(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:

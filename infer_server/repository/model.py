@@ -26,6 +26,8 @@ from protos import model_config
 
 _LOADS = count()                    # so that a model that is loaded again finds nothing of before
 
+_RESCHEDULED_SECS = 30.0            # that a model which is let go of may yet reschedule requests
+
 
 class Model(ABC):
     """Ready when constructed.
@@ -139,7 +141,9 @@ class QueuedModel(Model):
             self._after(request)
 
     def drain(self) -> None:
-        while self._sequences and self._sequences.comes_again:      # what they wait for is done on the loop
+        end = time.monotonic() + _RESCHEDULED_SECS
+        while self._sequences and self._sequences.comes_again and (     # what they wait for is done on the loop
+                time.monotonic() < end or not self._sequences.iterative):
             time.sleep(0.01)
         for queue in self.queues:
             queue.batcher.close()
@@ -174,7 +178,7 @@ class QueuedModel(Model):
         """Hands out what an execution gave, from any thread: nothing, where responses were sent one by one. None: it
         failed, or what it gave came later."""
         if self._sequences:
-            outcomes = [outcome for outcome in map(self._unless_again, outcomes) if outcome]
+            outcomes = [outcome for outcome in outcomes if not self._comes_again(*outcome, execution)]
         post(self._loop, self._finish, outcomes, execution)     # first: who has an answer finds it in the statistics
         now_ns = time.monotonic_ns()
         for request, result in outcomes:
@@ -182,17 +186,19 @@ class QueuedModel(Model):
                     request.deadline_ns == 0 or now_ns <= request.deadline_ns):
                 request.early(result)
 
-    def _unless_again(self, outcome: Outcome) -> Outcome | None:
-        """An outcome; None: its request is queued once more, for its model has not done with it."""
-        request, result = outcome
+    def _comes_again(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
+        """Whether a request is queued once more, for its model has not done with it; or ends as one that its queue does
+        not take."""
         if result is not AGAIN or request.reply.gone:
-            return outcome
+            return False
         assert self._sequences is not None
+        if request.trace and execution:
+            post(self._loop, request.trace.executed, request.enqueued_ns, execution)
         try:
             self._sequences.again(request)
         except ServeError as error:
-            return request, error
-        return None
+            post(self._loop, self._refuse_one, request, error)
+        return True
 
     def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out the results of a batch, on the event loop; None: its execution failed.

@@ -115,3 +115,9 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
 def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
         from_message(parsed(f"sequence_batching {{ {text} }}"))
+
+
+def test_iterative_sequences_and_states_are_refused_together() -> None:
+    with pytest.raises(ModelConfigError, match=r"keep the state in model\.py"):
+        from_message(parsed("""backend: 'python' sequence_batching { iterative_sequence: true
+            state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 } }"""))

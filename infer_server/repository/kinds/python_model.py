@@ -71,6 +71,12 @@ class PythonModel(QueuedModel):
         for executor in self._executors:
             executor.cancel(request)
 
+    def _after(self, request: Request) -> None:
+        super()._after(request)
+        if self.config.sequences:
+            for executor in self._executors:
+                executor.forget(request)
+
     def _warm_up(self, executor: PythonExecutor, source: Source) -> None:
         """Raises RepositoryError: the model refuses one of its model_warmup."""
         for request in warmup_requests(self, self.config_message, source.folder):
@@ -78,6 +84,7 @@ class PythonModel(QueuedModel):
                 outcomes, _ = executor.execute([request])
             except ExecutionError as error:
                 raise RepositoryError(f"model_warmup: {error}") from error
+            executor.forget(request)
             for _, result in outcomes:
                 if isinstance(result, ServeError):
                     raise RepositoryError(f"model_warmup: {result}")

@@ -57,6 +57,7 @@ DECOUPLED = "model_transaction_policy { decoupled: true }"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("repository")
     python_model(folder, "stream", COUNTDOWN, CONFIG % ITERATIVE + DECOUPLED)
+    python_model(folder, "unloaded", COUNTDOWN, CONFIG % ITERATIVE + DECOUPLED)
     python_model(folder, "single", COUNTDOWN, CONFIG % ITERATIVE)
     python_model(folder, "plain", COUNTDOWN, CONFIG % "")
     with serving(folder, explicit_control=True, load_models=None) as running:
@@ -97,9 +98,9 @@ def test_a_request_is_executed_until_its_model_has_done_with_it_and_others_join_
 
 def test_a_model_that_is_unloaded_executes_what_it_has_begun_to_its_end(server: RunningServer) -> None:
     with streamed(server) as (client, answers):
-        client.async_stream_infer("stream", number(100), request_id="a")
+        client.async_stream_infer("unloaded", number(100), request_id="a")
         assert answers.get(timeout=TIMEOUT_SECS) == ("a", 99)
-        client.unload_model("stream")
+        client.unload_model("unloaded")
         assert [answers.get(timeout=TIMEOUT_SECS)[1] for _ in range(99)] == [*range(98, -1, -1)]
 
 

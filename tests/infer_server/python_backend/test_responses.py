@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
@@ -25,10 +26,16 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(tensors, parameters=what["parameters"])
 """
 CALLS = HEAD + """
+import asyncio
+
 class TritonPythonModel:
+    def initialize(self, args):
+        self.awaits = args["model_name"] == "awaits"
+
     def execute(self, requests):
         what = pb_utils.get_input_tensor_by_name(requests[0], "what")
-        response = pb_utils.InferenceRequest("replies", ["x", "y"], [what]).exec()
+        request = pb_utils.InferenceRequest("replies", ["x", "y"], [what])
+        response = asyncio.run(request.async_exec()) if self.awaits else request.exec()
         return [pb_utils.InferenceResponse(response.output_tensors(), parameters=json.loads(response.parameters()))]
 """
 TENSORS = """ input { name: "what" data_type: TYPE_STRING dims: 1 }
@@ -44,6 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     python_model(folder, "replies", REPLIES, 'backend: "python"' + TENSORS)
     python_model(folder, "cached", REPLIES, 'backend: "python" response_cache { enable: true }' + TENSORS)
     python_model(folder, "calls", CALLS, 'backend: "python"' + TENSORS)
+    python_model(folder, "awaits", CALLS, 'backend: "python"' + TENSORS)
     write_model(folder, "ensemble", config=ENSEMBLE)
     with serving(folder) as running:
         yield running
@@ -74,6 +82,13 @@ def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningSe
         assert json.load(answer) == {**given, "model_name": model, "model_version": "1", "x": 1.0, "y": 1.0}
 
 
+def test_a_response_may_have_no_output_at_all(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        for model in ("replies", "calls", "awaits"):
+            response = client.infer(model, inputs(asked("", tokens=7))).get_response()
+            assert (len(response.outputs), response.parameters["tokens"].int64_param) == (0, 7), model
+
+
 @pytest.mark.parametrize(("value", "why"), [(0.5, "bool/int/str, found type <class 'float'>"),
                                             (2**63, f"'value': {2**63} does not fit in 64 bits")])
 def test_a_parameter_that_no_message_holds_is_the_models_error(
@@ -98,3 +113,13 @@ def test_a_model_may_leave_an_output_out_unless_a_step_of_an_ensemble_waits_for_
             np.testing.assert_array_equal(result.as_numpy("y"), np.ones(1, np.float32))
         with pytest.raises(InferenceServerException, match=r"step 0 \('replies'\): it gave no output 'x'"):
             client.infer("ensemble", inputs(asked("y")))
+
+
+def test_what_a_model_asks_of_another_is_counted_there(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        def successes() -> int:
+            return int(client.get_inference_statistics("replies").model_stats[0].inference_stats.success.count)
+
+        before = successes()
+        client.infer("calls", inputs(asked("xy")))
+        assert eventually(lambda: successes() > before)
