@@ -74,6 +74,7 @@ class Repository:
         self._reasons: dict[str, str] = {}                  # of models that failed before any version was found
         self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
         self._users = Counter[str]()                        # of each lock
+        self._drains = set[asyncio.Future[None]]()          # that are under way
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._loads = asyncio.Semaphore(_LOADS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
@@ -253,9 +254,12 @@ class Repository:
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
-        """Drains every model. The event loop goes on running meanwhile, so that their answers are delivered."""
+        """Drains every model, and waits for those that are being drained already. The event loop goes on running
+        meanwhile, so that their answers are delivered."""
         for kind in (Kind.ENSEMBLE, Kind.PYTHON, Kind.ENGINE):      # who calls others goes before them
             await self._drain(model for model in self.models() if model.config.kind is kind)
+        if self._drains:
+            await asyncio.wait(self._drains)
 
     @asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[None]:
@@ -298,7 +302,12 @@ class Repository:
             await self._drain([before.model])
 
     async def _drain(self, models: Iterable[Model]) -> None:
-        await asyncio.gather(*(in_daemon_thread(model.drain) for model in models))
+        drains = [asyncio.ensure_future(in_daemon_thread(model.drain)) for model in models]
+        self._drains.update(drains)
+        for drain in drains:
+            drain.add_done_callback(self._drains.discard)
+        if drains:
+            await asyncio.wait(drains)
 
 
 def _told(read: Callable[[], T]) -> T:

@@ -1,6 +1,7 @@
 """Loading, reloading and unloading while others are served."""
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Iterator
@@ -132,6 +133,25 @@ def test_unloading_answers_what_was_accepted(server: RunningServer, client: trit
                 infer(client, "slow")
         assert all(future.result().all() for future in accepted)
         unloading.result()
+
+
+def test_a_repository_that_closes_waits_for_what_is_being_unloaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", gate="closing")
+    with serving(tmp_path) as running, triton.InferenceServerClient(running.address) as client:
+        repository = running.server.repository
+        with ThreadPoolExecutor(1) as asking:
+            with GATES["closing"].closed():
+                answer = asking.submit(infer, client, "m")
+                assert GATES["closing"].holds(1)
+                unloading = asyncio.run_coroutine_threadsafe(repository.unload("m"), running.loop)
+                assert eventually(lambda: not repository.versions("m"))
+                closing = asyncio.run_coroutine_threadsafe(repository.close(), running.loop)
+                for _ in range(10):
+                    running.run(asyncio.sleep(0))
+                assert not closing.done()
+            closing.result(TIMEOUT_SECS)
+            unloading.result(TIMEOUT_SECS)
+            answer.result()
 
 
 def test_an_unloaded_model_gives_back_its_memory_at_once(
