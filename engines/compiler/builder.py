@@ -121,6 +121,9 @@ class Builder:
         if graph.dependence:
             self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
                                 f"others: {graph.dependence}")
+        if _has_batch(graph) and not self.config.max_batch and usual_max_batch(graph) < DEFAULT_MAX_BATCH:
+            self.notices.append(f"items are large for this machine's memory: a plan takes {usual_max_batch(graph)} at "
+                                f"once, not {DEFAULT_MAX_BATCH}, and runs more in slices; --max-batch sets how many")
         return graph
 
     @property
@@ -264,13 +267,17 @@ class Builder:
 
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
-        if any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs):
+        if _has_batch(graph):
             return self.config.max_batch or usual_max_batch(graph)
         if (self.config.max_batch or 1) > 1:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
                               "--batch-first if the leading extents that it leaves open are the batch")
         return 0
+
+
+def _has_batch(graph: Graph) -> bool:
+    return any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs)
 
 
 def usual_max_batch(graph: Graph) -> int:

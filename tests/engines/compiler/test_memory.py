@@ -73,6 +73,16 @@ def test_a_watched_tensor_is_shown_whole_and_its_memory_serves_others_then(targe
         engine.show({"input": images_for(model, 3, seed=1)}, lambda *_: None)
 
 
+def test_a_build_says_that_fewer_large_items_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builders, "memory_limit", lambda: 16_000)
+    model = small_model([node("Relu", "x", "y")], {"x": ["N", 100]}, ["y"])
+    notice = ("items are large for this machine's memory: a plan takes 4 at once, not 32, and runs more in slices; "
+              "--max-batch sets how many")
+    for most, said in (None, [notice]), (8, []):
+        builder = Builder(BuildConfig(max_batch=most, timing=False))
+        assert (builder.plan(builder.graph(model)).max_batch, builder.notices) == (most or 4, said)
+
+
 def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an engine and by its contexts."""
     monkeypatch.setattr(builders, "memory_limit", lambda: 160_000_000)
