@@ -15,7 +15,6 @@ from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, run_segment
 from engines.backends.llvm.session import LlvmSession
 from engines.backends.llvm.tuning import in_place, tuner
-from engines.backends.llvm.tuning import tuner as tuner_module
 from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.in_place import Trial, times_in_place, typical
 from engines.backends.llvm.tuning.tuner import Estimate, Tuner
@@ -175,13 +174,13 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
         x, y = dense_view("uint8", (16, 16, cin)), dense_view("uint8", (14, 14, cin))
         problem = Contraction(x, y, (), EpilogueProgram(), "int8", (3, 3), border=Halo(1, 1, 1, 1), bounded=True)
         isa = best_isa(detect().features)
-        tuner = Tuner(isa, TimingCache(), "")
+        judge = Tuner(isa, TimingCache(), "")
         one, other = DirectContraction(problem), WinogradContraction(problem)
         if not other.tactics(isa):
             pytest.skip(f"{isa.name} has no Winograd tactic for {cin} channels")
-        tuner._alone[problem] = {Candidate(one, one.tactics(isa)[0]): (us_direct,),
+        judge._alone[problem] = {Candidate(one, one.tactics(isa)[0]): (us_direct,),
                                  Candidate(other, other.tactics(isa)[0]): (100.0,)}
-        return {type(rival.kernel) for rival in tuner.rivals(problem, most=6)}
+        return {type(rival.kernel) for rival in judge.rivals(problem, most=6)}
 
     assert rivals(64, 200.0) == {WinogradContraction}
     assert rivals(64, 104.0) == {WinogradContraction, DirectContraction}
@@ -191,7 +190,7 @@ def test_who_reads_many_weights_has_rivals_that_are_far_slower_alone() -> None:
 def test_a_trial_packs_no_more_constants_than_it_may(graph: Graph, times_alone: TimingCache, trials: list[Trial],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tactic is a rival here; without any bytes to spare, only those that read what the one taken reads."""
-    monkeypatch.setattr(tuner_module, "NEAR", 1e9)
+    monkeypatch.setattr(tuner, "NEAR", math.inf)
     for room in (1 << 30, 0):
         monkeypatch.setattr(in_place, "MOST_BYTES", room)
         judge = session(deepcopy(times_alone))
