@@ -36,7 +36,11 @@ class OpenContext:
 
     def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
         """The context for inputs of these shapes, which are those of what follows. Raises InputError, or what
-        specialising raises."""
+        specialising raises.
+
+        More items than its specialisation takes at once have a context of this call's own: the engine runs them in
+        slices, on contexts that it has itself, which are not held to `cpus`.
+        """
         engine = self._engine.at(shapes)
         slots = engine.plan.batch_slots
         if slots < self._engine.max_batch and self._engine.extents(shapes).get(BATCH, 1) > slots:

@@ -89,7 +89,11 @@ class Memory:
 
 
 class Shared:
-    """The shared memory of the blocks that run together."""
+    """The shared memory of the blocks that run together.
+
+    Of threads that write parts of one word in one instruction, those are found that write to equal places, not those
+    whose places overlap otherwise; across instructions, all that touch one word.
+    """
 
     def __init__(self, blocks: int, size: int) -> None:
         self.size = -(-size // 128) * 128 or 128
