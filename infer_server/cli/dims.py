@@ -12,6 +12,7 @@ from engines.ir.graph import Dim
 
 Dims = tuple[int, ...]
 Extents = Sequence[Dim | None]
+Shape = tuple[int | None, ...]          # None: the batch, or an extent that stays open
 
 
 def parse_dims(text: str) -> tuple[str, Dims]:
@@ -21,9 +22,6 @@ def parse_dims(text: str) -> tuple[str, Dims]:
         return name, tuple(int(extent) for extent in extents.split("x") if extents)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME:3x-1x224") from None
-
-
-Shape = tuple[int | None, ...]          # None: the batch, or an extent that stays open
 
 
 def given_shapes(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dict[str, Shape]:

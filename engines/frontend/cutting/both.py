@@ -19,6 +19,7 @@ from engines.frontend.cutting.facts import BY_VALUE, Kinds, holds_numbers, is_sm
 from engines.frontend.cutting.names import in_one_scope
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import OnnxModel
+from engines.frontend.opsets import opset_of
 from engines.ir.graph import Array
 
 MOST_NODES = 64             # of both branches
@@ -38,7 +39,7 @@ def with_both_branches(source: OnnxModel) -> OnnxModel:
     """The same model without such Ifs; itself, if there are none."""
     if not any(map(is_if, source.proto.graph.node)):
         return source
-    if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
+    if opset_of(source.proto) < LEAST_OPSET:
         return source
     model = in_one_scope(source.proto, source.weights)
     kinds, found = kinds_of(model, source.weights), False

@@ -17,7 +17,6 @@ from collections import ChainMap, defaultdict
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx
 from onnx import helper
 
@@ -29,6 +28,7 @@ from engines.frontend.cutting.facts import (
     NO_TENSORS,
     SELECTS,
     captured,
+    constant_of,
     holds_numbers,
     is_small,
     is_standard,
@@ -119,7 +119,7 @@ class _Cutter:
         plain: dict[int, list[onnx.NodeProto]] = defaultdict(list)
         hosts: dict[int, list[Instruction]] = defaultdict(list)
         for node in graph.node:
-            if (array := _constant_of(self.source.name, node)) is not None:
+            if (array := constant_of(self.source.name, node)) is not None:
                 self._constant(node.output[0], array)
                 continue
             phase = walk.place(node)
@@ -275,22 +275,6 @@ def _in_order(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs of a node: of an If, then and else."""
     graphs = sorted(((a.name != "then_branch", a.name), a.g) for a in node.attribute if a.HasField("g"))
     return [graph for _, graph in graphs]
-
-
-def _constant_of(model: str, node: onnx.NodeProto) -> Array | None:
-    """The value of a Constant, as far as it is one tensor."""
-    if node.op_type != "Constant" or not is_standard(node) or len(node.attribute) != 1:
-        return None
-    (attribute,) = node.attribute
-    if attribute.name == "value":
-        return array_of(model, attribute.t)
-    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-    if attribute.name in kinds:
-        return np.asarray(helper.get_attribute_value(attribute), kinds[attribute.name])
-    if attribute.name in ("value_string", "value_strings"):
-        value = helper.get_attribute_value(attribute)
-        return np.asarray([v.decode() for v in value] if isinstance(value, list) else value.decode(), object)
-    return None
 
 
 def _text(array: Array) -> Text:

@@ -1,14 +1,17 @@
-"""What the cut asks about ONNX nodes: which inputs they need by value, which only the host runs, what they read."""
+"""What the cut asks about ONNX nodes: which inputs they need by value, which only the host runs, what they read, what a
+Constant holds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
 
+import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from engines.frontend.branches import made_in
 from engines.frontend.names import graphs_in
+from engines.frontend.onnx_file import array_of
 from engines.ir.graph import Array
 
 # Inputs whose values the importer must know, by operator of the default domain: shapes follow from them.
@@ -84,6 +87,22 @@ def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.
             copy.graph.input.append(helper.make_tensor_value_info(
                 name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape))
     return copy
+
+
+def constant_of(model: str, node: onnx.NodeProto) -> Array | None:
+    """The value of a Constant, as far as it is one tensor."""
+    if node.op_type != "Constant" or not is_standard(node) or len(node.attribute) != 1:
+        return None
+    (attribute,) = node.attribute
+    if attribute.name == "value":
+        return array_of(model, attribute.t)
+    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    if attribute.name in kinds:
+        return np.asarray(helper.get_attribute_value(attribute), kinds[attribute.name])
+    if attribute.name in ("value_string", "value_strings"):
+        value = helper.get_attribute_value(attribute)
+        return np.asarray([v.decode() for v in value] if isinstance(value, list) else value.decode(), object)
+    return None
 
 
 def holds_numbers(kind: onnx.TypeProto | None) -> bool:

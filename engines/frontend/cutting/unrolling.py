@@ -16,11 +16,12 @@ from onnx import helper, numpy_helper
 
 from engines.frontend.branches import made_in, rename
 from engines.frontend.cutting.ahead import make_ahead
-from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, is_standard, kinds_of
+from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, constant_of, is_standard, kinds_of
 from engines.frontend.cutting.loops import read_from_around
 from engines.frontend.cutting.names import free_name, in_one_scope, names_in
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import OnnxModel, array_of
+from engines.frontend.opsets import opset_of
 from engines.ir.graph import Array
 
 MOST_STEPS = 128
@@ -32,13 +33,13 @@ def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
     """The same model without Loops and Scans that are so few nodes; itself, if there are none."""
     if not any(is_standard(node) and node.op_type in ("Loop", "Scan") for node in source.proto.graph.node):
         return source
-    if not any(entry.domain in ("", "ai.onnx") and entry.version >= LEAST_OPSET for entry in source.proto.opset_import):
+    if opset_of(source.proto) < LEAST_OPSET:
         return source
     model = in_one_scope(source.proto, source.weights)
     read_from_around(model.graph)
     make_ahead(model, source.weights)
     known = dict(source.weights) | {node.output[0]: array for node in model.graph.node
-                                    if (array := _constant(source.name, node)) is not None}
+                                    if (array := constant_of(source.name, node)) is not None}
     kinds, nodes, before = kinds_of(model, source.weights), list(model.graph.node), len(model.graph.node)
     taken = names_in(model.graph).union(source.weights)
     del model.graph.node[:]
@@ -46,12 +47,6 @@ def with_steps_unrolled(source: OnnxModel) -> OnnxModel:
         repeated = _repeated(source.name, node, known, kinds)
         model.graph.node.extend(repeated.nodes(taken) if repeated else [node])
     return source if len(model.graph.node) == before else source.with_proto(model)
-
-
-def _constant(model: str, node: onnx.NodeProto) -> Array | None:
-    if node.op_type != "Constant" or not is_standard(node) or node.attribute[0].name != "value":
-        return None
-    return array_of(model, node.attribute[0].t)
 
 
 @dataclass
@@ -152,7 +147,7 @@ def _repeated(model: str, node: onnx.NodeProto, known: Mapping[str, Array], kind
 def _of_loop(model: str, node: onnx.NodeProto, body: onnx.GraphProto, known: Mapping[str, Array]) -> _Repeated | None:
     most, first = (known.get(name) for name in node.input[:2])
     inside = dict(known) | {tensor.name: array_of(model, tensor) for tensor in body.initializer}
-    inside |= {made.output[0]: array for made in body.node if (array := _constant(model, made)) is not None}
+    inside |= {made.output[0]: array for made in body.node if (array := constant_of(model, made)) is not None}
     copies = {made.output[0]: made.input[0] for made in body.node if made.op_type == "Identity"}
     condition = body.output[0].name
     while condition in copies:

@@ -118,6 +118,15 @@ def test_a_loop_of_unknown_steps_stays_one(model: onnx.ModelProto) -> None:
     assert with_steps_unrolled(source) is source
 
 
+def test_a_constant_of_any_form_counts_the_steps() -> None:
+    model = loop("count")
+    model.graph.node.insert(0, node("Constant", "", "count", value_int=3))
+    flat, feed = unrolled(model), fed(model)
+    assert "Loop" not in {one.op_type for one in flat.graph.node}
+    for name, want in by_onnx_runtime(model, feed).items():
+        np.testing.assert_array_equal(by_onnx_runtime(flat, feed)[name], want, err_msg=name)
+
+
 def test_too_many_steps_stay_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     source = read_model(scan())
     monkeypatch.setattr(unrolling, "MOST_NODES", 15)
