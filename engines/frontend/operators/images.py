@@ -40,6 +40,7 @@ def _pool(call: Call) -> list[Node]:
         raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
+    attrs["pads"] = _with_one_window(call, attrs)
     if call.attr("ceil_mode", 0):
         attrs |= _without_ceil(call, attrs)
     order = call.keep("storage_order")      # of the indices that are the second output
@@ -90,6 +91,18 @@ def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
     totals = [(size - 1) * stride + more + span - target for size, stride, more, span, target in
               zip(sizes, attrs["strides"], extra, spans, targets[-len(sizes):], strict=True)]
     return _ends(totals, upper=mode == "SAME_UPPER")
+
+
+def _with_one_window(call: Call, attrs: dict[str, Any]) -> tuple[int, ...]:
+    """The pads, and more at the end of an axis that is shorter than the window, by less than a stride: it has one
+    window, as the quotient of the output's extent is rounded towards zero (convPoolShapeInference of onnx)."""
+    window = Window.of(replace(call.node, attrs=attrs), call.rank - 2)
+    befores, ends = [before for before, _ in window.pads], []
+    for size, stride, span, (before, after) in zip(call.type().shape[2:], window.strides, window.spans, window.pads,
+                                                   strict=True):
+        lacks = span - size - before - after if isinstance(size, int) else 0
+        ends.append(after + (lacks if 0 < lacks < stride else 0))
+    return (*befores, *ends)
 
 
 def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:

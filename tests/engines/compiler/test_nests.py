@@ -153,6 +153,9 @@ CASES = {
         Case(node("MaxPool", "x", "y", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
              (ints(-50, 2, 3, 5, 6, dtype="int8", low=-90),), 1),
         Case(node("LpPool", "x", "y", kernel_shape=[2, 3], p=3), (X,), 1),
+        Case(node("MaxPool", "x", "y", kernel_shape=[3, 2], strides=[2, 2]), (floats(2, 3, 2, 5),), 1),   # 2 of 3 rows
+        Case(node("AveragePool", "x", "y", kernel_shape=[2, 4], strides=[1, 3], count_include_pad=1),
+             (floats(2, 3, 5, 2),), 1),
         Case(node("ConvInteger", "x w z", "y", pads=[1, 1, 1, 1]),
              (ints(255, 2, 3, 5, 6, dtype="uint8"), ints(99, 4, 3, 3, 3, dtype="uint8"), np.uint8(7)), 1),
     ],
