@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engines.ir.content import remembering
 from engines.ir.graph import Array, QParams
 
 STEPS = (127, 128, *range(126, 0, -1))      # what the greatest weight of a channel may be, the usual ones first
@@ -25,6 +26,7 @@ SAMPLE = 32             # weights of a channel on which a number of steps is tri
 OFF = 2.0 ** -12        # of a step: what scaling once more may have rounded away
 
 
+@remembering
 def grid_params(weight: Array, axis: int) -> QParams | None:
     """int8, symmetric, a scale for each index of `axis`, which lose nothing of the weights; None if there are none."""
     if not weight.size:
@@ -38,6 +40,7 @@ def grid_params(weight: Array, axis: int) -> QParams | None:
     return QParams(tuple(map(float, scales)), (0,) * len(rows), "int8", axis)
 
 
+@remembering
 def offset_grid(weight: Array, axis: int) -> tuple[Array, Array] | None:
     """A scale and a whole number r for each index of `axis`, with weights / scale - r in int8; None if none have.
     One r for all, if all have one scale and fit in 8 bits together."""

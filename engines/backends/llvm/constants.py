@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,15 +62,16 @@ class Constants:
         packing = id(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
         if packing in self._packed:
             return self._packed[packing]
-        if self._shared:
-            added = self._shared.packed(call, choice, lambda: self._pack(call, choice))
-        else:
-            added = self._pack(call, choice)
+        pack, add = partial(self._pack, call, choice), partial(self._placed, call, choice)
+        added = self._shared.packed(call, choice, pack, add) if self._shared else add(pack())
         self._packed[packing] = added
         return added
 
-    def _pack(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
-        added = [self.add(array) for array in choice.kernel.pack(self._isa, choice.tactic, call.constants)]
+    def _pack(self, call: Call, choice: Choice) -> list[Array]:
+        return list(choice.kernel.pack(self._isa, choice.tactic, call.constants))
+
+    def _placed(self, call: Call, choice: Choice, arrays: list[Array]) -> list[tuple[Operand, int]]:
+        added = [self.add(array) for array in arrays]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
         return added

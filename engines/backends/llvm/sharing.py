@@ -1,23 +1,37 @@
 """What the plans of one model for several shapes have in common: constants of one of them that the others read.
 
 The packed weights of a layer are the same bytes at every shape, as long as its tactic packs them alike. The plan that
-is made first has them; those that are loaded beside it have operands there, and no copies.
+is made first has them; those that are loaded beside it have operands there, and no copies. What it does not have, for
+the others take another tactic, is packed once for all of them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.tuning.candidates import Choice
+from engines.ir.content import content_of
 from engines.ir.graph import Array
 from engines.lowering.calls.calls import Call, name_of
-from engines.plan.checksums import page_sums
 from engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
 
 LEAST = 256         # bytes of a constant that it pays to look for
 Packed = list[tuple[Operand, int]]      # where each packed constant of a call is, and its bytes
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was packed of constants: where it is, if it is shared, or else itself."""
+    contents: list[bytes]
+    places: Packed
+    arrays: list[Array] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
 
 
 class SharedConstants:
@@ -31,7 +45,8 @@ class SharedConstants:
         starts = {o.offset for step in machine.steps for o in step.operands if o.buffer is None}
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
             self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
-        self._packed: dict[Any, tuple[str, Packed]] = {}
+        self._packed: dict[Any, _Known] = {}
+        self._spare = len(machine.constants)            # bytes that may yet be kept of what is not shared
 
     def find(self, flat: Array) -> Operand | None:
         """Where these bytes are."""
@@ -49,29 +64,28 @@ class SharedConstants:
         offset = self._expanded.get((symbol, source.offset, size)) if source.buffer == SHARED else None
         return None if offset is None else Operand(SHARED_EXPANDED, offset)
 
-    def packed(self, call: Call, choice: Choice, pack: Callable[[], Packed]) -> Packed:
-        """What `pack` gives; where all of it is shared, it is not packed a second time."""
+    def packed(self, call: Call, choice: Choice, pack: Callable[[], list[Array]],
+               add: Callable[[list[Array]], Packed]) -> Packed:
+        """Where a call's constants are: what `pack` gives is added by `add`. What all of it is shared of is neither
+        packed nor added a second time; the rest is not packed again, within the bytes of the shared constants."""
         key = name_of(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
-        sources = _digest(call.constants)
-        known, found = self._packed.get(key, ("", []))
-        if known != sources:
-            found = pack()
-            if found and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in found):
-                self._packed[key] = sources, found
-        return found
+        contents = [content_of(np.asarray(array)) for value in call.constants.values()
+                    for array in (value if isinstance(value, list | tuple) else [value])]
+        known = self._packed.get(key)
+        if known is not None and known.contents == contents:
+            return known.places or add(known.arrays)
+        arrays = pack()
+        places = add(arrays)
+        if places and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in places):
+            found = _Known(contents, places)
+        else:
+            found = _Known(contents, [], arrays)
+        self._keep(key, found)
+        return places
 
-
-def _digest(constants: Mapping[str, Any]) -> str:
-    """Of the values that are packed. Weights that are seen transposed are read in the order in which they lie: to put
-    them in the other one takes several times as long as to read them."""
-    arrays = [_as_it_lies(array) for value in constants.values()
-              for array in (value if isinstance(value, list | tuple) else [value])]
-    return repr([(array.dtype.str, array.shape, axes, page_sums(array.reshape(-1).view(np.uint8).data))
-                 for axes, array in arrays])
-
-
-def _as_it_lies(array: Any) -> tuple[list[int], Array]:
-    """The axes in the order of their strides, and the array with its axes in this order, in one piece."""
-    array = np.asarray(array)
-    axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-    return axes, np.ascontiguousarray(array.transpose(axes))
+    def _keep(self, key: Any, known: _Known) -> None:
+        """As long as there is room: in place of what was packed of other constants."""
+        room = self._spare + (self._packed.pop(key).bytes if key in self._packed else 0)
+        self._spare = room - known.bytes if known.bytes <= room else room
+        if known.bytes <= room:
+            self._packed[key] = known

@@ -1,11 +1,22 @@
-"""Constants that a plan finds in another one of the same model: by their values, and how they are turned."""
-import numpy as np
+"""What the plans of one model for several shapes share is packed once."""
+import pytest
 
-from engines.backends.llvm import sharing
+from engines import build_engine
+from engines.backends.llvm.constants import TAIL, Constants
+from engines.compiler.specialise import Specialiser
+from tests.engines.compiler.open_models import node, random
+from tests.engines.compiler.small_models import small_model
 
 
-def test_a_square_weight_is_not_taken_for_its_transpose() -> None:
-    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
-    digests = {sharing._digest({"w": array}) for array in (weight, weight.T, weight[::-1], weight[:, ::-1])}
-    assert len(digests) == 4
-    assert sharing._digest({"w": weight.T}) == sharing._digest({"w": weight.copy().T})
+def test_what_the_first_plan_does_not_have_is_packed_once_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 rows take a tile that is narrower than the one of 128."""
+    model = small_model([node("MatMul", "x w", "y")], {"x": ["N", "T", 64]}, ["y"], {"w": random(64, 40)})
+    plan = build_engine(model, cache=False, timing=False, target="avx2").plan
+    packed, pack = [], Constants._pack
+    monkeypatch.setattr(Constants, "_pack", lambda self, call, choice: packed.append(call) or pack(self, call, choice))
+    specialiser = Specialiser(plan)
+    plans = [specialiser.plan({"T": rows}) for rows in (8, 7, 8)]
+    own = [len(one.machine.constants) - TAIL for one in plans]
+    assert plan.extents == {"T": 128} and own[0] == own[2] == 64 * 40 * 4
+    assert len(packed) == len(set(own)), "one that reads the first plan's is packed to see that, once, too"
+    assert plans[0].machine.constants == plans[2].machine.constants

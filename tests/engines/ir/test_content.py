@@ -1,0 +1,29 @@
+"""Arrays of equal content have one key, whatever memory they lie in, and what was found of one holds for the other."""
+import numpy as np
+import pytest
+
+from engines.ir.content import LEAST, content_of, remembering
+from engines.ir.graph import Array
+
+
+def test_content_tells_elements_order_shape_and_dtype() -> None:
+    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    others = [weight, weight.T, weight[::-1], weight[:, ::-1], weight.reshape(4, 16), weight.view(np.int32), weight + 1]
+    assert len({content_of(array) for array in others}) == len(others)
+    assert content_of(weight) == content_of(weight.copy()) and content_of(weight.T) == content_of(weight.copy().T)
+    assert content_of(np.float32(3.0)) != content_of(np.float32(4.0))
+
+
+@pytest.mark.parametrize("size, runs", [(LEAST, 3), (LEAST - 1, 5)])
+def test_what_a_function_found_of_a_large_array_is_found_once(size: int, runs: int) -> None:
+    met = []
+
+    @remembering
+    def least(array: Array, axis: int) -> float | None:
+        met.append(axis)
+        return None if array[0] else float(array.min()) + axis
+
+    zeros, ones = np.zeros(size), np.ones(size)
+    found = [least(*one) for one in ((zeros, 0), (zeros.copy(), 0), (zeros, 2), (ones, 0), (ones, 0))]
+    assert found == [0, 0, 2, None, None]
+    assert len(met) == runs
