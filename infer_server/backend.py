@@ -54,6 +54,8 @@ class Engine(Protocol):
     @property
     def deciding(self) -> Sequence[str]: ...            # inputs whose values decide what is computed
     @property
+    def is_steady(self) -> bool: ...                    # whether the time of an execution hardly follows from values
+    @property
     def threads(self) -> int: ...                       # that work on one execution
     @property
     def arena_bytes(self) -> int: ...                   # of memory that a context takes

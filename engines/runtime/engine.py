@@ -63,6 +63,11 @@ class OfPlan:
         return ()
 
     @property
+    def is_steady(self) -> bool:
+        """Whether all is compiled for shapes that are fixed: how long an execution takes hardly follows from values."""
+        return False
+
+    @property
     def metadata(self) -> Mapping[str, Any]:
         """What the build said of itself: the preprocessing of the calibration's pictures, ..."""
         return self.plan.metadata
@@ -91,6 +96,10 @@ class Engine(OfPlan):
         self.larger: Callable[[int], Engine] | None = None     # compiles the same plan for so many items, if set
         self._enlarged: Engine | None = None
         self._enlarging = threading.Lock()
+
+    @property
+    def is_steady(self) -> bool:
+        return not any(step.fallback for step in self.plan.machine.steps)
 
     @property
     def arena_bytes(self) -> int:

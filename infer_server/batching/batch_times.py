@@ -14,6 +14,9 @@ _SAFE_QUANTILE = 0.9                    # all but the slowest one of a full wind
 _ON_THE_WAY = 9 / 8                     # an answer still has to reach its client, which nothing here can measure
 _FRESH_NS = 5_000_000_000               # for so long an estimate stands unconfirmed, or ...
 _FRESH_BATCHES = 10                     # ... for the time of so many batches, if that is longer
+_SHORT_NS = 50_000                      # of computing: about what it takes to wake a thread, and to be woken by it
+_MOST_NS = 4 * _SHORT_NS                # that one time counts, for a busy machine makes any of them long
+_WEIGHT = 1 / 8                         # of a new time
 
 
 class Estimate(NamedTuple):
@@ -85,3 +88,23 @@ class BatchTimes:
             larger = own
             self._estimates.append(own)
         self._estimates.reverse()
+
+
+class ShortBatches:
+    """Which batches of a model an engine computes in less time than it takes to hand them to another thread.
+
+    Only computing counts: copying inputs and encoding outputs take the interpreter lock, on whatever thread.
+    """
+
+    def __init__(self, max_batch: int) -> None:
+        self._ns = [0.0] * (max_batch + 1)                  # by items, a moving mean; 0: not measured
+
+    def add(self, items: int, ns: int) -> None:
+        """To compute `items` took `ns`."""
+        if items < len(self._ns):
+            known = self._ns[items] or ns
+            self._ns[items] = known + _WEIGHT * (min(ns, _MOST_NS) - known)
+
+    def holds(self, items: int) -> bool:
+        """Whether it is one of so many items. A size that was not measured takes no longer than the largest."""
+        return items < len(self._ns) and 0 < (self._ns[items] or self._ns[-1]) <= _SHORT_NS

@@ -130,7 +130,7 @@ class Batcher:
             while True:
                 now_ns = self._clock_ns()
                 self._expire(now_ns)
-                choice = self._choose(now_ns) if self else None
+                choice = self._choose(now_ns, self._idle) if self else None
                 if gate and gate.in_line and (choice is None or isinstance(choice, Wait)):
                     self._changed.release()
                     gate.step_aside()               # which takes this lock
@@ -155,6 +155,18 @@ class Batcher:
                     if self:
                         self._notify()              # what is left may keep another instance busy
                     return choice.batch
+
+    def take_short(self, is_short: Callable[[int], bool]) -> list[Request]:
+        """Removes a batch that may be executed now, if it is short by its number of items; []: there is none."""
+        with self._changed:
+            now_ns = self._clock_ns()
+            self._expire(now_ns)
+            choice = self._choose(now_ns, idle=0) if self and not self._closed else None
+            if not isinstance(choice, BatchChoice) or choice.lost or not is_short(
+                    sum(request.items for request in choice.batch)):
+                return []
+            self._remove(choice.batch)
+            return choice.batch
 
     def measured(self, items: int, ns: int) -> None:
         """A batch of `items` took `ns` from take() until its answers were handed on."""
@@ -210,15 +222,15 @@ class Batcher:
     def _in_order(self) -> Iterator[Request]:
         return chain.from_iterable(chain(level.queue, level.delayed) for level in self._levels)
 
-    def _choose(self, now_ns: int) -> BatchChoice[Request] | Wait:
+    def _choose(self, now_ns: int, idle: int) -> BatchChoice[Request] | Wait:
         choice: BatchChoice[Request] | Wait
         if self._deadlines:
-            instances = Instances(self._instances, self._idle)
+            instances = Instances(self._instances, idle)
             choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
         else:
             decision = decide(self._in_order(), now_ns, self._batching)
             choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(
-                self._in_order(), share(decision.count, self._idle, self._batching))))
+                self._in_order(), share(decision.count, idle, self._batching))))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
         return choice

@@ -1,8 +1,10 @@
-"""What the event loop does for a queue: it wakes an idle instance when requests wait, and refuses those that expire."""
+"""What the event loop does for a queue: it executes short batches or wakes an idle instance when requests wait, and
+refuses those that expire."""
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Request
@@ -13,7 +15,7 @@ _LONGEST_NS = 1_000_000_000     # between two looks: a batch may turn out to tak
 
 
 class Waker:
-    """Wakes an idle instance once the event loop has no more requests at hand. Belongs to the event loop.
+    """Has requests executed once the event loop has no more of them at hand. Belongs to the event loop.
 
     Requests that arrive together are read one after the other, each over several turns of the loop. To wake an instance
     for the first would execute it alone, and would have its thread fight the loop for the interpreter while the others
@@ -21,10 +23,13 @@ class Waker:
     after the other, they become fewer, down to one.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
+                 execute_short: Callable[[], bool]) -> None:
+        """execute_short: executes a batch that is no longer than to wake an instance for it. False: there is none."""
         self._loop = loop
         self._batcher = batcher
         self._max_batch_size = max_batch_size
+        self._execute_short = execute_short
         self._watching = False
         self._quiet_turns = 0
         self._wanted_turns = _QUIET_TURNS
@@ -36,10 +41,13 @@ class Waker:
         self._quiet_turns = 0
         self._together += 1
         if not self._watching:
-            self._watching = True
-            self._together = 1
-            self._limit_ns = time.monotonic_ns() + _LIMIT_NS
-            self._loop.call_soon(self._turn)
+            self._watch()
+
+    def _watch(self) -> None:
+        self._watching = True
+        self._together = 1
+        self._limit_ns = time.monotonic_ns() + _LIMIT_NS
+        self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         self._quiet_turns += 1
@@ -49,7 +57,11 @@ class Waker:
             return
         self._wanted_turns = _QUIET_TURNS if self._together > 1 else max(1, self._wanted_turns // 2)
         self._watching = False
-        self._batcher.wake()
+        if not self._execute_short():
+            self._batcher.wake()
+        elif len(self._batcher) and not self._watching:
+            self._quiet_turns = self._wanted_turns
+            self._watch()
 
 
 class ExpiryTimer:

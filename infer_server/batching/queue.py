@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.event_loop import ExpiryTimer, Waker
@@ -11,9 +12,11 @@ from infer_server.batching.request import Request
 class RequestQueue:
     """Its instances take batches of `batcher`; the rest belongs to the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
+                 execute_short: Callable[[], bool]) -> None:
+        """execute_short: see Waker."""
         self.batcher = batcher
-        self._waker = Waker(loop, batcher, max_batch_size)
+        self._waker = Waker(loop, batcher, max_batch_size, execute_short)
         self._expiry = ExpiryTimer(loop, batcher)
 
     def submit(self, request: Request) -> None:

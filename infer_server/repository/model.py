@@ -9,6 +9,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import ResponseCache, key_of
 from infer_server.batching.instances import Executor, Instance
@@ -84,7 +85,8 @@ class QueuedModel(Model):
         batching = config.sequences.batching if config.sequences else config.batching
         shared = 1 if config.sequences else config.instances        # instances of one queue
         self.queues = [
-            RequestQueue(loop, Batcher(name, batching, config.queueing, self._refuse, shared), batching.max_batch_size)
+            RequestQueue(loop, Batcher(name, batching, config.queueing, self._refuse, shared), batching.max_batch_size,
+                         self._execute_short)
             for _ in range(config.instances // shared)]
         self._sequences = Sequences(name, config.sequences.policy, self.queues, loop, self._refuse_one) if (
             config.sequences) else None
@@ -106,16 +108,17 @@ class QueuedModel(Model):
             queue.batcher.measured(items, ns)
 
     def start(self, executors: Sequence[Executor], limiter: RateLimiter | None,
-              cpus: Sequence[int | None] = ()) -> None:
+              cpus: Sequence[int | None] = (), short: ShortBatches | None = None) -> None:
         """Gives it its instances, one for each executor. limiter: lets those execute that have a rate_limiter; cpus:
-        what their threads are pinned to, if given. Raises ModelConfigError: one could never execute."""
+        what their threads are pinned to, if given; short: the batches that need not wait for their threads. Raises
+        ModelConfigError: one could never execute."""
         batchers = [self.queues[i % len(self.queues)].batcher for i in range(len(executors))]
         limits = self.config.rate_limits
         gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
             [None] * len(executors))
         self._instances = [
             Instance(f"{self.name}/{self.version} instance {i}", batchers[i], executor, self.deliver,
-                     cpus[i] if cpus else None, gates[i])
+                     cpus[i] if cpus else None, gates[i], short)
             for i, executor in enumerate(executors)]
         for instance in self._instances:
             instance.start()
@@ -185,6 +188,14 @@ class QueuedModel(Model):
             if request.early and result is not NO_MORE and not isinstance(result, Exception) and (
                     request.deadline_ns == 0 or now_ns <= request.deadline_ns):
                 request.early(result)
+
+    def _execute_short(self) -> bool:
+        """Executes a short batch on the event loop, if an instance is free and one waits."""
+        for instance in self._instances:
+            if (done := instance.execute_short()) is not None:
+                self._finish(*done)
+                return True
+        return False
 
     def _comes_again(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
         """Whether a request is queued once more, for its model has not done with it; or ends as one that its queue does

@@ -124,6 +124,10 @@ class NumpyEngine:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def is_steady(self) -> bool:
+        return not (self.gate or self.seconds)
+
+    @property
     def inputs(self) -> list[NumpyTensor]:
         return [self._tensor(name) for name in (("x", "x2") if self.kind == "two" else ("x",))]
 

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable
 
 from infer_server.backend import Engine, is_open, warm_up
+from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import ModelConfig, from_message
@@ -33,9 +34,12 @@ class EngineModel(QueuedModel):
         super().__init__(source.name, source.version, message, config, signature, loop)
         cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
         contexts = [engine.create_context(own) for own in cpus]
+        short = ShortBatches(engine.max_batch or 1) if engine.is_steady and not config.sequences else None
         for context in contexts:
             for batch, ns in warm_up(context, engine).items():
                 self.measured(batch, ns)
+                if short is not None:
+                    short.add(batch, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
         executors = [EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
@@ -43,7 +47,7 @@ class EngineModel(QueuedModel):
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
         self.memory_bytes = len(contexts) * engine.threads * engine.arena_bytes
-        self.start(executors, limiter, [own[0] if own else None for own in cpus])
+        self.start(executors, limiter, [own[0] if own else None for own in cpus], short)
 
 
 def items_of(config: ModelConfig, engine: Engine) -> Items:

@@ -23,13 +23,20 @@ class CountingBatcher(Batcher):
         super().wake()
 
 
-def submissions(turns_between: list[int], most: int = 4) -> list[int]:
-    """Submits a request after each of these numbers of turns; what waited at each wake-up."""
+    def take_all(self) -> bool:
+        self._remove(list(self._waiting()))
+        return True
+
+
+def submissions(turns_between: list[int], most: int = 4, executes: bool = False) -> list[int]:
+    """Submits a request after each of these numbers of turns; what waited at each wake-up. executes: the loop executes
+    what waits by itself."""
 
     async def submit_all() -> list[int]:
         loop = asyncio.get_running_loop()
         batcher = CountingBatcher()
-        waker = Waker(loop, batcher, max_batch_size=most)
+        waker = Waker(loop, batcher, max_batch_size=most,
+                      execute_short=batcher.take_all if executes else lambda: False)
         for turns in turns_between:
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -64,3 +71,7 @@ def test_after_requests_that_came_alone_the_next_one_is_waited_for_less() -> Non
     assert submissions([30, 4], most=100) == [2]
     assert submissions([*alone, 30, 4], most=100) == [1, 2, 3, 4, 5, 6]
     assert submissions([*alone, 30, 0, 30, 4], most=100) == [1, 2, 3, 4, 6, 8]
+
+
+def test_nobody_is_woken_for_what_the_loop_has_executed_by_itself() -> None:
+    assert submissions([0, 30, 0], executes=True) == []

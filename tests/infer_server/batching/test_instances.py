@@ -1,12 +1,21 @@
 """What an instance does with a batch."""
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from infer_server.batching.batch_times import ShortBatches
+from infer_server.batching.batcher import Batcher
 from infer_server.batching.engine_executor import copy_into
+from infer_server.batching.instances import Instance
+from infer_server.batching.policy import BatchPolicy, QueuePolicy
+from infer_server.batching.request import Outcome, Request
+from infer_server.batching.statistics import BatchExecution
+
+SHORT_NS, LONG_NS = 1_000, 10_000_000
 
 
 @pytest.mark.parametrize("slots", [
@@ -23,3 +32,76 @@ def test_rows_arrive_in_their_slots_whatever_the_layout(slots: np.ndarray[Any, A
     items = np.frombuffer(memoryview(message)[offset:], dtype).reshape(2, 3, 4)
     copy_into(slots, items)
     np.testing.assert_array_equal(slots.astype(dtype), items)
+
+
+class RecordingExecutor:
+    """Answers with the number of items; remembers which threads it was used by."""
+
+    def __init__(self, computing_ns: int = SHORT_NS) -> None:
+        self.threads: list[threading.Thread] = []
+        self.computing_ns = computing_ns
+
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+        self.threads.append(threading.current_thread())
+        items = sum(request.items for request in batch)
+        return [(request, request.items) for request in batch], BatchExecution(items, 0, 0, 0, self.computing_ns, 0)
+
+    def close(self) -> None: ...
+
+
+def instance_of(executor: RecordingExecutor, *items: int, short: ShortBatches | None) -> tuple[Instance, Batcher]:
+    """An instance whose thread was not started, and its queue with requests of so many items."""
+    batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda requests, error: None)
+    for count in items:
+        batcher.submit(Request({"x": np.zeros(count)}, count, (), lambda outputs: b"", reply=None))
+    return Instance("m", batcher, executor, lambda outcomes, execution: None, short=short), batcher
+
+
+def known(max_batch: int = 4, **ns: int) -> ShortBatches:
+    short = ShortBatches(max_batch)
+    short.add(1, ns.get("one", SHORT_NS))
+    short.add(max_batch, ns.get("most", SHORT_NS))
+    return short
+
+
+def test_a_short_batch_is_executed_by_who_finds_it_waiting() -> None:
+    executor = RecordingExecutor()
+    instance, batcher = instance_of(executor, 1, 2, 3, short=known())
+    done = instance.execute_short()
+    assert done is not None and [result for _, result in done[0]] == [1, 2], "a fourth item would be too many"
+    assert executor.threads == [threading.current_thread()] and len(batcher) == 1
+
+
+@pytest.mark.parametrize("short", [None, known(most=LONG_NS), known(one=LONG_NS, most=LONG_NS)],
+                         ids=["nobody knows", "long", "long even alone"])
+def test_a_batch_that_is_not_known_to_be_short_stays_in_the_queue(short: ShortBatches | None) -> None:
+    executor = RecordingExecutor()
+    instance, batcher = instance_of(executor, 1, 2, short=short)
+    assert instance.execute_short() is None and not executor.threads and len(batcher) == 2
+
+
+def test_an_instance_that_executes_takes_no_short_batch_beside_it() -> None:
+    class Nested(RecordingExecutor):
+        def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+            assert instance.execute_short() is None
+            return super().execute(batch)
+
+    executor = Nested()
+    instance, batcher = instance_of(executor, 4, 4, short=known())
+    assert instance.execute_short() is not None
+    assert len(executor.threads) == 1 and len(batcher) == 1
+
+
+def test_a_batch_that_takes_long_again_and_again_counts_as_short_no_more() -> None:
+    executor = RecordingExecutor(LONG_NS)
+    instance, batcher = instance_of(executor, *[4] * 100, short=known())
+    while instance.execute_short() is not None:
+        assert len(executor.threads) < 10
+    assert len(executor.threads) > 1, "any machine is busy now and then"
+
+
+def test_sizes_that_were_not_measured_take_no_longer_than_the_largest() -> None:
+    short = known(8)
+    assert [size for size in range(1, 12) if short.holds(size)] == list(range(1, 9))
+    assert not any(known(8, most=LONG_NS).holds(size) for size in range(2, 12))
+    assert not ShortBatches(8).holds(1)
