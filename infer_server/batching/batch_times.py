@@ -38,27 +38,28 @@ class BatchTimes:
     def __init__(self) -> None:
         self.longest_ns = 0                                 # that any batch ever took: nobody with more time is late
         self._times: dict[int, deque[int]] = {}             # items -> ns, the newest last
+        self._new: set[int] = set()                         # sizes whose estimates are older than their times
         self._measured: dict[int, Estimate] = {}            # of each size by itself
         self._measured_ns = 0                               # when the newest of all was
         self._sizes: list[int] = []                         # those measured, ascending
-        self._estimates: list[Estimate] = []                # one for each; none: to be made again
+        self._estimates: list[Estimate] = []                # one for each
 
     def add(self, items: int, ns: int, now_ns: int) -> None:
         """A batch of `items` took `ns`."""
-        kept = self._times.setdefault(items, deque(maxlen=_WINDOW))
+        kept = self._times.get(items)
+        if kept is None:
+            kept = self._times[items] = deque(maxlen=_WINDOW)
         kept.append(ns)
-        self.longest_ns = max(self.longest_ns, ns)
-        times = sorted(kept)
-        self._measured[items] = Estimate(times[len(times) // 2],
-                                        times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
+        if ns > self.longest_ns:
+            self.longest_ns = ns
+        self._new.add(items)
         self._measured_ns = now_ns
-        self._estimates = []
 
     def estimate(self, items: int, now_ns: int) -> Estimate:
         """How long a batch of so many items takes."""
         if not self._times:
             return UNKNOWN
-        if not self._estimates:
+        if self._new:
             self._tabulate()
         if now_ns - self._measured_ns > max(_FRESH_NS, _FRESH_BATCHES * self._estimates[-1].safe):
             return UNKNOWN
@@ -78,6 +79,11 @@ class BatchTimes:
                         below.safe + share * (above.safe - below.safe))
 
     def _tabulate(self) -> None:
+        for size in self._new:
+            times = sorted(self._times[size])
+            self._measured[size] = Estimate(times[len(times) // 2],
+                                            times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
+        self._new.clear()
         self._sizes = sorted(self._times)
         self._estimates = []
         larger = self._measured[self._sizes[-1]]

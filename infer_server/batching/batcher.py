@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 from typing import Protocol
 
@@ -44,9 +44,6 @@ class _Level:
         self.queue: _Queue = OrderedDict()          # oldest first
         self.delayed: _Queue = OrderedDict()        # expired under timeout_action DELAY: behind the others of the level
 
-    def __len__(self) -> int:
-        return len(self.queue) + len(self.delayed)
-
 
 class Admission(Protocol):
     """What an instance asks before it executes. All but enter() may wake the instances of any model."""
@@ -79,43 +76,48 @@ class Batcher:
         self._idle = 0                              # instances that wait for requests
         self._refused = 0                           # instances that wait to be let through
         self._closed = False
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)     # slower to enter than the lock
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels))
+        count = 0
+        for level in self._levels:
+            count += len(level.queue) + len(level.delayed)
+        return count
 
     def submit(self, request: Request) -> None:
         """Appends a request. The instances learn of it by wake().
 
         Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
         """
-        request.level = self._priorities.level(request.priority)
+        if len(self._levels) > 1:
+            request.level = self._priorities.level(request.priority)
         level = self._levels[request.level]
         limit = level.policy.max_queue_size
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise UnavailableError.closed(self._model)
-            if limit and len(level) >= limit:
+            if limit and len(level.queue) + len(level.delayed) >= limit:
                 raise QueueFullError(f"Exceeds maximum queue size: {limit} requests wait for model '{self._model}'"
                                      " already; retry later, or raise max_queue_size")
             request.enqueued_ns = self._clock_ns()
-            if is_hopeless(request, request.enqueued_ns, self._times):
+            if request.deadline_ns and is_hopeless(request, request.enqueued_ns, self._times):
                 raise self._too_late(request.enqueued_ns)
             self._append(request)
 
     def wake(self) -> None:
         """Wakes an idle instance. Apart from submit(), so that requests which arrive together cost one wake-up."""
-        with self._changed:
+        with self._lock:
             self._notify()
 
     def wake_all(self) -> None:
         """Wakes the instances that wait, for requests or to be let through."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def withdraw(self, request: Request) -> bool:
         """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
-        with self._changed:
+        with self._lock:
             level = self._levels[request.level]
             if level.queue.pop(request, _GONE) is _GONE and level.delayed.pop(request, _GONE) is _GONE:
                 return False
@@ -126,15 +128,15 @@ class Batcher:
     def take(self, gate: Admission | None = None) -> list[Request] | None:
         """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left. gate: what lets
         a batch through."""
-        with self._changed:
+        with self._lock:
             while True:
                 now_ns = self._clock_ns()
                 self._expire(now_ns)
                 choice = self._choose(now_ns, self._idle) if self else None
                 if gate and gate.in_line and (choice is None or isinstance(choice, Wait)):
-                    self._changed.release()
+                    self._lock.release()
                     gate.step_aside()               # which takes this lock
-                    self._changed.acquire()
+                    self._lock.acquire()
                     continue
                 if choice is None:
                     if self._closed:
@@ -158,34 +160,34 @@ class Batcher:
 
     def take_short(self, is_short: Callable[[int], bool]) -> list[Request]:
         """Removes a batch that may be executed now, if it is short by its number of items; []: there is none."""
-        with self._changed:
+        with self._lock:
             now_ns = self._clock_ns()
             self._expire(now_ns)
             choice = self._choose(now_ns, idle=0) if self and not self._closed else None
             if not isinstance(choice, BatchChoice) or choice.lost or not is_short(
-                    sum(request.items for request in choice.batch)):
+                    sum([request.items for request in choice.batch])):
                 return []
             self._remove(choice.batch)
             return choice.batch
 
     def measured(self, items: int, ns: int) -> None:
         """A batch of `items` took `ns` from take() until its answers were handed on."""
-        with self._changed:
+        with self._lock:
             self._times.add(items, ns, self._clock_ns())
 
     def expire(self) -> None:
         """Refuses the requests that have waited too long, or delays them, as the queue policy says."""
-        with self._changed:
+        with self._lock:
             self._expire(self._clock_ns())
 
     def next_expiry_ns(self) -> int | None:
         """The time at which the next request expires; None: none of those that wait can."""
-        with self._changed:
+        with self._lock:
             return self._next_expiry_ns()
 
     def close(self) -> None:
         """Accepts nothing more; what waits is still executed, without waiting for fuller batches."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
@@ -217,22 +219,21 @@ class Batcher:
 
     def _waiting(self) -> Collection[Request]:
         first = self._levels[0]
-        return first.queue.keys() if len(self._levels) == 1 and not first.delayed else list(self._in_order())
-
-    def _in_order(self) -> Iterator[Request]:
-        return chain.from_iterable(chain(level.queue, level.delayed) for level in self._levels)
+        if len(self._levels) == 1 and not first.delayed:
+            return first.queue.keys()
+        return list(chain.from_iterable(chain(level.queue, level.delayed) for level in self._levels))
 
     def _choose(self, now_ns: int, idle: int) -> BatchChoice[Request] | Wait:
         choice: BatchChoice[Request] | Wait
-        if self._deadlines:
-            instances = Instances(self._instances, idle)
-            choice = choose(self._waiting(), now_ns, self._batching, instances, self._times)
+        waiting = self._waiting()
+        if self._deadlines.at:
+            choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle), self._times)
         else:
-            decision = decide(self._in_order(), now_ns, self._batching)
+            decision = decide(waiting, now_ns, self._batching)
             choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(
-                self._in_order(), share(decision.count, idle, self._batching))))
+                waiting, share(decision.count, idle, self._batching))))
         if isinstance(choice, Wait) and self._closed:
-            return BatchChoice(list(self._waiting()))    # all of it is one batch that waited for a fuller one
+            return BatchChoice(list(waiting))        # all of it is one batch that waited for a fuller one
         return choice
 
     def _remove(self, requests: Iterable[Request]) -> None:
@@ -240,7 +241,8 @@ class Batcher:
             level = self._levels[request.level]
             if level.queue.pop(request, _GONE) is _GONE:
                 level.delayed.pop(request, None)
-            self._forget_times(request)
+            if request.expires_ns or request.deadline_ns:
+                self._forget_times(request)
 
     def _forget_times(self, request: Request) -> None:
         if request.expires_ns:
@@ -249,10 +251,10 @@ class Batcher:
             self._deadlines.discard(request)
 
     def _expire(self, now_ns: int) -> None:
-        late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines else []
+        late = self._deadlines.pop_before(now_ns + self._shortest_ns(now_ns)) if self._deadlines.at else []
         if late:
             self._refuse_all(late, self._too_late(now_ns))
-        expired = self._timeouts.pop_before(now_ns) if self._timeouts else []
+        expired = self._timeouts.pop_before(now_ns) if self._timeouts.at else []
         refused = []
         for request in expired:
             level = self._levels[request.level]

@@ -78,10 +78,9 @@ class ExpiryTimer:
 
     def submitted(self, request: Request) -> None:
         """To be called when a request was put into the queue: it may expire before the timer is due."""
-        if request.deadline_ns or request.expires_ns:
-            due_ns = min(request.deadline_ns or request.expires_ns, request.expires_ns or request.deadline_ns)
-            if self._timer is None or due_ns < self._fires_ns + _LONGEST_NS:
-                self._arm()
+        due_ns = min(request.deadline_ns or request.expires_ns, request.expires_ns or request.deadline_ns)
+        if due_ns and (self._timer is None or due_ns < self._fires_ns + _LONGEST_NS):
+            self._arm()
 
     def _arm(self) -> None:
         due_ns = self._batcher.next_expiry_ns()

@@ -106,6 +106,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
     """
     if not policy.merges:
         return Send(1)
+    largest = policy.largest_preferred
     items = count = 0
     preferred = 0                               # requests up to the largest preferred size that was met
     full = False
@@ -116,12 +117,13 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
             first_key = request.shape_key
         else:
             grown = items + request.items
-            if not preferred and grown > policy.largest_preferred:
+            if not preferred and grown > largest:
                 preferred = count               # to wait would step over every preferred size
             if grown > policy.max_batch_size or request.shape_key != first_key:
                 full = True
                 break
-        oldest_ns = min(oldest_ns, request.enqueued_ns)     # not of the first, where another has a higher priority
+        if request.enqueued_ns < oldest_ns:     # not of the first, where another has a higher priority
+            oldest_ns = request.enqueued_ns
         items += request.items
         count += 1
         if items in policy.preferred_batch_sizes:
@@ -132,7 +134,7 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
         return Send(count)
     if preferred:
         return Send(preferred)
-    if full or items >= policy.largest_preferred or not policy.max_queue_delay_us:
+    if full or items >= largest or not policy.max_queue_delay_us:
         return Send(count)
     return Wait(window_ends_ns)
 

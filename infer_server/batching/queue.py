@@ -17,14 +17,11 @@ class RequestQueue:
         """execute_short: see Waker."""
         self.batcher = batcher
         self._waker = Waker(loop, batcher, max_batch_size, execute_short)
-        self._expiry = ExpiryTimer(loop, batcher)
+        self.watch_expiry = ExpiryTimer(loop, batcher).submitted    # has a request end when it expires in the queue
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises as Batcher.submit."""
         self.batcher.submit(request)
         self._waker.submitted()
-        self.watch_expiry(request)
-
-    def watch_expiry(self, request: Request) -> None:
-        """Has a request end when it expires in the queue."""
-        self._expiry.submitted(request)
+        if request.deadline_ns or request.expires_ns:
+            self.watch_expiry(request)

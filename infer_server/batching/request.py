@@ -108,8 +108,11 @@ class Request:
 
     def finish(self, result: Any) -> None:
         """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""
-        if self.reply.gone:
-            return
+        if not self.reply.gone:
+            self.end(result)
+
+    def end(self, result: Any) -> None:
+        """The same for a reply that is waited for."""
         if isinstance(result, Exception):
             self.reply.fail(result)
         elif result is NO_MORE and isinstance(self.reply, StreamReply):

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from infer_server.observing.closing import FREE, REASONS
 from infer_server.observing.latencies import Latencies
@@ -64,8 +65,7 @@ class Counters(BatchStatistics):
     closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
 
 
-@dataclass(frozen=True)
-class BatchExecution:
+class BatchExecution(NamedTuple):
     """The times of one batch, all from the same clock."""
     items: int
     enqueued_ns: int                            # its first request came into the queue
@@ -89,24 +89,28 @@ class Statistics:
         e, c, requests = execution, self._counters, len(enqueued_ns)
         with self._lock:
             c.closed[closed] += 1
-            batch = c.batches.setdefault(e.items, BatchStatistics())
+            batch = c.batches.get(e.items)
+            if batch is None:
+                batch = c.batches[e.items] = BatchStatistics()
             c.last_inference_ms, c.used_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
             c.inference_count += e.items
             c.execution_count += 1
+            queued = self._latencies["queue"]
+            c.queue.count += requests
             for since_ns in enqueued_ns:
-                c.queue.add(1, e.started_ns - since_ns)
+                waited_ns = e.started_ns - since_ns
+                c.queue.ns += waited_ns
+                queued.add(waited_ns, 1, e.encoded_ns)
                 self._answered(e.encoded_ns - since_ns, e.encoded_ns)
-                self._latencies["queue"].add(e.started_ns - since_ns, 1, e.encoded_ns)
-            for phase, ns in (("compute_input", e.copied_ns - e.started_ns),
-                              ("compute_infer", e.computed_ns - e.copied_ns),
-                              ("compute_output", e.encoded_ns - e.computed_ns)):
+            for phase, total, of_size, ns in (
+                    ("compute_input", c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
+                    ("compute_infer", c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
+                    ("compute_output", c.compute_output, batch.compute_output, e.encoded_ns - e.computed_ns)):
                 self._latencies[phase].add(ns, requests, e.encoded_ns)
-            for total, of_size, ns in (
-                    (c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
-                    (c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
-                    (c.compute_output, batch.compute_output, e.encoded_ns - e.computed_ns)):
-                total.add(requests, ns * requests)
-                of_size.add(1, ns)
+                total.count += requests
+                total.ns += ns * requests
+                of_size.count += 1
+                of_size.ns += ns
 
     def looked_up(self, hit: bool, ns: int) -> None:
         """Counts a look into the cache of responses. A hit is a success, and no execution."""
@@ -124,7 +128,9 @@ class Statistics:
                 self._answered(now_ns - since_ns, now_ns)
 
     def _answered(self, ns: int, now_ns: int) -> None:
-        self._counters.success.add(1, ns)
+        success = self._counters.success
+        success.count += 1
+        success.ns += ns
         self._counters.answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
         self._latencies["request"].add(ns, 1, now_ns)
 

@@ -90,7 +90,8 @@ class Inflight:
         """Counts bytes that are held already."""
         call.held_bytes += count
         self.held_bytes += count
-        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        if self.held_bytes > self._peak_bytes:
+            self._peak_bytes = self.held_bytes
 
     def end(self, call: OpenCall) -> None:
         """To be called when a call has ended, answered or not, and when its answer has left this process."""

@@ -23,7 +23,8 @@ class Latencies:
         """`count` things took `ns`."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
-        bucket = _bucket(ns)
+        shift = ns.bit_length() - 1 - _BITS
+        bucket = ns if shift <= 0 else (shift << _BITS) + (ns >> shift)
         self._recent[bucket] = self._recent.get(bucket, 0) + count
 
     def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
@@ -45,11 +46,6 @@ class Latencies:
     def _turn(self, now_ns: int) -> None:
         gap = now_ns - self._since_ns > 2 * _HALF_NS
         self._before, self._recent, self._since_ns = {} if gap else self._recent, {}, now_ns
-
-
-def _bucket(ns: int) -> int:
-    shift = ns.bit_length() - 1 - _BITS
-    return ns if shift <= 0 else (shift << _BITS) + (ns >> shift)
 
 
 def _middle(bucket: int) -> float:

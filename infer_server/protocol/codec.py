@@ -141,7 +141,9 @@ def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
         return memoryview(b"".join(struct.pack("<I", len(value)) + value for value in map(_as_bytes, array.flat)))
     if array.dtype != datatype.array:
         array = array.view(datatype.array) if datatype.name == "BF16" else array.astype(datatype.array)
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return array.reshape(-1).view(np.uint8).data
 
 
 def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
@@ -149,7 +151,8 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     datatype = tensor.datatype
     if datatype.name == "BYTES":
         return _from_raw_bytes(tensor, raw)
-    check_bytes(tensor, raw.nbytes)
+    if raw.nbytes != tensor.raw_bytes:
+        check_bytes(tensor, raw.nbytes)
     if datatype.name == "BOOL":     # any byte but 0 is true; numpy's own bool must hold nothing but 0 and 1
         return shaped(tensor, np.frombuffer(raw, np.uint8) != 0)
     return shaped(tensor, np.frombuffer(raw, datatype.array))

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -41,6 +43,9 @@ class Packed:
     values: memoryview
 
 
+_NONE: Mapping[int, Packed] = MappingProxyType({})
+
+
 @dataclass(eq=False)
 class Form:
     """What a request says but its id and its tensors. Requests that say the same may have the same one: it is never
@@ -54,12 +59,11 @@ class Form:
         self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(NamedTuple):
     """A ModelInferRequest whose tensors stayed where they were received."""
     form: Form
     raw_inputs: Sequence[memoryview]
-    packed: Mapping[int, Packed] = field(default_factory=dict)      # typed contents by the position of their input
+    packed: Mapping[int, Packed] = _NONE    # typed contents by the position of their input
     id: str = ""
 
     @property
@@ -80,7 +84,12 @@ def split_request(data: bytes) -> InferRequest:
         fields += 1
         if fields > _MAX_FIELDS:
             raise _malformed(f"it has more than {_MAX_FIELDS} fields")
-        tag, begin, end = _field(data, position)
+        tag = data[position]
+        if tag < 0x80 and tag & 7 == _LENGTH_DELIMITED and position + 1 < size and data[position + 1] < 0x80:
+            begin = position + 2                # most fields are short ones
+            end = begin + data[position + 1]
+        else:
+            tag, begin, end = _field(data, position)
         if end > size:
             raise _malformed(f"the field at byte {position} ends {end - size} bytes after the message")
         if tag == _RAW_INPUT:
@@ -190,6 +199,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     raise _malformed(f"the number at byte {position} has more than {MAX_VARINT_BYTES} bytes")
 
 
+@functools.lru_cache(KEPT_FORMS)
 def length_delimited(tag: int, length: int) -> bytes:
     """What comes before a field of so many bytes."""
     encoded = bytearray((tag,))

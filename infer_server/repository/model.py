@@ -223,15 +223,17 @@ class QueuedModel(Model):
                 request.trace.executed(request.enqueued_ns, execution)
             if request.reply.gone:
                 self.failed(request, Failure.CANCELED)
-            elif isinstance(result, Exception):
-                self.failed(request, Failure.BACKEND)
-            elif 0 < request.deadline_ns < now_ns:
-                self.failed(request, Failure.CANCELED)
-                result = DeadlineExceededError(f"Deadline Exceeded: it passed while model '{self.name}' executed")
             else:
-                enqueued_ns.append(request.enqueued_ns)
-            request.finish(result)
-            self._after(request)
+                if isinstance(result, Exception):
+                    self.failed(request, Failure.BACKEND)
+                elif 0 < request.deadline_ns < now_ns:
+                    self.failed(request, Failure.CANCELED)
+                    result = DeadlineExceededError(f"Deadline Exceeded: it passed while model '{self.name}' executed")
+                else:
+                    enqueued_ns.append(request.enqueued_ns)
+                request.end(result)
+            if self._sequences:
+                self._sequences.finished(request)
         if execution:
             batching = self.config.batching
             self.statistics.executed(execution, enqueued_ns, why_closed(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
@@ -33,7 +32,7 @@ def decompressed(request: HttpRequest, coding: str, most_bytes: int) -> HttpRequ
         raise MemoryLimitError(f"the body has more than {most_bytes} bytes when it is decompressed (--max-message-mib)")
     if not inflater.eof:
         raise InvalidRequestError(f"the body is no whole {coding}")
-    return replace(request, body=body)
+    return request._replace(body=body)
 
 
 def accepted(headers: Mapping[str, str]) -> str:
@@ -48,4 +47,4 @@ def compressed(response: HttpResponse, coding: str) -> HttpResponse:
         return response
     deflater = zlib.compressobj(_LEVEL, wbits=_WINDOW[coding])
     body = (*(deflater.compress(piece) for piece in response.body), deflater.flush())
-    return replace(response, body=body, headers={**response.headers, "Content-Encoding": coding})
+    return response._replace(body=body, headers={**response.headers, "Content-Encoding": coding})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Reply, parameters_of
+from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
@@ -26,6 +27,7 @@ from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.protocol.codec import (
     InputTensor,
     declared_inputs,
+    encode_raw,
     from_raw,
     narrowed,
     object_array,
@@ -185,7 +187,7 @@ def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse 
     return compressed(response, coding) if isinstance(response, HttpResponse) else response
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoder:
     """Makes responses of computed outputs, on an instance's thread."""
     served: Served
@@ -193,7 +195,19 @@ class Encoder:
     binary: Sequence[bool]              # of each of them: as bytes behind the JSON
     request_id: str
 
+    @functools.cached_property
+    def _plain(self) -> frozenset[str]:
+        """The names of the outputs, if all that is said of them follows of their shapes: arrays behind the JSON."""
+        plain = all(self.binary) and not any(output.place or output.datatype.name == "BYTES" for output in self.outputs)
+        return frozenset(output.spec.name for output in self.outputs) if plain else frozenset()
+
     def __call__(self, computed: Arrays) -> HttpResponse | ServeError:
+        if self._plain and self._plain <= computed.keys() and not isinstance(computed, Outputs):
+            arrays = [computed[output.spec.name] for output in self.outputs]
+            head = _plain_head(self, tuple([array.shape for array in arrays]))
+            contents = [bytes(encode_raw(array, output.datatype))   # arrays are the engine's, for this batch only
+                        for array, output in zip(arrays, self.outputs, strict=True)]
+            return HttpResponse((*head.body, *contents), head.status, head.content_type, head.headers)
         described: list[dict[str, Any]] = []
         pieces: list[bytes | memoryview] = []
         try:
@@ -202,14 +216,21 @@ class Encoder:
                     described.append(self._describe(output, raw, output.array(computed[output.spec.name]), pieces))
         except ServeError as error:
             return error
-        body: dict[str, Any] = {"model_name": self.served.model, "model_version": str(self.served.version)}
-        if parameters := parameters_of(computed):
+        head = self.head(described, parameters_of(computed), is_binary=bool(pieces))
+        return head._replace(body=(*head.body, *pieces))
+
+    def head(self, described: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any],
+             is_binary: bool) -> HttpResponse:
+        """A response with its JSON alone; is_binary: arrays follow it."""
+        body: dict[str, Any] = {"id": self.request_id} if self.request_id else {}
+        body |= {"model_name": self.served.model, "model_version": str(self.served.version)}
+        if parameters:
             body["parameters"] = dict(parameters)
         body["outputs"] = described
-        text = json.dumps({"id": self.request_id, **body} if self.request_id else body).encode()
-        if not pieces:
+        text = json.dumps(body).encode()
+        if not is_binary:
             return HttpResponse((text,))
-        return HttpResponse((text, *pieces), content_type="application/octet-stream",
+        return HttpResponse((text,), content_type="application/octet-stream",
                             headers={"Inference-Header-Content-Length": str(len(text))})
 
     def _describe(self, output: Output, raw: bool, array: NDArray[Any],
@@ -224,6 +245,15 @@ class Encoder:
         else:
             one["data"] = to_json(array, output.datatype.name)
         return one
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResponse:
+    """What comes before arrays of these shapes."""
+    return encoder.head([
+        {"name": output.spec.name, "datatype": output.datatype.name, "shape": shape,
+         "parameters": {"binary_data_size": math.prod(shape) * output.datatype.array.itemsize}}
+        for output, shape in zip(encoder.outputs, shapes, strict=True)], {}, is_binary=True)
 
 
 # ---- tensors as JSON

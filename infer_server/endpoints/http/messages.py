@@ -3,14 +3,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from infer_server import errors
 from infer_server.errors import ServeError
 
 JSON = "application/json"
+_OK = "HTTP/1.1 200 OK"
 
 # What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
@@ -29,12 +30,14 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRequest:
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class HttpRequest(NamedTuple):
     """A whole request. Names of headers are in lower case."""
     method: str
     path: str                               # decoded, without the query
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = _NONE
     body: bytes = b""
     received_ns: int = 0                    # when its first byte came
     version: str = "1.1"                    # of HTTP
@@ -44,28 +47,32 @@ class HttpRequest:
         return parsed(self.body) if self.body.strip() else {}
 
 
-@dataclass(frozen=True, slots=True)
-class HttpResponse:
+class HttpResponse(NamedTuple):
     """The pieces of a body follow each other."""
     body: Sequence[bytes | memoryview] = ()
     status: HTTPStatus = HTTPStatus.OK
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = _NONE
 
     @property
     def body_bytes(self) -> int:
-        return sum(memoryview(piece).nbytes for piece in self.body)
+        count = 0
+        for piece in self.body:
+            count += piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        return count
 
     def head(self, keep_alive: bool, framing: str = "") -> bytes:
         """What comes before the body. framing: the header that says where the body ends; "": it is here, and this its
         length."""
-        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}",
+        status = self.status
+        lines = [_OK if status is HTTPStatus.OK else f"HTTP/1.1 {status.value} {status.phrase}",
                  framing or f"Content-Length: {self.body_bytes}"]
         if self.body or framing:
             lines.append(f"Content-Type: {self.content_type}")
         if not keep_alive:
             lines.append("Connection: close")
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        for name, value in self.headers.items():
+            lines.append(f"{name}: {value}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 

@@ -61,6 +61,7 @@ class _Incoming:
     body_bytes: int = 0
     expected_bytes: int = 0             # of the body, as it says; more once more has come
     held: OpenCall | None = None        # once its headers are there
+    awaited_secs: float = 0.0           # for more of it, after what came last; 0: nothing came that counts
 
 
 class RequestReader:
@@ -78,7 +79,11 @@ class RequestReader:
             self._parser.feed_data(data)
             if self._incoming is incoming and incoming.held is None:
                 incoming.unfinished_bytes += len(data)      # the parser tells of a header once all of it is there
-                _check_head(incoming.unfinished_bytes)
+                if incoming.unfinished_bytes > MOST_HEADER_BYTES:
+                    raise _too_long_a_head()
+            if secs := self._incoming.awaited_secs:
+                self._incoming.awaited_secs = 0.0
+                self._receiver.watch(secs)
         except httptools.HttpParserUpgrade:
             raise RefusedError(error_response(
                 HTTPStatus.NOT_IMPLEMENTED, "no other protocol than HTTP/1.1 is served here")) from None
@@ -98,28 +103,33 @@ class RequestReader:
 
     # ---- httptools' callbacks
     def on_message_begin(self) -> None:
-        self._incoming = _Incoming(time.monotonic_ns())
-        self._receiver.watch(HEADER_SECS)
+        self._incoming = _Incoming(time.monotonic_ns(), awaited_secs=HEADER_SECS)
 
     def on_url(self, url: bytes) -> None:
-        self._incoming.url += url
-        self._count_head(len(url))
+        incoming = self._incoming
+        incoming.url += url
+        incoming.head_bytes += len(url)
+        if incoming.head_bytes > MOST_HEADER_BYTES:
+            raise _too_long_a_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-        self._count_head(len(name) + len(value))
+        incoming = self._incoming
+        incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        incoming.head_bytes += len(name) + len(value)
+        if incoming.head_bytes > MOST_HEADER_BYTES:
+            raise _too_long_a_head()
 
     def on_headers_complete(self) -> None:
         headers = self._incoming.headers
         length = headers.get("content-length", "0")
         self._expect(int(length) if length.isdecimal() else 0)
-        self._receiver.watch(IDLE_SECS)
+        self._incoming.awaited_secs = IDLE_SECS
         if headers.get("expect", "").lower() == "100-continue":
             self._receiver.go_on()
 
     def on_body(self, body: bytes) -> None:
         incoming = self._incoming
-        self._receiver.watch(IDLE_SECS)
+        incoming.awaited_secs = IDLE_SECS
         incoming.body.append(body)
         incoming.body_bytes += len(body)
         if incoming.body_bytes > incoming.expected_bytes:
@@ -130,16 +140,12 @@ class RequestReader:
         held = incoming.held
         assert held is not None
         self._receiver.watch(None)
-        path, _, _ = incoming.url.partition(b"?")
+        path = incoming.url.partition(b"?")[0].decode("latin-1")
         body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
         self._receiver.received(
-            HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path.decode("latin-1")),
+            HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
                         incoming.headers, body, incoming.received_ns, self._parser.get_http_version()),
             held, self._parser.should_keep_alive())
-
-    def _count_head(self, count: int) -> None:
-        self._incoming.head_bytes += count
-        _check_head(self._incoming.head_bytes)
 
     def _expect(self, count: int) -> None:
         """There will be a body of so many bytes, or there are that many already."""
@@ -157,7 +163,6 @@ class RequestReader:
         incoming.expected_bytes = count
 
 
-def _check_head(count: int) -> None:
-    if count > MOST_HEADER_BYTES:
-        raise RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                                          f"more than {MOST_HEADER_BYTES} bytes of headers"))
+def _too_long_a_head() -> RefusedError:
+    return RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                                       f"more than {MOST_HEADER_BYTES} bytes of headers"))
