@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from engines.ir.graph import Array
@@ -42,6 +43,19 @@ def whole_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
         buffer, end = machine.buffers[view.buffer], len(machine.steps)
         found.setdefault(end if buffer.first < 0 else min(buffer.last + 1, end), []).append(view)   # inputs are kept
     return found
+
+
+@runtime_checkable
+class RunsAtOnce(Protocol):
+    """An execution that knows beforehand what its runs of so many items call."""
+
+    def ready(self, batch: int) -> Callable[[], None]:
+        """Such a run. It stays right for as long as the execution."""
+
+
+def ready(execution: Execution, batch: int) -> Callable[[], None]:
+    """A run of so many items, ready to be called."""
+    return execution.ready(batch) if isinstance(execution, RunsAtOnce) else partial(execution.run, batch)
 
 
 @runtime_checkable

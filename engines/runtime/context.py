@@ -2,16 +2,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, WorksInArrays
+from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, WorksInArrays, ready
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
 from engines.plan.plan import Plan, Step, TensorView
+from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
 
 LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
@@ -25,6 +26,8 @@ class ExecutionContext:
         self._inputs = {io.name: view for io, view in zip(plan.inputs, plan.machine.inputs, strict=True)}
         self._outputs = {io.name: view for io, view in zip(plan.outputs, plan.machine.outputs, strict=True)}
         self._arrays: dict[tuple[str, str, int], Array] = {}    # (kind, name, batch) -> what has been asked for
+        self.rerun: Rerun | None = None                         # set by `expect`
+        self._reruns: dict[int, Rerun | None] = {}              # of each batch that has been expected
         self._lender = execution if isinstance(execution, WorksInArrays) else None
         self._results = Results()
         self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
@@ -73,6 +76,23 @@ class ExecutionContext:
             if self._lender:
                 self._lender.take_back()
         return {name: lent[name] if name in lent else self.output(name, batch).copy() for name in self._outputs}
+
+    def expect(self, batch: int, unread: Collection[str] = ()) -> None:
+        """Have `rerun` for so many items; None: some of what is copied is large, and may be lent. unread: inputs whose
+        values do not matter."""
+        if batch not in self._reruns:
+            self._reruns[batch] = self._rerun(batch, unread)
+        self.rerun = self._reruns[batch]
+
+    def _rerun(self, batch: int, unread: Collection[str]) -> Rerun | None:
+        places = {io.name: self.input(io.name, batch) for io in self.plan.inputs}
+        outputs = [(io.name, self.output(io.name, batch)) for io in self.plan.outputs]
+        copied = [place for name, place in places.items() if name not in unread] + [place for _, place in outputs]
+        if any(place.nbytes >= LENT_BYTES for place in copied):
+            return None
+        inputs = [(io.name, places[io.name].shape, memory_dtype(io.dtype),
+                   None if io.name in unread else places[io.name]) for io in self.plan.inputs]
+        return Rerun(inputs, outputs, ready(self.execution, batch))
 
     def _lends(self, view: TensorView, array: Array) -> bool:
         return self._lender is not None and self._lender.lend(view, array)

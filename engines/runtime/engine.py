@@ -132,7 +132,21 @@ class Engine(OfPlan):
         Any number of items on the batch axis: more than max_batch run in slices, if the items are independent; else the
         plan is compiled for so many, where it can be. InputError says what does not fit.
         """
+        again = self.rerun(feeds)
+        if again is not None:
+            return again
         return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
+
+    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
+        """The same for feeds just like those of the run before; None: they are not, and nothing has run."""
+        try:
+            context = self._idle.pop()
+        except IndexError:
+            return None
+        try:
+            return context.rerun.run(feeds) if context.rerun else None
+        finally:
+            self._idle.append(context)
 
     def run_arrays(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same for arrays as they lie in memory."""
@@ -143,7 +157,11 @@ class Engine(OfPlan):
             arrays = {name: array for name, array in arrays.items() if name not in self._unread}
         context = self._taken()
         try:
-            return _run_slices(context, self.plan, arrays, items)
+            if not 1 <= items <= self.plan.batch_slots:
+                return _run_slices(context, self.plan, arrays, items)
+            made = context.run(arrays, items)
+            context.expect(items, self._unread)
+            return made
         finally:
             self._idle.append(context)
 
@@ -257,8 +275,6 @@ def _unread(plan: Plan) -> frozenset[str]:
 
 def _run_slices(context: ExecutionContext, plan: Plan, arrays: Mapping[str, Array], items: int) -> dict[str, Array]:
     slots = plan.batch_slots
-    if 1 <= items <= slots:
-        return context.run(arrays, items)
     if plan.dependence:
         raise InputError(f"{plan.name}: {items} items, but the plan takes 1 to {slots} at once, and they cannot be run "
                          f"in slices, for they depend on each other: {plan.dependence}. Build it with --max-batch "

@@ -69,6 +69,24 @@ def test_an_input_of_which_only_the_shape_is_wanted_is_not_copied(monkeypatch: p
 
 
 @THREADS
+def test_a_feed_like_the_one_before_is_taken_and_refused_as_the_first_was(threads: int) -> None:
+    engine = Engine(mix_plan(READS, OUTPUTS), threads)
+    feeds = [some_input(items, seed) for seed, items in enumerate((3, 3, 3, 2, 2, 3, 9, 3))]
+    made = [engine.run({"x": x}) for x in feeds]
+    for x, got in zip(feeds, made, strict=True):        # of all runs: none has changed what another one gave
+        assert_equal(got, mix_reference(READS, OUTPUTS, x))
+    x = feeds[-1]
+    strided = np.repeat(x, 2, axis=2)[..., ::2]
+    for same in (x.tolist(), strided, x.astype(x.dtype, order="F")):
+        assert_equal(engine.run({"x": np.asarray(same, np.int32)}), made[-1])
+    for wrong in ({}, {"y": x}, {"x": x, "y": x}, {"x": x.astype(np.int64)}, {"x": x.astype(">i4")}, {"x": x[..., :9]}):
+        with pytest.raises(InputError):
+            engine.run(wrong)
+    assert_equal(engine.run({"x": x}), made[-1])
+    engine.close()
+
+
+@THREADS
 def test_a_context_runs_again_on_what_its_inputs_hold(threads: int) -> None:
     context = Engine(mix_plan(READS, OUTPUTS), threads).create_context()
     x = some_input(4)

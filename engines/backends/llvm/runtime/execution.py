@@ -289,8 +289,12 @@ class SerialExecution:
         return self._arena.array(view, batch)
 
     def run(self, batch: int) -> None:
-        for call in self._calls.get(batch) or self._ready(batch):
+        for call in self._calls.get(batch) or self._prepared(batch):
             call()
+
+    def ready(self, batch: int) -> Callable[[], None]:
+        calls = self._prepared(batch)
+        return calls[0] if len(calls) == 1 else partial(self.run, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
         return self._arena.lend(view, array)
@@ -298,7 +302,7 @@ class SerialExecution:
     def take_back(self) -> None:
         self._arena.take_back()
 
-    def _ready(self, batch: int) -> tuple[Callable[[], None], ...]:
+    def _prepared(self, batch: int) -> tuple[Callable[[], None], ...]:
         """Halos written, and the spans as calls."""
         self._arena.prepare(batch)
         segments = self._program.serial_segments if batch > 1 else self._program.segments
