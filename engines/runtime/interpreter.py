@@ -19,7 +19,8 @@ from engines.runtime.host import evaluator
 from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
 Values = dict[str, Value]
-Step = Callable[[Values], None]
+Compute = Callable[[list[Value], Values], Sequence[Value]]      # given its inputs, and all values
+NOBODY = " "        # a name for outputs that the model does not have: no other value is called so
 
 
 class Runner:
@@ -28,35 +29,27 @@ class Runner:
     def __init__(self, region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> None:
         self.region = region
         self._constants = constants
-        self._steps = [self._step(instruction, segments) for instruction in region.instructions]
-        self._outputs = region.outputs
+        self._steps = [(one.inputs, self._compute(one, segments), tuple(name or NOBODY for name in one.outputs),
+                        one.drops) for one in region.instructions]
+        read = {*region.outputs, *(name for one in region.instructions for name in one.inputs)}
+        self._beginning: Values = {"": None, **{name: constants[name] for name in read if name in constants}}
         self.in_place = InPlace.of(region, segments, constants)
 
     def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]:
         """The outputs; around: values that the region reads without being given them, and others."""
-        values = {name: around[name] for name in self.region.captures if name in around}
+        values = self._beginning.copy()
+        for name in self.region.captures:
+            if name in around:
+                values[name] = around[name]
         values.update(zip(self.region.inputs, inputs, strict=True))
-        for step in self._steps:
-            step(values)
-        return [values[name] if name in values else self._constants[name] for name in self._outputs]
-
-    def _step(self, instruction: Instruction, segments: Sequence[Segment]) -> Step:
-        compute = self._compute(instruction, segments)
-        reads, makes, drops = instruction.inputs, instruction.outputs, instruction.drops
-        constants = {name: self._constants[name] for name in reads if name in self._constants}
-
-        def step(values: Values) -> None:
-            given = [values[name] if name in values else constants[name] if name else None for name in reads]
-            made = compute(given, values)
-            for name, value in zip(makes, made, strict=False):
-                values[name] = value
+        for reads, compute, makes, drops in self._steps:
+            made = compute([values[name] for name in reads], values)
+            values.update(zip(makes, made, strict=False))
             for name in drops:
                 values.pop(name, None)
+        return [values[name] for name in self.region.outputs]
 
-        return step
-
-    def _compute(self, instruction: Instruction,
-                 segments: Sequence[Segment]) -> Callable[[list[Value], Values], Sequence[Value]]:
+    def _compute(self, instruction: Instruction, segments: Sequence[Segment]) -> Compute:
         if not instruction.op:
             segment = segments[instruction.segment]
             return lambda given, values: segment(given)

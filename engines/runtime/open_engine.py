@@ -126,8 +126,8 @@ class OpenEngine(OfPlan):
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """As Engine.run, for any shapes that the model and the profiles allow."""
-        last = self._last
-        if last is not None and (again := last.rerun(feeds)) is not None:
+        again = self.rerun(feeds)
+        if again is not None:
             return again
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
         engine = self.for_feed(arrays)
@@ -137,6 +137,11 @@ class OpenEngine(OfPlan):
         with self._lock:
             self._last = last if engine is next(reversed(self._ready.values())) else None
         return made
+
+    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
+        """As Engine.rerun."""
+        last = self._last
+        return last.rerun(feeds) if last else None
 
     def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
         """A context for one owner thread at a time; it has memory for each of the shapes that it met."""

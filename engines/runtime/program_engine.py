@@ -70,6 +70,7 @@ class Segment:
         """watch: called with all that it is fed."""
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
         self._engines: dict[Signature, SegmentEngine] = {}
+        self._last: SegmentEngine | None = None         # that ran last, on whichever thread
         self._given: dict[Signature, Plan] = {}
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
@@ -83,8 +84,11 @@ class Segment:
         feed = dict(zip(self.part.inputs, given, strict=True))
         if self._watch:
             self._watch(self.part, feed)
-        engine = self._engine_for(feed)
-        made = engine.run(feed)
+        engine = self._last
+        made = engine.rerun(feed) if engine else None
+        if engine is None or made is None:
+            engine = self._last = self._engine_for(feed)
+            made = engine.run(feed)
         return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
 
     @contextmanager
@@ -179,15 +183,16 @@ class ProgramEngine(OfPlan):
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As Engine.run, for whatever shapes the model takes."""
-        given = {io.name: self._checked(io, feeds) for io in self.inputs}
+        given = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
         shapes = {name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)}
-        shapes |= {name: () for name in feeds if name not in given}
+        if not feeds.keys() <= given.keys():
+            shapes |= {name: () for name in feeds if name not in given}
         if shapes != self._fitting:
             self.check(shapes)
             self._fitting = shapes
         values = self._main.run([given[name] for name in self.part.main.inputs], {})
         return {io.name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
-                for io, value in zip(self.outputs, values, strict=True)}
+                for io, value in zip(self.plan.outputs, values, strict=True)}
 
     def _checked(self, io: IoTensor, feeds: Mapping[str, Any]) -> Any:
         if io.name not in feeds:

@@ -9,11 +9,14 @@ import numpy as np
 from engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
+FEW = 1024      # elements that NumPy finds sooner by itself
 
 
 def _non_zero(attrs: Attrs, x: Array) -> tuple[Array, ...]:
     if not x.ndim:
         return (np.zeros((0, int(x != 0)), np.int64),)
+    if x.size <= FEW:
+        return (np.array(x.nonzero()),)
     place = np.flatnonzero(np.asarray(x != 0))      # of truth it is much faster, and so it is along one axis
     found = np.empty((x.ndim, len(place)), np.int64)
     for axis in range(x.ndim - 1, 0, -1):
@@ -56,6 +59,8 @@ def _unique(attrs: Attrs, x: Array) -> tuple[Array, ...]:
 
 
 def _range(attrs: Attrs, start: Array, limit: Array, delta: Array) -> tuple[Array, ...]:
+    if start.dtype.kind == "i":
+        return (np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype),)
     count = max(int(np.ceil((limit - start) / delta)), 0)
     return ((start + np.arange(count) * delta).astype(start.dtype),)
 

@@ -1,0 +1,21 @@
+"""Programs that are run by hand."""
+import numpy as np
+
+from engines.ir.graph import Node
+from engines.ir.serialize import node_to_json
+from engines.plan.program import Instruction, Region
+from engines.runtime.interpreter import Runner
+
+
+def instruction(op, inputs, outputs, **attrs):
+    return Instruction(op, op, tuple(inputs), tuple(outputs), node=node_to_json(Node(op, inputs, outputs, attrs)))
+
+
+def test_an_output_that_the_model_does_not_have_is_no_absent_input_of_what_follows():
+    region = Region(("x",), ("z",), (
+        instruction("Unique", ("x",), ("y", "", "inverse", "")),
+        instruction("Slice", ("y", "starts", "ends", "", "steps"), ("z",))))
+    runner = Runner(region, [], {name: np.array([n]) for name, n in (("starts", 1), ("ends", 4), ("steps", 2))})
+    for _ in range(2):
+        z, = runner.run([np.array([5, 3, 5, 9, 7])], {})
+        assert z.tolist() == [5, 9]
