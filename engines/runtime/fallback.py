@@ -4,7 +4,8 @@ What lies in the arena is dequantised or widened first, and the results are stor
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -39,21 +40,27 @@ class FallbackStep:
     def run(self, array: Callable[[TensorView], Array], batch: int) -> None:
         """`array` gives the memory of a tensor. Raises PlanError: the node does not take these values, or gives others
         than the plan has room for."""
-        outputs = self._fallback.outputs
-        try:
-            inputs = [self._value(source, array) for source in self._fallback.inputs]
-            results = self._run_node(self._node, inputs, batch)
-            for view, result in zip(outputs, results, strict=True):
-                _store(array(view), np.asarray(result), view)
-        except Exception as error:      # an operator's own, for which the values are at fault, or the plan
-            raise PlanError(f"the reference cannot run {self._node.op} '{self._node.name or outputs[0].name}' on these "
-                            f"values ({type(error).__name__}: {error}); where it runs on no others either, build the "
-                            "plan again") from error
+        self.ready(array, batch)()
 
-    def _value(self, source: TensorView | str, array: Callable[[TensorView], Array]) -> Array | None:
-        if isinstance(source, TensorView):
-            return to_real(array(source), source.quant, source.dtype)
-        return self._constants[source] if source else None
+    def ready(self, array: Callable[[TensorView], Array], batch: int) -> Callable[[], None]:
+        """Such a run, as often as wanted: of tensors that stay where they are."""
+        sources = [(source, array(source)) if isinstance(source, TensorView) else
+                   (None, self._constants[source] if source else None) for source in self._fallback.inputs]
+        return partial(self._run, sources, [(view, array(view)) for view in self._fallback.outputs], batch)
+
+    def _run(self, sources: Sequence[tuple[TensorView | None, Array | None]],
+             targets: Sequence[tuple[TensorView, Array]], batch: int) -> None:
+        try:
+            inputs = [array if view is None or array is None else to_real(array, view.quant, view.dtype)
+                      for view, array in sources]
+            results = self._run_node(self._node, inputs, batch)
+            for (view, target), result in zip(targets, results, strict=True):
+                _store(target, np.asarray(result), view)
+        except Exception as error:      # an operator's own, for which the values are at fault, or the plan
+            name = self._node.name or self._fallback.outputs[0].name
+            raise PlanError(f"the reference cannot run {self._node.op} '{name}' on these values "
+                            f"({type(error).__name__}: {error}); where it runs on no others either, build the "
+                            "plan again") from error
 
 
 def _store(target: Array, result: Array, view: TensorView) -> None:

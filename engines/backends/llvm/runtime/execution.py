@@ -329,7 +329,7 @@ def calls_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) ->
     """A segment on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
     longer than that."""
     if segment.fallback is not None:
-        return (partial(segment.fallback.run, lambda view: arena.array(view, batch), batch),)
+        return (segment.fallback.ready(lambda view: arena.array(view, batch), batch),)
     tables, items = (arena.item_operands(batch), 1) if segment.by_item else ([arena.operands], batch)
     arguments = ((program.steps_address, table, segment.first, segment.last, items) for table in tables)
     return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
