@@ -4,8 +4,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +70,20 @@ class OfPlan:
     def metadata(self) -> Mapping[str, Any]:
         """What the build said of itself: the preprocessing of the calibration's pictures, ..."""
         return self.plan.metadata
+
+
+class Lent:
+    """A context of a pool, which gets it back when it is left."""
+    __slots__ = ("_context", "_pool")
+
+    def __init__(self, pool: deque[ExecutionContext], context: ExecutionContext) -> None:
+        self._pool, self._context = pool, context
+
+    def __enter__(self) -> ExecutionContext:
+        return self._context
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.append(self._context)
 
 
 class Engine(OfPlan):
@@ -188,14 +201,9 @@ class Engine(OfPlan):
             assert self._enlarged is not None
             return self._enlarged
 
-    @contextmanager
-    def lent(self) -> Iterator[ExecutionContext]:
+    def lent(self) -> Lent:
         """A context from the pool, or a new one if all are in use."""
-        context = self._taken()
-        try:
-            yield context
-        finally:
-            self._idle.append(context)
+        return Lent(self._idle, self._taken())
 
     def _taken(self) -> ExecutionContext:
         try:

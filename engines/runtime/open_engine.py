@@ -168,6 +168,11 @@ class OpenEngine(OfPlan):
         with self._lock:
             return [dict(zip(self._names, key, strict=True)) for key in self._ready]
 
+    def keeps(self, engine: Engine) -> bool:
+        """Whether it is a specialisation: nothing will come in its place."""
+        with self._lock:
+            return any(engine is one for one in self._ready.values())
+
     def check(self, shapes: Shapes) -> None:
         """Raises InputError: inputs of these shapes do not fit together, or the profiles."""
         self.extents(shapes)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engines.backends.device import Execution
+from engines.backends.device import ready
 from engines.errors import InputError
 from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
@@ -42,24 +42,17 @@ class SegmentMaker(Protocol):
 @dataclass(eq=False)
 class _Bound:
     """engines.runtime.iteration.Bound."""
-    execution: Execution
+    run: Callable[[], None]
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
     kept: Any = None
 
-    def run(self) -> None:
-        self.execution.run(1)
 
-
-@dataclass(eq=False, kw_only=True)
-class _WatchedBound(_Bound):
-    watch: Callable[[Mapping[str, Array]], None]
-    given: Mapping[str, Array]
-
-    def run(self) -> None:
-        self.watch({name: as_named(self.inputs.get(name, array), array.dtype.name)
-                    for name, array in self.given.items()})
-        super().run()
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """What a segment was bound to last, and the types and shapes that it was for."""
+    engine: Engine
+    kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class Segment:
@@ -71,6 +64,7 @@ class Segment:
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
         self._engines: dict[Signature, SegmentEngine] = {}
         self._last: SegmentEngine | None = None         # that ran last, on whichever thread
+        self._met: _Met | None = None                   # that was bound last, on whichever thread
         self._given: dict[Signature, Plan] = {}
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
         for plan in part.plans:
@@ -94,21 +88,37 @@ class Segment:
     @contextmanager
     def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
         """The segment with memory for what is given, which the inputs hold; lent to the caller."""
-        named = dict(zip(self.part.inputs, given, strict=True))
-        feed = {name: as_in_memory(array) for name, array in named.items()}
-        engine = self._engine_for(named)
-        if isinstance(engine, OpenEngine):
-            engine = engine.for_feed(feed)
+        feed = {name: as_in_memory(array) for name, array in zip(self.part.inputs, given, strict=True)}
+        engine = self._engine_at(given, feed)
         with engine.lent() as context:
             bound = self._bounds.get(context)
             if bound is None:
                 bound = self._bounds[context] = _Bound(
-                    context.execution, {io.name: context.input(io.name) for io in engine.inputs},
+                    ready(context.execution, 1), {io.name: context.input(io.name) for io in engine.inputs},
                     {io.name: as_named(context.output(io.name), io.dtype) for io in engine.outputs})
             for name, place in bound.inputs.items():
                 place[...] = feed[name]
-            yield bound if self._watch is None else _WatchedBound(
-                bound.execution, bound.inputs, bound.outputs, watch=partial(self._watch, self.part), given=named)
+            if self._watch:
+                named = dict(zip(self.part.inputs, given, strict=True))
+                bound = _Bound(partial(self._run_watched, self._watch, bound, named), bound.inputs, bound.outputs)
+            yield bound
+
+    def _run_watched(self, watch: Watch, bound: _Bound, given: Mapping[str, Array]) -> None:
+        watch(self.part, {name: as_named(bound.inputs.get(name, array), array.dtype.name)
+                          for name, array in given.items()})
+        bound.run()
+
+    def _engine_at(self, given: Sequence[Array], feed: Mapping[str, Array]) -> Engine:
+        """For the types and shapes of what it is fed, and the values that decide; feed: the same as it lies in
+        memory."""
+        kinds, met = [(array.dtype, array.shape) for array in given], self._met
+        if met and met.kinds == kinds:
+            return met.engine
+        found = self._engine_for(dict(zip(self.part.inputs, given, strict=True)))
+        engine = found.for_feed(feed) if isinstance(found, OpenEngine) else found
+        settled = engine is found or isinstance(found, OpenEngine) and not found.deciding and found.keeps(engine)
+        self._met = _Met(engine, kinds) if settled else None
+        return engine
 
     def _engine_for(self, feed: Mapping[str, Array]) -> SegmentEngine:
         """For the types of what it is fed."""

@@ -328,9 +328,11 @@ def test_a_segment_of_a_program_is_specialised_for_what_comes_a_second_time() ->
     for at, times in ((3, 1), (5, 2)):
         for _ in range(times):
             assert_right(engine, pairs_net(), rows(at, at + 1))
+    general = engine._general_version(engine._key({"rows": 3, "columns": 4}))
     assert begun.wait(60)
     engine.close()
     assert engine.specialised == [plan.extents, {"rows": 5, "columns": 6}]
+    assert engine.keeps(engine.at(engine.usual_shapes())) and not engine.keeps(general)
 
 
 ENDING = """

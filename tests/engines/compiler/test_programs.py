@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from calibration import Calibration
 from engines import build_engine, load_engine
@@ -70,6 +71,28 @@ def test_a_program_is_right_at_every_shape(case: str, tmp_path: Path) -> None:
     assert isinstance(engine, ProgramEngine)
     for feed in feeds:
         assert_right(engine, model, feed)
+
+
+def wide_sum() -> onnx.ModelProto:
+    """A Loop that adds x to a state of any width, as often as n says, and stacks it."""
+    body = helper.make_graph(
+        [node("Identity", "going", "goes_on"), node("Add", "sum x", "next"), node("Identity", "next", "row")], "body",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, []),
+         helper.make_tensor_value_info("going", TensorProto.BOOL, []),
+         helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["width"])],
+        [helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+         helper.make_tensor_value_info("next", TensorProto.FLOAT, ["width"]),
+         helper.make_tensor_value_info("row", TensorProto.FLOAT, ["width"])])
+    model = small_model([node("Loop", "n - x", "y rows", body=body)], {"x": ["width"]}, ["y", "rows"], {})
+    model.graph.input.append(helper.make_tensor_value_info("n", TensorProto.INT64, []))
+    return model
+
+
+def test_a_body_is_bound_to_the_shapes_that_came_before_or_to_others() -> None:
+    model = wide_sum()
+    engine = engine_of(built(model).plan, specialise="wait")
+    for seed, (width, steps) in enumerate(((7, 2), (7, 3), (4, 2), (7, 1), (4, 4), (4, 2))):
+        assert_right(engine, model, {"x": random(width, seed=seed), "n": np.array(steps)})
 
 
 def test_an_extent_declared_below_0_is_open() -> None:
