@@ -110,7 +110,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.codegen.row_formulas"),
     "engines.backends.cuda.kernels.recurrent": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
-    "engines.backends.cuda.kernels.matmul": ("engines.backends.cuda.kernels.elementwise",),
+    "engines.backends.cuda.kernels.matmul": (
+        "engines.backends.cuda.kernels.elementwise", "engines.codegen.row_formulas"),
     "engines.backends.cuda.kernels": (
         "engines.backends.cuda.kernels.contraction", "engines.backends.cuda.kernels.matmul",
         "engines.backends.cuda.kernels.nest", "engines.backends.cuda.kernels.recurrent",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from engines.codegen.ir_builder import Value
 from engines.codegen.words import Words
-from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, LOG, ROOTS, Lrn, Norm
+from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, ROOTS, Lrn, Norm, log_of_positive
 
 Body = Callable[[Any], Value]       # of a place in the row, of the backend's own kind
 
@@ -31,6 +31,11 @@ def share(peak: Value, total: Value) -> Value:
     return peak.f.select(seen(peak), 1 / total, total.like(0), "share")
 
 
+def taken_off(peak: Value) -> Value:
+    """What a row is lowered by: its peak, or 0 where there is nothing to see: -inf - -inf is no number."""
+    return peak.f.select(seen(peak), peak, peak.like(0), "top")
+
+
 def seen(peak: Value) -> Value:
     """Whether there is anything to see in a row."""
     return peak.compare("ogt", -math.inf)
@@ -40,15 +45,16 @@ def softmax(row: Row, words: Words, log: bool, keep: Callable[[Value, Any], Valu
             kept: Body | None = None) -> None:
     """keep: remembers an exponential on its way to the sum, and `kept` has it again; without, it is computed twice."""
     peak = row.reduce("max", row.x)
+    top = taken_off(peak)
 
     def exponential(at: Any) -> Value:
-        value: Value = EXP_OF_NEGATIVE(words, row.x(at) - peak)
+        value: Value = EXP_OF_NEGATIVE(words, row.x(at) - top)
         return value
 
     total = row.reduce("sum", exponential if keep is None else lambda at: keep(exponential(at), at))
     if log:
-        logarithm: Value = LOG(words, total)
-        row.store(lambda at: row.x(at) - peak - logarithm)
+        logarithm: Value = log_of_positive(words, total)
+        row.store(lambda at: row.x(at) - top - logarithm)
         return
     scale, again = share(peak, total), kept or exponential
     row.store(lambda at: again(at) * scale)
@@ -68,7 +74,7 @@ def norm(row: Row, words: Words, problem: Norm) -> None:
 
     total = row.reduce("sum", square)
     if kind == "l2":
-        scale = 1 / words.max(words.unary("sqrt", total), problem.epsilon)
+        scale = 1 / words.max(total.like(problem.epsilon), words.unary("sqrt", total))
     else:
         scale = 1 / words.unary("sqrt", total * part + problem.epsilon)
     row.store(lambda at: centred(at) * scale)
@@ -80,5 +86,5 @@ def response(words: Words, lrn: Lrn, x: Callable[[], Value], total: Value) -> Va
     if lrn.beta in ROOTS:
         power: Value = ROOTS[lrn.beta](base, lambda value: words.unary("sqrt", value))
         return x() / power
-    result: Value = x() * EXP(words, LOG(words, base) * -lrn.beta)
+    result: Value = x() * EXP(words, log_of_positive(words, base) * -lrn.beta)
     return result

@@ -116,9 +116,9 @@ class AffineWriter:
         if total is None:
             total = self._constant(value.offset)
         if np.any(value.low > -_INF):
-            total = add("max", total, self._constant(value.low))
+            total = add("max", self._constant(value.low), total)       # in this order NaN stays what it is
         if np.any(value.high < _INF):
-            total = add("min", total, self._constant(value.high))
+            total = add("min", self._constant(value.high), total)
         return total
 
     def _factor(self, scale: Floats | Affine) -> Ref:

@@ -105,11 +105,13 @@ def _extreme(op: str) -> Writer:
     def write(w: AffineWriter, node: Node, *arguments: Affine) -> Affine:
         result = arguments[0]
         for other in arguments[1:]:
-            if other.constant and not result.constant:
-                bound = other.offset
-                result = result.clip(bound, np.inf) if op == "max" else result.clip(-np.inf, bound)
+            x, bound = (other, result) if result.constant else (result, other)
+            if not bound.constant:
+                result = w.apply(op if w.coarse else f"{op}_or_nan", x, bound)
+            elif op == "max":
+                result = x.clip(bound.offset, np.inf)
             else:
-                result = w.apply(op, result, other)
+                result = x.clip(-np.inf, bound.offset)
         return result
     return write
 

@@ -21,7 +21,7 @@ Test = Any          # a machine's answers of yes and no
 class Machine(Protocol):
     """What a program runs on: beside the operators of its vectors, it has these, of which b and c may be numbers."""
     def fma(self, a: Floats, b: Any, c: Any) -> Floats: ...         # a * b + c, rounded once
-    def max(self, a: Floats, b: Any) -> Floats: ...                 # a where a > b, else b: also for NaN and -0
+    def max(self, a: Floats, b: Any) -> Floats: ...                 # a where a > b, else b: b beside NaN, and of zeros
     def min(self, a: Floats, b: Any) -> Floats: ...                 # a where a < b, else b
     def unary(self, word: str, x: Floats) -> Floats: ...            # word: sqrt, fabs, floor, ceil, rint
     def compare(self, a: Any, order: str, b: Any) -> Test: ...      # olt, ole, ogt, oge, oeq of floats; ne of integers
@@ -40,6 +40,15 @@ Function = Callable[..., Any]       # of a machine and its vectors
 def fma(a: Any, b: Any, c: Any) -> Any:
     """a * b + c in NumPy, rounded once to float32: the product of two float32 is exact in float64."""
     return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+
+
+def _at_least(machine: Machine, x: Floats, low: float) -> Floats:
+    """The greater; of NaN it is NaN."""
+    return machine.max(machine.like(x, low), x)
+
+
+def _at_most(machine: Machine, x: Floats, high: float) -> Floats:
+    return machine.min(machine.like(x, high), x)
 
 
 def _polynomial(machine: Machine, x: Floats, coefficients: Sequence[float]) -> Floats:
@@ -62,11 +71,11 @@ _INTEGERS = 1.5 * 2 ** 23 + 127
 
 
 def _exp(machine: Machine, x: Floats) -> Floats:
-    return _normal_exp(machine, machine.min(machine.max(x, -87.3), 88.0))
+    return _normal_exp(machine, _at_most(machine, _at_least(machine, x, -87.3), 88.0))
 
 
 def _exp_of_negative(machine: Machine, x: Floats) -> Floats:
-    return _normal_exp(machine, machine.max(x, -87.3))
+    return _normal_exp(machine, _at_least(machine, x, -87.3))
 
 
 def _normal_exp(machine: Machine, x: Floats) -> Floats:
@@ -82,7 +91,7 @@ def _normal_exp(machine: Machine, x: Floats) -> Floats:
 def _any_exp(machine: Machine, x: Floats) -> Floats:
     """e**x = (e**(x / 2))**2: infinity above 88.72, 0 far below; error below 4e-7."""
     half = _exp(machine, x * 0.5)
-    return machine.select(machine.compare(x, "oeq", x), half * half, x)
+    return half * half
 
 
 def _sigmoid(machine: Machine, x: Floats) -> Floats:
@@ -98,7 +107,7 @@ _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.8
 
 
 def _tanh(machine: Machine, x: Floats) -> Floats:
-    x = machine.min(machine.max(x, -_TANH_LIMIT), _TANH_LIMIT)
+    x = _at_most(machine, _at_least(machine, x, -_TANH_LIMIT), _TANH_LIMIT)
     square = x * x
     p, q = (machine.fma(square, *coefficients[:2]) for coefficients in (_TANH_P, _TANH_Q))
     p, q = _continued(machine, square, p, _TANH_P[2:]), _continued(machine, square, q, _TANH_Q[2:])
@@ -111,7 +120,7 @@ _ERF = (0.0000430638, 0.0002765672, 0.0001520143, 0.0092705272, 0.0422820123, 0.
 
 
 def _erf(machine: Machine, x: Floats) -> Floats:
-    a = machine.min(machine.unary("fabs", x), 4.0)
+    a = _at_most(machine, machine.unary("fabs", x), 4.0)
     p = _polynomial(machine, a, _ERF)
     for _ in range(4):
         p = p * p
@@ -218,11 +227,10 @@ _ATAN = (2.849888987839222e-3, -1.6068626195192337e-2, 4.2691513895988464e-2, -7
 def _atan(machine: Machine, x: Floats) -> Floats:
     """Relative error below 3e-7."""
     size = machine.unary("fabs", x)
-    t = machine.min(size, 1.0) / machine.max(size, 1.0)
+    t = _at_most(machine, size, 1.0) / _at_least(machine, size, 1.0)
     y = t * _polynomial(machine, t * t, _ATAN)
     y = machine.select(machine.compare(size, "ogt", 1), math.pi / 2 - y, y)
-    y = machine.select(machine.compare(x, "olt", 0), y * -1, y)
-    return machine.select(machine.compare(x, "oeq", x), y, x)
+    return machine.select(machine.compare(x, "olt", 0), y * -1, y)
 
 
 # asin s = s + s z p(z), z = s**2, for s in [0, 1/2]; Cephes' asinf. Beyond, pi / 2 - 2 asin(sqrt((1 - x) / 2)).

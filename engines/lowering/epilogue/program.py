@@ -134,6 +134,15 @@ def _truth(order: str) -> Function:
     return lambda machine, a, b: machine.select(machine.compare(a, order, b), machine.like(a, 1), machine.like(a, 0))
 
 
+def _or_nan(word: str) -> Function:
+    """The extreme of two; NaN where either is."""
+    def extreme(machine: Machine, a: V, b: V) -> V:
+        found = getattr(machine, word)(a, b)        # b beside NaN
+        result: V = machine.select(machine.compare(a, "oeq", a), found, a)
+        return result
+    return extreme
+
+
 def _unary(word: str) -> Function:
     return lambda machine, x: machine.unary(word, x)
 
@@ -146,6 +155,8 @@ INSTRUCTIONS: dict[str, Function] = {
     "fma": lambda machine, a, b, c: machine.fma(a, b, c),
     "max": lambda machine, a, b: machine.max(a, b),
     "min": lambda machine, a, b: machine.min(a, b),
+    "max_or_nan": _or_nan("max"),
+    "min_or_nan": _or_nan("min"),
     "less": _truth("olt"),
     "less_or_equal": _truth("ole"),
     "equal": _truth("oeq"),
@@ -169,6 +180,11 @@ _ORDERS: dict[str, np.ufunc] = {
     "ne": np.not_equal}
 
 
+def _rounded(x: Floats) -> NDArray[np.int32]:
+    with np.errstate(invalid="ignore"):     # any integer of NaN
+        return np.rint(x).astype(np.int32)
+
+
 class _NumPy:
     """The machine of arrays."""
     fma = staticmethod(lambda a, b, c: fma(a, np.float32(b), np.float32(c)))
@@ -182,7 +198,7 @@ class _NumPy:
     bits = staticmethod(lambda x: x.view(np.int32))
     from_bits = staticmethod(lambda bits: bits.view(np.float32))
     to_float = staticmethod(lambda ints: ints.astype(np.float32))
-    round = staticmethod(lambda x: np.rint(x).astype(np.int32))
+    round = staticmethod(_rounded)
     narrowed = staticmethod(lambda dtype, x: load_meaning(dtype, store_meaning(dtype, x)))
 
 

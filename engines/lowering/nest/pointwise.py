@@ -109,10 +109,15 @@ def _clip(node: Node, x: Term) -> Term:
                 raise NotImplementedError("its bounds are those of channels")
             continue
         if x.kind in FLOATING:
-            x = x.binary(op, float(bound))
+            x = _bounded(x, op, float(bound))
         elif math.isfinite(bound):
-            x = x.binary(op, int(bound))
+            x = _bounded(x, op, int(bound))
     return x
+
+
+def _bounded(x: Term, op: str, bound: float) -> Term:
+    """op: max or min, in the order in which NaN stays what it is."""
+    return x.like(bound).binary(op, x)
 
 
 def _is_infinite(node: Node, x: Term) -> Term:
@@ -141,13 +146,13 @@ def _zero(x: Term) -> float:
 
 
 def _elu(x: Term, node: Node, alpha: float, gamma: float = 1.0) -> Term:
-    negative = (EXP(node, x.at_most(0.0)) - 1.0) * (alpha * gamma)
+    negative = (EXP(node, _bounded(x, "min", 0.0)) - 1.0) * (alpha * gamma)
     return _where(x, x > 0.0, x * gamma, negative)
 
 
 def _softplus(node: Node, x: Term) -> Term:
     """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
-    return x.at_least(0.0) + LOG(node, EXP(node, -x.unary("abs")) + 1.0)
+    return _bounded(x, "max", 0.0) + LOG(node, EXP(node, -x.unary("abs")) + 1.0)
 
 
 def _gelu(node: Node, x: Term) -> Term:
@@ -162,10 +167,16 @@ def _shrink(node: Node, x: Term) -> Term:
     return _where(x, x < -lambd, x + bias, _where(x, x > lambd, x - bias, 0.0))
 
 
+def _step(x: Term) -> Term:
+    """From 0 to 1."""
+    return _bounded(_bounded(x, "max", 0.0), "min", 1.0)
+
+
 def _extreme(op: str) -> Formula:
     def write(node: Node, first: Term, *others: Term) -> Term:
         for other in others:
-            first = first.binary(op, other)
+            found = first.binary(op, other)     # `other` beside NaN
+            first = first.writer.where(first.equals(first), found, first) if first.kind in FLOATING else found
         return first
     return write
 
@@ -195,16 +206,15 @@ FORMULAS: Mapping[str, Formula] = {
     "Exp": EXP, "Log": LOG, "Tanh": TANH, "Sigmoid": SIGMOID, "Erf": ERF,
     **{name.capitalize(): _function(name, fast=True) for name in ("sin", "cos", "asin", "acos", "atan")},
     **{name.capitalize(): _function(name) for name in ("tan", "sinh", "cosh", "asinh", "acosh", "atanh")},
-    "Relu": lambda node, x: x.at_least(_zero(x)),
+    "Relu": lambda node, x: _bounded(x, "max", _zero(x)),
     "LeakyRelu": lambda node, x: _leaky(x, node.attrs.get("alpha", 0.01)),
     "PRelu": lambda node, x, slope: _leaky(x, slope),
     "Elu": lambda node, x: _elu(x, node, node.attrs.get("alpha", 1.0)),
     "Celu": lambda node, x: _elu(x * (1 / node.attrs.get("alpha", 1.0)), node, 1.0, node.attrs.get("alpha", 1.0)),
     "Selu": lambda node, x: _elu(x, node, node.attrs.get("alpha", 1.67326319217681884765625),
                                  node.attrs.get("gamma", 1.05070102214813232421875)),
-    "HardSigmoid": lambda node, x: (x * node.attrs.get("alpha", 0.2) + node.attrs.get("beta", 0.5)).at_least(
-        0.0).at_most(1.0),
-    "HardSwish": lambda node, x: x * (x * (1 / 6) + 0.5).at_least(0.0).at_most(1.0),
+    "HardSigmoid": lambda node, x: _step(x * node.attrs.get("alpha", 0.2) + node.attrs.get("beta", 0.5)),
+    "HardSwish": lambda node, x: x * _step(x * (1 / 6) + 0.5),
     "Swish": lambda node, x: x * SIGMOID(node, x),
     "Softplus": _softplus, "Mish": lambda node, x: x * TANH(node, _softplus(node, x)), "Gelu": _gelu,
     "Softsign": lambda node, x: x / (x.unary("abs") + 1.0),

@@ -161,6 +161,7 @@ class Term:
         return self.binary("ne", other, "i1")
 
     def at_least(self, other: Term | Number) -> Term:
+        """The greater; `other` beside NaN."""
         return self.binary("max", other)
 
     def at_most(self, other: Term | Number) -> Term:

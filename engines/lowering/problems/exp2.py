@@ -2,9 +2,9 @@
 
     2**x = 2**n * 2**f      n = round(x), |f| <= 1/2; 2**f by a polynomial, n added to the exponent's bits
 
-Below 2**-126 it is 0 or nearly so. The coefficients are minimax in the relative error, fitted by Lawson's algorithm
-with p(0) = 1. Few of them do where the result is stored in few bits: a bfloat16 has 2**-9, a byte 2**-9 of its largest
-value.
+Below 2**-126 it is 0 or nearly so; of NaN it is NaN, and nearly 0 where it becomes a byte. The coefficients are minimax
+in the relative error, fitted by Lawson's algorithm with p(0) = 1. Few of them do where the result is stored in few
+bits: a bfloat16 has 2**-9, a byte 2**-9 of its largest value.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COEFFICIENTS = {"float32": (1.0, *_FINE), "bfloat16": (1.0, *_COARSE),
 
 def exp2(machine: Machine, x: Any, dtype: str) -> Any:
     """2**x, or 255 times that, as fine as `dtype` stores it."""
-    x = machine.max(x, LOWEST)
+    x = machine.max(x, LOWEST) if dtype == "uint8" else machine.max(machine.like(x, LOWEST), x)
     n = machine.round(x)
     f = x - machine.to_float(n)
     *lower, last = COEFFICIENTS[dtype]

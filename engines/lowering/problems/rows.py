@@ -40,7 +40,7 @@ from engines.lowering.problems.view import View
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 WIDEST_LRN = 64         # channels of a window of local response normalisation
-EXP, LOG = INSTRUCTIONS["exp_of_moderate"], INSTRUCTIONS["log_of_positive"]
+EXP = INSTRUCTIONS["exp_of_moderate"]
 EXP_OF_NEGATIVE = INSTRUCTIONS["exp_of_negative"]
 ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
     0.5: lambda t, root: root(t),
@@ -93,7 +93,7 @@ class Softmax(RowProblem):
         shifted = less_peak(x, peak)
         exponentials = np.asarray(EXP_OF_NEGATIVE(NUMPY, shifted), np.float32)
         total = reduced_rows("sum", exponentials)
-        result = shifted - LOG(NUMPY, total) if self.log else exponentials * share_of(peak, total)
+        result = shifted - log_of_positive(NUMPY, total) if self.log else exponentials * share_of(peak, total)
         return np.asarray(result, np.float32)
 
 
@@ -133,7 +133,7 @@ class Lrn(RowProblem):
         base = total * np.float32(self.alpha / self.size) + np.float32(self.bias)
         if self.beta in ROOTS:
             return np.asarray(x / ROOTS[self.beta](base, np.sqrt), np.float32)
-        return np.asarray(x * EXP(NUMPY, LOG(NUMPY, base) * np.float32(-self.beta)), np.float32)
+        return np.asarray(x * EXP(NUMPY, log_of_positive(NUMPY, base) * np.float32(-self.beta)), np.float32)
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,11 @@ class Extreme(Reduce):
         return np.full((len(x), 1), extreme, np.float32)
 
 
+def log_of_positive(machine: Any, x: Any) -> Any:
+    """Of NaN it is NaN."""
+    return machine.select(machine.compare(x, "oeq", x), INSTRUCTIONS["log_of_positive"](machine, x), x)
+
+
 def reduced_rows(kind: str, x: Floats) -> Floats:
     """The sum, max or min of [..., width]: [..., 1]."""
     combine: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
@@ -176,9 +181,9 @@ def reduced_rows(kind: str, x: Floats) -> Floats:
 
 def share_of(peak: Floats, total: Floats) -> Floats:
     """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
-    return np.where(peak > -np.inf, np.float32(1) / np.where(total == 0, np.float32(1), total), np.float32(0))
+    return np.where(peak == -np.inf, np.float32(0), np.float32(1) / np.where(total == 0, np.float32(1), total))
 
 
 def less_peak(x: Floats, peak: Floats) -> Floats:
     """x - peak; where the peak is minus infinity, x, for `share_of` will make it zeros."""
-    return x - np.where(peak > -np.inf, peak, np.float32(0))
+    return x - np.where(peak == -np.inf, np.float32(0), peak)

@@ -25,6 +25,7 @@ from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
 from engines.backends.cuda.kernels.matmul.query_tiles import QueryTile, suits, tiles_of
 from engines.codegen.ir_builder import Function, Value
+from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
@@ -114,18 +115,18 @@ class _Query:
         scores = self._scores()
         peak = self._reduced(self.gpu.max, [self._of_lane(t, problem.keys, x, -math.inf)
                                                      for t, x in scores.items()])
-        powers = {t: self._power(x - peak) for t, x in scores.items()}
+        top = taken_off(peak)
+        powers = {t: self._power(x - top) for t, x in scores.items()}
         total = self._reduced(lambda a, b: a + b, [self._of_lane(t, problem.keys, p, 0.0) for t, p in powers.items()])
         for t, p in powers.items():
             with f.when((self.lane + t).below(problem.keys)):
                 stored = self.gpu.round(p) if self.integers else self.gpu.bits(p)
                 f.store(stored, self.p_at + (self.lane + t) * 4, 4)
         barrier(f)
-        seen = peak.compare("ogt", -math.inf)
-        share = f.select(seen, 1 / total, total.like(0), "share")
-        means = {e: (self.gpu.to_float(m) if self.integers else m) * share for e, m in self._mixed().items()}
+        part = share(peak, total)
+        means = {e: (self.gpu.to_float(m) if self.integers else m) * part for e, m in self._mixed().items()}
         if self.integers and problem.mask:
-            nothing = f.select(seen, peak.like(0), self.zeros[2] - float(MIDDLE), "nothing")
+            nothing = f.select(seen(peak), peak.like(0), self.zeros[2] - float(MIDDLE), "nothing")
             means = {e: mean + nothing for e, mean in means.items()}
         for e, mean in means.items():
             column = self.lane + e

@@ -31,6 +31,7 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
 )
 from engines.codegen.ir_builder import Function, Value
+from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
 from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
@@ -93,23 +94,23 @@ class QueryTile:
             for (row, _), x in self._scores(turn).items():
                 peaks[row] = gpu.max(peaks[row], x)
         peaks = {row: self._together(gpu.max, peak) for row, peak in peaks.items()}
+        tops = {row: taken_off(peak) for row, peak in peaks.items()}
         zero = f.constant(0, I32 if self.integers else FLOAT)
         columns = -(-problem.v.shape[-1] // TILE) * (TILE // COUTS)
         acc = {(column, e): zero for column in range(columns) for e in range(4)}
         totals = dict.fromkeys((0, 1), f.constant(0, FLOAT))
         for turn in f.loop("again", self.turns, acc=acc, total=totals):
-            powers = {at: self._power(x, peaks[at[0]], x.f) for at, x in self._scores(turn).items()}
+            powers = {at: self._power(x, tops[at[0]], x.f) for at, x in self._scores(turn).items()}
             for (row, _), p in powers.items():
                 totals[row] = totals[row] + p
             self._mix(acc, powers, turn)
         totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
         for row, query in enumerate(self.queries):
-            seen = peaks[row].compare("ogt", -math.inf)
-            share = f.select(seen, 1 / totals[row], totals[row].like(0), "share")
+            part, there_is = share(peaks[row], totals[row]), seen(peaks[row])
             with f.when(there & query.below(problem.queries)):
                 for column in range(columns):
                     for e in (0, 1):
-                        self._store(row, column * COUTS + e, acc[column, 2 * row + e], share, seen)
+                        self._store(row, column * COUTS + e, acc[column, 2 * row + e], part, there_is)
 
     def _row(self, query: Value) -> Value:
         return self.head * self.problem.queries + query.at_most(self.problem.queries - 1)
@@ -184,7 +185,7 @@ class QueryTile:
         power = self.gpu.unary("rint", power) if self.integers else power
         if self.problem.keys % self.keys_at_once == 0:
             return power
-        return f.select(x.compare("ogt", -math.inf), power, power.like(0), "power")     # 0 of a key that is not there
+        return f.select(x.compare("oeq", -math.inf), power.like(0), power, "power")     # 0 of a key that is not there
 
     # ---- p * v
     def _mix(self, acc: dict[tuple[int, int], Value], powers: dict[tuple[int, int], Value], turn: Value) -> None:
@@ -211,12 +212,12 @@ class QueryTile:
             value = combine(value, across(value, distance))
         return value
 
-    def _store(self, row: int, first: int, total: Value, share: Value, seen: Value) -> None:
+    def _store(self, row: int, first: int, total: Value, part: Value, there_is: Value) -> None:
         problem, f, view = self.problem, self.f, self.problem.y
         column = self.lanes.t * 2 + first
-        mean = (self.gpu.to_float(total) if self.integers else total) * share
+        mean = (self.gpu.to_float(total) if self.integers else total) * part
         if self.integers and problem.mask:
-            mean = mean + f.select(seen, mean.like(0), self.v_zero - float(MIDDLE), "nothing")
+            mean = mean + f.select(there_is, mean.like(0), self.v_zero - float(MIDDLE), "nothing")
         with f.when(column.below(view.shape[-1])):
             numbers = load_constants(f, self.constants, column, 1, problem.program.constants, view.shape[-1])
             results = run_program(self.gpu, problem.program, [mean], [], numbers)

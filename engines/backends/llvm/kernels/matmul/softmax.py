@@ -19,7 +19,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
 from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import share
+from engines.codegen.row_formulas import share, taken_off
 from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
@@ -52,7 +52,7 @@ class Softmax:
         f, isa = x.f, self.isa
         for row in f.loop("weighed row", rows):
             here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
-            peak = f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes)
+            peak = taken_off(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
             total = (self._integers if self.exact else self._floats)(here, there, peak)
             f.store(total, totals + row * isa.bytes, isa.bytes)
 
