@@ -128,7 +128,7 @@ class _Build:
     def built(self) -> EngineBuild:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
-        source = read_model(self.model).with_constants(builder.config.constants)
+        source = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
                        self.say, self._of_graph, self._watched())
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name

@@ -133,6 +133,8 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     source = read_model(model).with_constants(config.constants)
     types = open_types(source.name, source.declared(), config.shapes, config.max_batch is not None)
     alone = without_batch(types)
+    if config.ragged:                   # what leads the other inputs counts items, but no input holds them one by one
+        types = alone
     tries: list[tuple[Mapping[str, TensorType], int | None]] = [(types, None)]
     if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.batch_is_asked_for:
         # Without a batch before less likely extents: for 1, say, it seems to be open where it is flattened with them.

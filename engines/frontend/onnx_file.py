@@ -17,7 +17,7 @@ import onnx
 from onnx import helper, inliner, numpy_helper
 
 from engines.errors import ModelError, PlanCorruptError
-from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of
+from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_size
 from engines.frontend.names import check_branches, check_names, graphs_in
 from engines.frontend.opsets import check_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
@@ -55,6 +55,24 @@ class OnnxModel:
     def with_constants(self, constants: Mapping[str, Value]) -> OnnxModel:
         """The model with these values in place of inputs. Raises ModelError: no such input, or another type."""
         return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
+
+    def with_ragged(self, names: Sequence[str]) -> OnnxModel:
+        """The model where these inputs, each of one open extent, have no name for it that others have, too: they hold
+        what several items have, one behind the other. Raises ModelError: they are not such inputs."""
+        if not names:
+            return self
+        declared = self.declared()
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.proto)
+        values = {value.name: value for value in proto.graph.input}
+        for name in names:
+            if name not in declared:
+                raise ModelError(f"{self.name} has no input '{name}'; its inputs are {', '.join(declared)}")
+            if len(declared[name].extents or ()) != 1 or is_size((declared[name].extents or (0,))[0]):
+                raise ModelError(f"{self.name}: the ragged input '{name}' is {declared[name]}, and must be of one open "
+                                 "extent, as [n]: what its items have, one behind the other")
+            values[name].type.tensor_type.shape.dim[0].Clear()
+        return self.with_proto(proto)
 
     def with_inputs(self, types: Mapping[str, TensorType]) -> OnnxModel:
         """The model with inputs of these element types, of any extents."""

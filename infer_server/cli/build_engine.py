@@ -103,7 +103,7 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         keep_float=tuple(options.keep_float or ()),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
-        profiles=_profiles(options))
+        profiles=_profiles(options), ragged=tuple(options.ragged or ()))
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
@@ -231,6 +231,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-first", action="store_true",
                         help="the leading extent of every input is the batch, if it is open; needed where the model "
                              "does not give it one name")
+    parser.add_argument("--ragged", action="append", metavar="NAME",
+                        help="an input of one open extent that holds what several requests have, one behind the "
+                             "other (allow_ragged_batch of a config.pbtxt); no extent of the model is the batch then")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
                         help="an input that has this value in every run (a number, or a list of numbers), and is none "
                              "of the engine's: what decides which branch is taken, say")

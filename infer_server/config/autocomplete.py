@@ -12,6 +12,7 @@ from typing import Any
 from infer_server.backend import Engine, Tensor
 from infer_server.config.kinds import complete_names
 from infer_server.config.pbtxt import nearest
+from infer_server.config.ragged import Ragged, check_ragged, model_dims, ragged_of
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, FROM_ENGINE
@@ -32,39 +33,53 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     complete_names(completed)
     completed.default_model_filename = completed.default_model_filename or filename
 
-    _complete_max_batch_size(completed, engine)
-    axes = _Axes(engine.max_batch > 0, completed.max_batch_size > 0)
+    ragged = ragged_of(completed)
+    _complete_max_batch_size(completed, engine, ragged)
+    implied = completed.max_batch_size > 0
+    axes = _Axes(engine.max_batch > 0 or bool(ragged and implied), implied, _flat(ragged))
     sequences = sequences_of(completed)
-    added, kept = (sequences.added, set(sequences.kept)) if sequences else (set(), set())
+    added, kept = (frozenset(sequences.added), set(sequences.kept)) if sequences else (frozenset[str](), set[str]())
     for kind, names, tensors in (("input", added, engine.inputs), ("output", kept, engine.outputs)):
         if missing := names - {tensor.name for tensor in tensors}:
             raise ModelConfigError(f"sequence_batching: the model has no {kind} '{min(missing)}', but "
                                    f"{', '.join(tensor.name for tensor in tensors)}")
+    if ragged:
+        added = _made_inputs(ragged, engine)
     _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes)
     given = {spec.name for spec in completed.output}
     _complete_tensors("output", completed.output,
                       [each for each in engine.outputs if each.name not in kept - given], axes)
+    if ragged:
+        check_ragged(ragged, completed)
+    _complete_batching(completed, engine.dependence if not ragged else "")
+    _complete_instances(completed, instances)
+    if not completed.version_policy.WhichOneof("policy_choice"):
+        completed.version_policy.latest.num_versions = 1
+    return completed
 
-    if engine.dependence:
+
+def _complete_batching(completed: model_config.ModelConfig, dependence: str) -> None:
+    """dependence: why requests must not share a batch; "": they may."""
+    if dependence:
         # As in Triton without dynamic_batching: every request is a batch of its own.
         if completed.HasField("dynamic_batching") and completed.max_batch_size:
             raise ModelConfigError("dynamic_batching: requests cannot share a batch, for the items of this model's "
-                                   f"batch depend on each other: {engine.dependence}; remove it")
+                                   f"batch depend on each other: {dependence}; remove it")
     elif completed.max_batch_size > 1 and not completed.HasField("sequence_batching"):
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
+
+
+def _complete_instances(completed: model_config.ModelConfig, instances: int) -> None:
     for group in completed.instance_group:      # as they are served
         group.kind = model_config.ModelInstanceGroup.KIND_CPU
         group.ClearField("gpus")
     if not completed.instance_group:
-        completed.instance_group.add(name=name, kind=model_config.ModelInstanceGroup.KIND_CPU)
+        completed.instance_group.add(name=completed.name, kind=model_config.ModelInstanceGroup.KIND_CPU)
     if completed.dynamic_batching.preserve_ordering:
         instances = 1
     for group in completed.instance_group:
         group.count = group.count or instances
-    if not completed.version_policy.WhichOneof("policy_choice"):
-        completed.version_policy.latest.num_versions = 1
-    return completed
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,7 @@ class _Axes:
     """Where the batch is: in the engine's tensors, and implied in those of the configuration."""
     engine: bool
     implied: bool
+    flat: frozenset[str] = frozenset()      # tensors that have it nowhere: requests lie one behind the other
 
     def dims(self, kind: str, tensor: Tensor) -> list[int]:
         """The extents of an engine's tensor, as a configuration has them."""
@@ -83,9 +99,33 @@ class _Axes:
         return [extent if isinstance(extent, int) else -1 for extent in extents]
 
 
-def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine) -> None:
+def _flat(ragged: Ragged | None) -> frozenset[str]:
+    return ragged.inputs | frozenset(ragged.scattered) if ragged else frozenset()
+
+
+def _made_inputs(ragged: Ragged, engine: Engine) -> frozenset[str]:
+    """The inputs of the engine that are made of the requests' shapes. Raises ModelConfigError: it has no such."""
+    tensors = {tensor.name: tensor for tensor in engine.inputs}
+    for made in ragged.made:
+        for name in made.names:
+            if name not in tensors:
+                raise ModelConfigError(f"batch_input: target_name '{name}': the model has the inputs "
+                                       f"{', '.join(tensors)}.{nearest(name, tensors)}")
+            if (expected := _datatype("input", tensors[name])) != made.datatype.config:
+                raise ModelConfigError(f"batch_input '{name}': data_type is TYPE_{made.datatype.name}, but the model's "
+                                       f"is {_type_name(expected)}")
+    return ragged.names
+
+
+def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine, ragged: Ragged | None) -> None:
     """0 is given or found in dims that are whole shapes; the batch is then an axis as any other."""
     asked = completed.max_batch_size
+    if ragged:
+        if engine.max_batch:
+            raise ModelConfigError("allow_ragged_batch: the plan was built with a batch of its own; rebuild it with "
+                                   f"{' '.join(f'--ragged {name}' for name in sorted(ragged.inputs))}")
+        completed.max_batch_size = asked        # 0 is said, too
+        return
     if asked > engine.max_batch:
         built_for = f"a batch of {engine.max_batch} at most" if engine.max_batch else "no batch axis"
         raise ModelConfigError(f"max_batch_size: {asked} asked for, but the engine was built for {built_for}; "
@@ -98,12 +138,7 @@ def _are_whole(completed: model_config.ModelConfig, engine: Engine) -> bool:
     """Whether dims have as many extents as the model's tensors, the batch among them."""
     ranks = {tensor.name: len(tensor.shape) for tensor in (*engine.inputs, *engine.outputs)}
     specs: list[Any] = [*completed.input, *completed.output]
-    return any(_model_dims(spec) and len(_model_dims(spec)) == ranks.get(spec.name) for spec in specs)
-
-
-def _model_dims(spec: Any) -> list[int]:
-    """The extents that a configuration says the model has."""
-    return list(spec.reshape.shape if spec.HasField("reshape") else spec.dims)
+    return any(model_dims(spec) and len(model_dims(spec)) == ranks.get(spec.name) for spec in specs)
 
 
 def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes) -> None:
@@ -114,20 +149,34 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _A
         if tensor is None:
             raise ModelConfigError(f"{kind} '{spec.name}': the model has {', '.join(declared)}."
                                    f"{nearest(spec.name, declared)}")
-        expected, dims = _datatype(kind, tensor), axes.dims(kind, tensor)
+        expected = _datatype(kind, tensor)
         if spec.data_type != expected:
             raise ModelConfigError(f"{kind} '{spec.name}': data_type is {_type_name(spec.data_type)}, "
                                    f"but the model's is {_type_name(expected)}")
+        if spec.name in axes.flat:
+            _check_flat(kind, spec, tensor)
+            continue
+        dims = axes.dims(kind, tensor)
         if not spec.dims and not spec.HasField("reshape"):
             spec.dims.extend(dims)
         # -1 on either side leaves an extent open; the engine has the last word when it is executed.
-        asked = _model_dims(spec)
+        asked = model_dims(spec)
         if len(asked) != len(dims) or not all(a == b or -1 in (a, b) for a, b in zip(asked, dims, strict=True)):
             raise ModelConfigError(_wrong_dims(kind, spec, asked, dims, axes))
     present = {spec.name for spec in given}
     for tensor in tensors:
         if tensor.name not in present:
             given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=axes.dims(kind, tensor))
+
+
+def _check_flat(kind: str, spec: Any, tensor: Tensor) -> None:
+    """dims of what is ragged are the requests', and the model need not have them."""
+    if kind == "input" and (len(tensor.shape) != 1 or isinstance(tensor.shape[0], int)):
+        raise ModelConfigError(f"input '{spec.name}': allow_ragged_batch, but the model's is of shape "
+                               f"{list(tensor.shape)}; export it to take [-1], what all requests have one behind the "
+                               "other, or remove allow_ragged_batch")
+    if not spec.dims and not spec.HasField("reshape"):
+        spec.dims.append(-1)
 
 
 def _wrong_dims(kind: str, spec: Any, asked: list[int], dims: list[int], axes: _Axes) -> str:

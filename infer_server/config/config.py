@@ -14,6 +14,7 @@ from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
 from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.ragged import Ragged, ragged_of
 from infer_server.config.rate_limits import RateLimit, rate_limits_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
 from infer_server.config.steps import Step, steps_of
@@ -94,6 +95,7 @@ class ModelConfig:
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
     sequences: SequenceConfig | None = None
+    ragged: Ragged | None = None            # requests become one tensor, one behind the other
     cached: bool = False                    # its responses are kept
     decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
@@ -101,7 +103,7 @@ class ModelConfig:
 
 
 # Of others than engines: those that get requests one by one.
-_OF_OTHERS = ("input.optional", "input.allow_ragged_batch", "sequence_batching.iterative_sequence")
+_OF_OTHERS = ("input.optional", "sequence_batching.iterative_sequence")
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
@@ -141,6 +143,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         parameters={name: given.string_value for name, given in message.parameters.items()},
         steps=steps_of(message),
         sequences=sequences_of(message, folder),
+        ragged=ragged_of(message) if kind is Kind.ENGINE else None,
         cached=_is_cached(message, kind),
         batched=message.max_batch_size > 0,
         instances=_instances(message),
@@ -149,7 +152,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         build=build,
         default_filename=_filename(message.default_model_filename),
         asks_for_gpu=asks_for_gpu(message),
-        notices=(*(str(each) for each in found if not _is_plain(each.path, message)), *ours))
+        notices=(*(str(each) for each in found if not _is_plain(each.path, message, kind)), *ours))
 
 
 _LEVELS = 64                    # of priorities, at most
@@ -194,8 +197,10 @@ def asks_for_gpu(message: model_config.ModelConfig) -> bool:
                for group in message.instance_group)
 
 
-def _is_plain(path: str, message: model_config.ModelConfig) -> bool:
+def _is_plain(path: str, message: model_config.ModelConfig, kind: Kind) -> bool:
     """Whether a field that is mapped says what this server does anyway."""
+    if path in ("batch_input", "batch_output"):
+        return kind is Kind.ENGINE
     return path == "instance_group.kind" and not asks_for_gpu(message)
 
 

@@ -52,7 +52,8 @@ def _refused(note: str) -> Treatment:
 _SERVED = Treatment(Verdict.SERVED)
 _NO_GPU = _advisory("there is no GPU in use; it changes nothing")
 _LAYOUT = "tensors are linear, row-major; export the model with such inputs and outputs, and remove it"
-_RAGGED = "requests of unequal shapes do not become one tensor; pad them alike in the client, and remove it"
+_ONE_BY_ONE = _mapped("a Python model or an ensemble gets requests one by one, and no tensors for all of them: nothing "
+                      "is made, as in Triton")
 
 # By path; a line holds for all that is below it and has none of its own.
 TREATMENTS: dict[str, Treatment] = {
@@ -66,14 +67,14 @@ TREATMENTS: dict[str, Treatment] = {
     "input.format": _advisory("what dims say counts; nothing is transposed"),
     "input.reshape": _SERVED,
     "input.is_shape_tensor": _advisory("the build finds by itself which inputs shapes follow from"),
-    "input.allow_ragged_batch": _refused(_RAGGED),
+    "input.allow_ragged_batch": _SERVED,
     "input.optional": _refused("an ONNX model needs all of its inputs; send it always, and remove it"),
     "input.is_non_linear_format_io": _refused(_LAYOUT),
     "output": _SERVED,
     "output.is_shape_tensor": _advisory("outputs are alike, whatever is in them"),
     "output.is_non_linear_format_io": _refused(_LAYOUT),
-    "batch_input": _refused(_RAGGED),
-    "batch_output": _refused(_RAGGED),
+    "batch_input": _ONE_BY_ONE,
+    "batch_output": _ONE_BY_ONE,
     "optimization": _advisory("the build optimises every model wholly; precision and threads are "
                               "`parameters`"),
     "optimization.execution_accelerators": _mapped(

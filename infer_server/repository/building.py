@@ -88,9 +88,12 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
                "-o", str(plan), f"--{options.precision}", "--threads", str(threads)]
     if cache_dir:
         command += ["--cache-dir", str(cache_dir)]
-    if source.message.max_batch_size > 0 or options.max_batch:
+    ragged = source.config.ragged
+    for name in sorted(ragged.inputs) if ragged else ():
+        command += ["--ragged", name]
+    if not ragged and (source.message.max_batch_size > 0 or options.max_batch):
         command += ["--max-batch", str(source.message.max_batch_size or options.max_batch)]
-    if source.message.max_batch_size > 0:
+    if not ragged and source.message.max_batch_size > 0:
         command += ["--batch-first"]
     for spec in source.config.inputs:
         dims = spec.dims if spec.reshape is None else spec.reshape

@@ -100,6 +100,7 @@ class Loader:
                 return self._loaded(source, plan, threads)
 
     def _loaded(self, source: Source, plan: Path, threads: int) -> tuple[Engine, int]:
-        specialise = source.config.build.specialise
+        specialise = source.config.build.specialise or (
+            "off" if source.config.ragged else "")          # what requests have together is hardly ever met again
         engine = self.load_engine(plan, threads, specialise) if specialise else self.load_engine(plan, threads)
         return engine, plan.stat().st_size

@@ -4,9 +4,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from infer_server.backend import Engine, is_open, warm_up
+from infer_server.backend import Engine, Shapes, is_open, warm_up
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
+from infer_server.batching.instances import Executor
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, Signature
@@ -14,6 +15,7 @@ from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer
 from infer_server.repository.folders import Source
+from infer_server.repository.kinds.ragged import RaggedExecutor, alone
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
 
@@ -30,11 +32,12 @@ class EngineModel(QueuedModel):
         config = from_message(message, source.folder)
         opened = is_open(engine)
         checked = opened and not config.sequences       # else the shapes of states are missing
-        signature = make_signature(config, items_of(config, engine), engine.check if checked else None)
+        signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None)
         super().__init__(source.name, source.version, message, config, signature, loop)
         cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
         contexts = [engine.create_context(own) for own in cpus]
-        short = ShortBatches(engine.max_batch or 1) if engine.is_steady and not config.sequences else None
+        alike = engine.is_steady and not config.sequences and not config.ragged
+        short = ShortBatches(engine.max_batch or 1) if alike else None
         for context in contexts:
             for batch, ns in warm_up(context, engine).items():
                 self.measured(batch, ns)
@@ -42,7 +45,9 @@ class EngineModel(QueuedModel):
                     short.add(batch, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
-        executors = [EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
+        executors: list[Executor] = [
+            RaggedExecutor(context, config, config.ragged) if config.ragged else
+            EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
@@ -56,8 +61,18 @@ def items_of(config: ModelConfig, engine: Engine) -> Items:
     if split and engine.dependence:
         raise ModelConfigError("parameter split_requests: the items of this model's batch depend on each other: "
                                f"{engine.dependence}; remove it")
+    if split and config.ragged:
+        raise ModelConfigError("parameter split_requests: a request of a ragged batch is executed whole; remove it")
+    if config.ragged and config.batched:
+        return Items(True, config.batching.max_batch_size)
     if not engine.max_batch:
         return Items(False, 1)
     if engine.dependence or (config.batched and not split):
         return Items(True, config.batching.max_batch_size if config.batched else engine.max_batch)
     return Items(True, ANY_ITEMS)
+
+
+def _check(engine: Engine, config: ModelConfig) -> Callable[[Shapes], None]:
+    """What an engine has against a request of these shapes."""
+    ragged = config.ragged
+    return (lambda shapes: engine.check(alone(ragged, shapes))) if ragged else engine.check

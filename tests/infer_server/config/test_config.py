@@ -74,7 +74,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
     ('platform: "tensorflow_savedmodel"', "export the model to ONNX"),
     ('backend: "onnxruntim"', "Did you mean 'onnxruntime'?"),
-    ("batch_output {} batch_input {}", "batch_input: .*; batch_output: "),
+    ("model_repository_agents {} model_operations {}", "model_operations: .*; model_repository_agents: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
     ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
     ('default_model_filename: "../../secret"', "a file in the version's folder"),
@@ -242,3 +242,7 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
         "--threads", "2", "--cache-dir", str(tmp_path / "cache"), "--max-batch", "32",
         "--batch-first", "--calib", str(folder / "photos"), "--preprocess", "imagenet", "--uint8-input"]
     assert "--cache-dir" not in build_command(source, tmp_path / "m.plan", None, threads=2), "the user's own cache"
+    (folder / "config.pbtxt").write_text(
+        'max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }')
+    command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
+    assert command[command.index("--threads"):] == ["--threads", "2", "--ragged", "x"], "no extent is the batch"

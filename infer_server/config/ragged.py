@@ -1,0 +1,133 @@
+"""Ragged batches: allow_ragged_batch, batch_input and batch_output. Requests of unequal shapes share an execution.
+
+What a ragged input has in the requests of a batch is laid one behind the other, in one extent. Made inputs, which no
+client sends, tell the model where each request begins, or what its shape is; outputs that lie likewise are taken apart
+by the shapes of an input. Of the ragged input x in requests of shapes [1, 3], [1, 4], [1, 5]:
+
+    x                                   [12]
+    ELEMENT_COUNT                       3, 4, 5
+    ACCUMULATED_ELEMENT_COUNT           3, 7, 12
+    ACCUMULATED_ELEMENT_COUNT_WITH_ZERO 0, 3, 7, 12
+    MAX_ELEMENT_COUNT_AS_SHAPE          five zeros: its shape is what it says
+    ITEM_SHAPE                          [[3], [4], [5]], a row for each item of a request
+    ITEM_SHAPE_FLATTEN                  the same rows, one behind the other
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from infer_server.errors import ModelConfigError
+from infer_server.protocol.codec import FROM_CONFIG, Datatype
+from protos import model_config
+
+Shape = tuple[int, ...]
+
+
+def _counts(shapes: Sequence[Shape]) -> list[int]:
+    return [math.prod(shape) for shape in shapes]
+
+
+def _rows(shapes: Sequence[Shape]) -> list[Shape]:
+    return [shape[1:] for shape in shapes for _ in range(shape[0])]
+
+
+_VALUES: dict[str, Callable[[Sequence[Shape]], ArrayLike]] = {
+    "BATCH_ELEMENT_COUNT": _counts,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes: list(accumulate(_counts(shapes))),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes: list(accumulate(_counts(shapes), initial=0)),
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes: np.zeros(max(_counts(shapes))),
+    "BATCH_ITEM_SHAPE": _rows,
+    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes: [extent for row in _rows(shapes) for extent in row],
+}
+
+
+@dataclass(frozen=True)
+class MadeInput:
+    """A batch_input: inputs of the model that follow from the shapes of another."""
+    kind: str
+    names: tuple[str, ...]
+    datatype: Datatype
+    source: str
+
+    def values(self, shapes: Sequence[Shape]) -> NDArray[Any]:
+        """What the inputs are; shapes: of the source in each request of the batch, as clients send it."""
+        return np.array(_VALUES[self.kind](shapes), self.datatype.array)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    inputs: frozenset[str]                  # that are ragged
+    made: tuple[MadeInput, ...]
+    scattered: Mapping[str, str]            # batch_output: output -> the input whose shapes it has
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the inputs that no client sends."""
+        return frozenset(name for made in self.made for name in made.names)
+
+
+def ragged_of(message: model_config.ModelConfig) -> Ragged | None:
+    """None: nothing in it is ragged. Raises ModelConfigError."""
+    inputs = frozenset(spec.name for spec in message.input if spec.allow_ragged_batch)
+    if not inputs and not message.batch_input and not message.batch_output:
+        return None
+    if message.HasField("sequence_batching"):
+        raise ModelConfigError("allow_ragged_batch: the requests of a sequence do not become one tensor; pad them "
+                               "alike in the client, and remove it")
+    made = tuple(_made(given) for given in message.batch_input)
+    names = [name for each in made for name in each.names]
+    if twice := [name for name in names if names.count(name) > 1 or name in {spec.name for spec in message.input}]:
+        raise ModelConfigError(f"batch_input: '{twice[0]}' is given twice; an input is made once, and is no `input`")
+    scattered: dict[str, str] = {}
+    for given in message.batch_output:
+        source = _source("batch_output", "BATCH_SCATTER_WITH_INPUT_SHAPE", given.source_input)
+        for name in given.target_name:
+            if name in scattered:
+                raise ModelConfigError(f"batch_output: target_name '{name}' is given twice")
+            scattered[name] = source
+    return Ragged(inputs, made, scattered)
+
+
+def check_ragged(ragged: Ragged, message: model_config.ModelConfig) -> None:
+    """Compares it with the completed configuration. Raises ModelConfigError: tensors that are not there, outputs whose
+    shapes do not follow."""
+    inputs, outputs = ({spec.name: spec for spec in specs} for specs in (message.input, message.output))
+    for field, source in (*(("batch_input", made.source) for made in ragged.made),
+                          *(("batch_output", source) for source in ragged.scattered.values())):
+        if source not in inputs:
+            raise ModelConfigError(f"{field}: source_input '{source}' is no input; these are {', '.join(inputs)}")
+    for name, source in ragged.scattered.items():
+        if name not in outputs:
+            raise ModelConfigError(f"batch_output: target_name '{name}' is no output; these are {', '.join(outputs)}")
+        dims = model_dims(outputs[name])
+        if -1 in dims[len(inputs[source].dims):]:
+            raise ModelConfigError(f"output '{name}': dims {list(dims)} follow from those of '{source}', "
+                                   f"{list(inputs[source].dims)}, where they are -1; write numbers for the others")
+
+
+def model_dims(spec: Any) -> list[int]:
+    """The extents that a configuration says the model has."""
+    return list(spec.reshape.shape if spec.HasField("reshape") else spec.dims)
+
+
+def _made(given: model_config.BatchInput) -> MadeInput:
+    kind = model_config.BatchInput.Kind.Name(given.kind)
+    source = _source("batch_input", kind, given.source_input)
+    if given.data_type not in (model_config.TYPE_INT32, model_config.TYPE_FP32):
+        raise ModelConfigError(f"batch_input {kind}: data_type must be TYPE_INT32 or TYPE_FP32")
+    if not given.target_name:
+        raise ModelConfigError(f"batch_input {kind}: give target_name, the input of the model that it makes")
+    return MadeInput(kind, tuple(given.target_name), FROM_CONFIG[given.data_type], source)
+
+
+def _source(field: str, kind: str, names: Sequence[str]) -> str:
+    if len(names) != 1:
+        raise ModelConfigError(f"{field} {kind}: expected one source_input, got {len(names)}")
+    return names[0]

@@ -1,0 +1,116 @@
+"""Executes ragged batches on an engine: requests of unequal shapes, one behind the other in one tensor."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from numpy.typing import NDArray
+
+from engines.errors import InputError
+from infer_server.backend import ExecutionContext, Shapes
+from infer_server.batching.engine_executor import copy_into
+from infer_server.batching.request import Outcome, Request
+from infer_server.batching.statistics import BatchExecution
+from infer_server.config.config import ModelConfig, TensorSpec
+from infer_server.config.ragged import Ragged
+from infer_server.errors import ExecutionError
+
+
+class RaggedExecutor:
+    """One execution context of an engine without a batch axis; belongs to the thread that executes."""
+
+    def __init__(self, context: ExecutionContext, config: ModelConfig, ragged: Ragged) -> None:
+        self._context, self._ragged = context, ragged
+        self._outputs, self._batched = config.outputs, config.batched
+
+    def close(self) -> None:
+        self._context.close()
+
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        started_ns = time.monotonic_ns()
+        inputs = self._inputs(batch)
+        try:
+            context = self._context.at({name: _shape(parts) for name, parts in inputs.items()})
+        except InputError:
+            if len(batch) == 1:
+                raise
+            return self._in_halves(batch)       # together they have more elements than the engine was built for
+        for name, parts in inputs.items():
+            _lay(context.input(name, 1), parts)
+        copied_ns = time.monotonic_ns()
+        context.execute(1)
+        computed_ns = time.monotonic_ns()
+        outcomes = self._scatter(context, batch)
+        return outcomes, BatchExecution(_items(batch), batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
+                                        time.monotonic_ns())
+
+    def _inputs(self, batch: Sequence[Request]) -> dict[str, list[NDArray[Any]]]:
+        """What each input is put together of."""
+        inputs = {name: [request.inputs[name].reshape(-1) if name in self._ragged.inputs else request.inputs[name]
+                         for request in batch] for name in batch[0].inputs}
+        for made in self._ragged.made:
+            values = made.values([request.inputs[made.source].shape for request in batch])
+            inputs |= dict.fromkeys(made.names, [values])
+        return inputs
+
+    def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        half = len(batch) // 2
+        (first, before), (second, after) = self.execute(batch[:half]), self.execute(batch[half:])
+        copying_ns, computing_ns = (sum(getattr(took, end) - getattr(took, begin) for took in (before, after))
+                                    for begin, end in (("started_ns", "copied_ns"), ("copied_ns", "computed_ns")))
+        copied_ns = before.started_ns + copying_ns
+        return first + second, BatchExecution(_items(batch), before.enqueued_ns, before.started_ns, copied_ns,
+                                              copied_ns + computing_ns, after.encoded_ns)
+
+    def _scatter(self, context: ExecutionContext, batch: list[Request]) -> list[Outcome]:
+        """Encodes each request's part while the views of the outputs are valid."""
+        parts = {spec.name: self._parts(spec, context.output(spec.name, 1), batch) for spec in self._outputs}
+        return [(request, request.encode({name: each[at] for name, each in parts.items()}))
+                for at, request in enumerate(batch)]
+
+    def _parts(self, spec: TensorSpec, made: NDArray[Any], batch: list[Request]) -> list[NDArray[Any]]:
+        """What each request has of an output. Raises ExecutionError: together that is not all of it."""
+        shapes = [self._shape_for(spec, made, request) for request in batch]
+        ends = list(accumulate(map(math.prod, shapes)))
+        if ends[-1] != made.size:
+            raise ExecutionError(f"output '{spec.name}' is of shape {list(made.shape)}, but the requests' parts of it "
+                                 f"are {', '.join(map(str, map(list, shapes)))}; give it a batch_output, or other dims")
+        flat = made.reshape(-1)
+        return [flat[end - math.prod(shape):end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]
+
+    def _shape_for(self, spec: TensorSpec, made: NDArray[Any], request: Request) -> tuple[int, ...]:
+        source = self._ragged.scattered.get(spec.name)
+        if source is None:
+            return (request.items, *made.shape[1:]) if self._batched else made.shape
+        dims, given = spec.dims if spec.reshape is None else spec.reshape, request.inputs[source].shape
+        return tuple(given[axis] if extent == -1 else extent
+                     for axis, extent in enumerate((-1, *dims) if self._batched else dims))
+
+
+def _shape(parts: Sequence[NDArray[Any]]) -> tuple[int, ...]:
+    """Of these, one behind the other."""
+    first = parts[0].shape
+    return first if len(parts) == 1 else (sum(len(part) for part in parts), *first[1:])
+
+
+def _lay(slots: NDArray[Any], parts: Sequence[NDArray[Any]]) -> None:
+    if len(parts) == 1:
+        copy_into(slots, parts[0])
+        return
+    first = 0
+    for part in parts:
+        copy_into(slots[first:first + len(part)], part)
+        first += len(part)
+
+
+def _items(batch: Sequence[Request]) -> int:
+    return sum(request.items for request in batch)
+
+
+def alone(ragged: Ragged, shapes: Shapes) -> Shapes:
+    """The shapes of the engine's inputs for a request that is a batch of its own."""
+    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.made for name in each.names}
+    return {name: (math.prod(shape),) if name in ragged.inputs else shape for name, shape in shapes.items()} | made
