@@ -57,21 +57,24 @@ class OnnxModel:
         return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
 
     def with_ragged(self, names: Sequence[str]) -> OnnxModel:
-        """The model where these inputs, each of one open extent, have no name for it that others have, too: they hold
-        what several items have, one behind the other. Raises ModelError: they are not such inputs."""
+        """The model for these inputs, each of one open extent, to hold what several items have, one behind the other.
+        Open leading extents have no names then: exporters give all of them one, whatever they count. Raises ModelError:
+        they are not such inputs."""
         if not names:
             return self
         declared = self.declared()
         proto = onnx.ModelProto()
         proto.CopyFrom(self.proto)
-        values = {value.name: value for value in proto.graph.input}
         for name in names:
             if name not in declared:
                 raise ModelError(f"{self.name} has no input '{name}'; its inputs are {', '.join(declared)}")
             if len(declared[name].extents or ()) != 1 or is_size((declared[name].extents or (0,))[0]):
                 raise ModelError(f"{self.name}: the ragged input '{name}' is {declared[name]}, and must be of one open "
                                  "extent, as [n]: what its items have, one behind the other")
-            values[name].type.tensor_type.shape.dim[0].Clear()
+        for value in proto.graph.input:
+            extents = declared[value.name].extents if value.name in declared else None
+            if extents and not is_size(extents[0]):
+                value.type.tensor_type.shape.dim[0].Clear()
         return self.with_proto(proto)
 
     def with_inputs(self, types: Mapping[str, TensorType]) -> OnnxModel:

@@ -27,7 +27,7 @@ from tests.engines.compiler.small_models import small_model
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor
 from tests.infer_server.serving import RunningServer, serving
 
-# Exported without care: what leads x and what leads ends have one name, though the one is longer than the other.
+# Exported as Triton's own examples are: what leads inputs has one name, though it is longer in x than in the others.
 SUMS = small_model(
     [node("Shape", "x", "n"), node("Squeeze", "n", "count"), node("Cast", "count", "most", to=1),
      node("Range", "zero most one", "at"), node("Unsqueeze", "ends axis", "to"),
@@ -35,7 +35,7 @@ SUMS = small_model(
      node("GreaterOrEqual", "at from", "behind"), node("Less", "at to", "before"),
      node("And", "behind before", "mine"), node("Cast", "mine", "mask", to=1), node("Unsqueeze", "x axis", "column"),
      node("MatMul", "mask column", "sum"), node("Mul", "x two", "doubled"), node("Add", "shapes two", "rows")],
-    {"x": ["N"], "ends": ["N"], "sizes": ["M"], "shapes": ["M", 2]}, ["sum", "doubled", "rows"],
+    {"x": ["N"], "ends": ["N"], "sizes": ["N"], "shapes": ["N", 2]}, ["sum", "doubled", "rows"],
     {"zero": np.array(0, np.float32), "one": np.array(1, np.float32), "two": np.array(2, np.float32),
      "axis": np.array([1])})
 BOUNDS = {"x": ((1,), (16,), (20,)), "ends": ((1,), (4,), (8,)), "sizes": ((1,), (4,), (8,)),
@@ -146,5 +146,5 @@ def test_an_engine_that_does_not_take_its_input_flat_is_refused_with_the_remedy(
     with patch.multiple(NumpyEngine, inputs=square, outputs=square), pytest.raises(
             ModelConfigError, match=r"\['N', 4\]; export it to take \[-1\]"):
         complete(parsed(f"max_batch_size: 4 {INPUT}"), "m", NumpyEngine(max_batch=0), "model.plan")
-    with pytest.raises(ModelError, match=r"the ragged input 'shapes' is \[M, 2\], and must be of one open extent"):
+    with pytest.raises(ModelError, match=r"the ragged input 'shapes' is \[N, 2\], and must be of one open extent"):
         build_engine(SUMS, ragged=("shapes",), timing=False, cache=False)
