@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.connections import disconnect, stop_listening
+from infer_server.endpoints.grpc.connections import disconnect, is_connected, stop_listening
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import GrpcSettings, create_server
@@ -48,6 +49,7 @@ from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
+_LOOKING_SECS = 0.01            # between two looks whether anybody is left
 _REFUSING_SECS = 0.25           # for clients that ask again at once to be told, before their connection closes
 _SENDING_SECS = 5.0             # for computed answers to reach their clients
 
@@ -199,7 +201,7 @@ class Server:
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
         if self._grpc_port:
             stop_listening(self._grpc_port)
-        await asyncio.sleep(_REFUSING_SECS)
+        await self._refuse()
         if answered:
             await self._inflight.wait_sent(_SENDING_SECS)
             if self._grpc_port and isinstance(self._grpc, FastServer):
@@ -213,6 +215,13 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), _SENDING_SECS)
         return answered
+
+    async def _refuse(self) -> None:
+        """Answers those that ask again at once, for as long as anybody is connected who could."""
+        end = time.monotonic() + _REFUSING_SECS
+        while time.monotonic() < end and (any(http.is_connected for http in self._http)
+                                          or self._grpc_port and is_connected(self._grpc_port)):
+            await asyncio.sleep(_LOOKING_SECS)
 
     def _disconnect(self, peer: str) -> None:
         disconnect(self._grpc_port, peer)

@@ -36,6 +36,11 @@ def disconnect(port: int, peer: str = "") -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def is_connected(port: int) -> bool:
+    """Whether anybody is connected to a port of this process."""
+    return any(not _listens(end) for _, end in _sockets(port))
+
+
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
     """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
 

@@ -37,6 +37,10 @@ class HttpServer:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._connections)
+
     def close(self) -> None:
         """Listens no more, and ends the connections once what was answered on them is sent."""
         self._server.close()
