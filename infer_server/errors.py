@@ -5,7 +5,7 @@
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError
     └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
-        NotServedError, ExecutionError
+        NotServedError, ExecutionError, UnexplainedError, ExistsError, CancelledError
 """
 from __future__ import annotations
 
@@ -73,6 +73,18 @@ class NotServedError(ServeError):
 
 class ExecutionError(ServeError):
     """The engine failed."""
+
+
+class UnexplainedError(ServeError):
+    """A Python model ended the request, and does not say of what kind that is."""
+
+
+class ExistsError(ServeError):
+    """What a Python model was to make is there already."""
+
+
+class CancelledError(ServeError):
+    """A Python model gave the request up."""
 
 
 class RepositoryError(ServeError):

@@ -53,6 +53,8 @@ class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if code not in range(8):
+            raise TritonModelException(f"TritonError: {code} is none of its codes")
         self._message, self._code = message, code
 
     def message(self) -> str:

@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import (
+    CancelledError,
     ExecutionError,
+    ExistsError,
     InvalidRequestError,
     NotServedError,
     RepositoryError,
     ServeError,
     UnavailableError,
+    UnexplainedError,
     UnknownModelError,
 )
 from infer_server.protocol.codec import Datatype
@@ -38,7 +41,14 @@ _ENDING_SECS = 10.0             # for a process that has closed its connection t
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # By the codes of pb_utils.TritonError.
 _ERRORS: dict[int, type[ServeError]] = {
-    2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError, 5: NotServedError}
+    0: UnexplainedError, 1: ExecutionError, 2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError,
+    5: NotServedError, 6: ExistsError, 7: CancelledError}
+_INTERNAL = 1
+
+
+def code_of(error: Exception) -> int:
+    """What a model that asked another one is told."""
+    return next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
 
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
@@ -294,7 +304,7 @@ class ModelProcess:
             return AGAIN if self.launch.is_iterative else ExecutionError(
                 f"{self.launch.name}: it reschedules a request; write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
-            return _ERRORS.get(head["code"], ExecutionError)(head["error"])
+            return _ERRORS[head["code"]](head["error"])
         for name in tensors.keys() & set(request.outputs):
             if tensors[name].dtype != self.launch.outputs[name].array:
                 return ExecutionError(f"{self.launch.name}: output '{name}' is of {tensors[name].dtype}, but its "

@@ -89,7 +89,8 @@ class Process:
             if final:
                 del self._asked[number]
             if message.head.get("error"):
-                yield pb_utils.InferenceResponse(error=pb_utils.TritonError(message.head["error"]))
+                yield pb_utils.InferenceResponse(error=pb_utils.TritonError(
+                    message.head["error"], message.head["code"]))
             elif "parameters" in message.head:          # else it says only that there are no more
                 yield pb_utils.InferenceResponse(_tensors(message.tensors[0]), parameters=message.head["parameters"])
             if final:

@@ -29,6 +29,9 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotServedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.ExecutionError: grpc.StatusCode.INTERNAL,
+    errors.UnexplainedError: grpc.StatusCode.UNKNOWN,
+    errors.ExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.CancelledError: grpc.StatusCode.CANCELLED,
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 

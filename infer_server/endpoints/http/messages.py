@@ -26,6 +26,9 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.MemoryLimitError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.NotServedError: HTTPStatus.NOT_IMPLEMENTED,
     errors.ExecutionError: HTTPStatus.INTERNAL_SERVER_ERROR,
+    errors.UnexplainedError: HTTPStatus.BAD_REQUEST,
+    errors.ExistsError: HTTPStatus.BAD_REQUEST,
+    errors.CancelledError: HTTPStatus.BAD_REQUEST,
     errors.RepositoryError: HTTPStatus.BAD_REQUEST,
 }
 

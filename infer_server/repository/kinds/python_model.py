@@ -23,7 +23,7 @@ from infer_server.errors import (
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.process import Answer, Launch, ModelProcess
+from infer_server.python_backend.process import Answer, Launch, ModelProcess, code_of
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Find, request_of
@@ -192,7 +192,7 @@ class _Asked:
         self._answer({"final": True}, {})
 
     def fail(self, error: Exception) -> None:
-        self._answer({"final": True, "error": str(error)}, {})
+        self._answer({"final": True, "error": str(error), "code": code_of(error)}, {})
 
     def _submit(self) -> None:
         head = self._message.head

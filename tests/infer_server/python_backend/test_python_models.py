@@ -79,9 +79,12 @@ class TritonPythonModel:
             os.kill(os.getpid(), 9)
         if what == "raise":
             raise ValueError("a bug in the model")
-        if what == "refuse":
-            error = pb_utils.TritonError("not like this", pb_utils.TritonError.INVALID_ARG)
-            return pb_utils.InferenceResponse(error=error)
+        if what.startswith("refuse "):
+            code = getattr(pb_utils.TritonError, what.split()[1])
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("not like this", code))
+        if what == "ask nobody":
+            response = pb_utils.InferenceRequest("nobody", ["y"], [pb_utils.Tensor("x", x)]).exec()
+            return pb_utils.InferenceResponse(error=response.error())
         if what == "call":
             inner = pb_utils.InferenceRequest(model_name="affine", requested_output_names=["y"],
                                               inputs=[pb_utils.Tensor("x", x.reshape(1, 4))])
@@ -230,7 +233,11 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
 
 @pytest.mark.parametrize(("what", "status", "said"), [
     ("raise", "INTERNAL", "ValueError: a bug in the model"),
-    ("refuse", "INVALID_ARGUMENT", "not like this"),
+    ("refuse INVALID_ARG", "INVALID_ARGUMENT", "not like this"),
+    ("refuse UNKNOWN", "UNKNOWN", "not like this"),
+    ("refuse ALREADY_EXISTS", "ALREADY_EXISTS", "not like this"),
+    ("refuse CANCELLED", "CANCELLED", "not like this"),
+    ("ask nobody", "NOT_FOUND", "nobody"),
     ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])
