@@ -34,6 +34,7 @@ from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.access_log import AccessLog
+from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.tracing import Tracer, TraceSettings
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
@@ -124,10 +125,12 @@ class Server:
         self._compiler = Compiler(options.cache_dir)
         if load_engine is load_plan and options.cache_dir:
             load_engine = partial(load_plan, cache=options.cache_dir)
+        self._custom_metrics = CustomMetrics()
         loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
                         self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
                         options.cores, options.kind_gpu,
-                        None if options.rate_limit is None else RateLimiter(options.rate_limit))
+                        None if options.rate_limit is None else RateLimiter(options.rate_limit),
+                        custom_metrics=self._custom_metrics)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
         places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
         self.repository = Repository(places, loader.load)
@@ -164,7 +167,7 @@ class Server:
                                Restrictions(options.http_secrets))
         http = await self._listen_http("http", options.http_port, routes, options.http_tls)
         metrics_port = await self._listen_http(
-            "metrics", options.metrics_port, metrics_routes(self.repository, options.metrics))
+            "metrics", options.metrics_port, metrics_routes(self.repository, options.metrics, self._custom_metrics))
         self._grpc_port = self._listen_grpc()
         if self._grpc_port:
             await self._grpc.start()

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration
+from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gpus
 from infer_server.observing.machine import Machine
 from infer_server.repository.model import Model
@@ -59,9 +60,10 @@ class _Seen(NamedTuple):
 
 
 class Metrics:
-    def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None) -> None:  # noqa: B008
-        """gpus: None: those of this machine."""
-        self._settings = settings
+    def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None,     # noqa: B008
+                 custom: CustomMetrics | None = None) -> None:
+        """gpus: None: those of this machine. custom: those that Python models make."""
+        self._settings, self._custom = settings, custom or CustomMetrics()
         self._machine = Machine()
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
@@ -85,6 +87,7 @@ class Metrics:
         for name, text, values in of_gpus:
             lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
                              ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))
+        lines += _made_by_models(self._custom)
         return "\n".join(lines) + "\n"
 
 
@@ -122,6 +125,14 @@ def _histogram(seen: list[_Seen]) -> Iterator[str]:
             yield f'{_HISTOGRAM}_bucket{{{each.labels},le="{bound}"}} {count}'
         yield f"{_HISTOGRAM}_sum{{{each.labels}}} {_number(each.counters.success.ns / 1e6)}"
         yield f"{_HISTOGRAM}_count{{{each.labels}}} {each.counters.success.count}"
+
+
+def _made_by_models(custom: CustomMetrics) -> Iterator[str]:
+    for name, kind, text, samples in custom.families():
+        yield from _family(name, kind, text.replace("\\", r"\\").replace("\n", r"\n"), ())
+        for suffix, labels, value in samples:
+            tags = ",".join(f'{label}="{_escaped(given)}"' for label, given in labels)
+            yield f"{name}{suffix}{f'{{{tags}}}' if tags else ''} {_number(value)}"
 
 
 def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:

@@ -39,6 +39,10 @@ class Server(Protocol):
 
     def log(self, level: str, text: str) -> None: ...
 
+    def ask(self, kind: str, **head: Any) -> Any: ...
+
+    def tell(self, kind: str, **head: Any) -> None: ...
+
 
 server = cast(Server, None)             # set once, before the model is imported
 model_dir = ""                          # likewise: the folder of the version
@@ -272,6 +276,50 @@ class Logger:
         server.log("debug", text)
 
 
+class Metric:
+    """A metric of a family; instances with the same labels share it, so that value() is what all of them did."""
+
+    def __init__(self, family: MetricFamily, labels: Mapping[str, str] | None = None,
+                 buckets: Sequence[float] | None = None) -> None:
+        self._kind = family.kind
+        self._head = {"family": family.name, "labels": {key: str(value) for key, value in (labels or {}).items()}}
+        server.ask("metric", what="make", of=family.kind, text=family.description, buckets=list(buckets or ()),
+                   **self._head)
+
+    def increment(self, value: float) -> None:
+        if self._kind == "histogram" or self._kind == "counter" and value < 0:
+            raise TritonModelException(f"a {self._kind} cannot be incremented by {value}")
+        server.tell("metric", what="increment", value=float(value), **self._head)
+
+    def set(self, value: float) -> None:
+        self._refuse_unless("gauge", "set")
+        server.tell("metric", what="set", value=float(value), **self._head)
+
+    def observe(self, value: float) -> None:
+        self._refuse_unless("histogram", "observed")
+        server.tell("metric", what="observe", value=float(value), **self._head)
+
+    def value(self) -> float:
+        if self._kind == "histogram":
+            raise TritonModelException("a histogram has no single value")
+        return float(server.ask("metric", what="value", **self._head))
+
+    def _refuse_unless(self, kind: str, what: str) -> None:
+        if self._kind != kind:
+            raise TritonModelException(f"a {self._kind} cannot be {what}: that is for a {kind}")
+
+
+class MetricFamily:
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name, self.description, self.kind = name, description, kind
+
+    def Metric(self, labels: Mapping[str, str] | None = None,      # noqa: N802  (Triton's name)
+               buckets: Sequence[float] | None = None) -> Metric:
+        return Metric(self, labels, buckets)
+
+
 class ModelConfig:
     """What auto_complete_config completes."""
 
@@ -334,6 +382,10 @@ def numpy_to_triton_type(data_type: Any) -> int:
 
 def triton_string_to_numpy(name: str) -> Any:
     return triton_to_numpy_type(model_config.DataType.Value(name))
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    return bool(server.ask("ready", model=model_name, version=model_version))
 
 
 def get_model_dir() -> str:

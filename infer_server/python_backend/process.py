@@ -52,7 +52,8 @@ def code_of(error: Exception) -> int:
 
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
-Asked = Callable[[Message, Answer], object]     # serves a request that a model makes of another; on any thread
+# Serve what a model asks the server for, by the kinds of its messages; on any thread.
+Asked = Mapping[str, Callable[[Message, Answer], object]]
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,8 @@ class ModelProcess:
                 kind = message.head["kind"]
                 if kind == "response":
                     self._respond(message)
-                elif kind == "infer":
-                    self._infer(message)
+                elif kind in self._asked:
+                    self._serve(message)
                 elif kind == "log":
                     log.log(_LEVELS[message.head["level"]], "%s: %s", self.launch.name, message.head["text"])
                 else:
@@ -257,16 +258,16 @@ class ModelProcess:
         others = {*self._executing, *self._between.values()}
         return [(self._end(number), ExecutionError(reason)) for number in list(self._open) if number not in others]
 
-    def _infer(self, message: Message) -> None:
+    def _serve(self, message: Message) -> None:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
             try:
-                self._channel.send({"kind": "inferred", "number": number, **head}, [tensors])
+                self._channel.send({"kind": "answered", "number": number, **head}, [tensors])
             except ClosedError:
-                log.debug("%s ended before another model answered it", self.launch.name)
+                log.debug("%s ended before what it asked for was answered", self.launch.name)
 
-        self._asked(message, answer)
+        self._asked[message.head["kind"]](message, answer)
 
     def _respond(self, message: Message) -> None:
         """A response that was sent by itself."""

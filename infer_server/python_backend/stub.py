@@ -83,6 +83,21 @@ class Process:
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled}, [tensors])
         return self._answers(number, answers)
 
+    def ask(self, kind: str, **head: Any) -> Any:
+        """What the server says. Raises TritonModelException: that it refuses."""
+        number, answers = next(self._numbers), _Responses()
+        self._asked[number] = answers
+        self._channel.send({"kind": kind, "number": number, **head})
+        message = answers.get()
+        del self._asked[number]
+        if message is None or "error" in message.head:
+            raise pb_utils.TritonModelException(message.head["error"] if message else "the server is gone")
+        return message.head["value"]
+
+    def tell(self, kind: str, **head: Any) -> None:
+        """What needs no answer."""
+        self._channel.send({"kind": kind, "number": -1, **head})
+
     def _answers(self, number: int, answers: _Responses) -> Iterator[pb_utils.InferenceResponse]:
         while (message := answers.get()) is not None:
             final = message.head["final"]
@@ -106,7 +121,7 @@ class Process:
                 if kind == "cancel":
                     self._cancelled.add(message.head["request"])
                     self._senders.pop(message.head["request"], None)
-                elif kind == "inferred":
+                elif kind == "answered":
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
                 else:

@@ -14,6 +14,7 @@ from infer_server.backend import Engine, EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
+from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
@@ -41,6 +42,7 @@ class Loader:
     cores: int = 1                              # for the instances of a model that does not say how many it has
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
     limiter: RateLimiter | None = None          # None: every instance executes when it is free
+    custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
@@ -56,7 +58,7 @@ class Loader:
             raise RepositoryError(f"{source.file}: no such file")
         if source.config.kind is Kind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: PythonModel(
-                source, self.loop, self.find, self.limiter)))
+                source, self.loop, self.find, self.limiter, self.custom_metrics)))
         return self._cached(source, self._guarded(source, lambda: self._engine_model(source)))
 
     def _cached(self, source: Source, model: QueuedModel) -> Model:

@@ -23,6 +23,7 @@ from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics, MetricsSetting
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.lifecycle import Lifecycle
+from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.repository.repository import Repository
 
 Answer = Callable[..., Awaitable[HttpResponse]]     # of a request, and what its path names
@@ -84,9 +85,9 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
     return handle
 
 
-def metrics_routes(repository: Repository, settings: MetricsSettings) -> Handler:
+def metrics_routes(repository: Repository, settings: MetricsSettings, custom: CustomMetrics) -> Handler:
     """The metrics port."""
-    metrics = Metrics(settings)
+    metrics = Metrics(settings, custom=custom)
 
     async def page(_: HttpRequest) -> HttpResponse:
         return HttpResponse(((await metrics.render(repository.models())).encode(),), content_type=CONTENT_TYPE)

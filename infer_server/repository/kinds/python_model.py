@@ -20,10 +20,11 @@ from infer_server.errors import (
     RepositoryError,
     ServeError,
 )
+from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.process import Answer, Launch, ModelProcess, code_of
+from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess, code_of
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Find, request_of
@@ -41,8 +42,8 @@ class PythonModel(QueuedModel):
     platform = "python"
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
-                 limiter: RateLimiter | None) -> None:
-        self._find = find
+                 limiter: RateLimiter | None, metrics: CustomMetrics) -> None:
+        self._find, self._metrics, self._owner = find, metrics, Owner()
         process, message = self._first(source, loop)
         config = from_message(message, source.folder)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
@@ -65,6 +66,10 @@ class PythonModel(QueuedModel):
     def _close(self) -> None:
         for executor in self._executors:
             executor.close()
+
+    def drain(self) -> None:
+        super().drain()
+        self._metrics.release(self._owner)
 
     def cancel(self, request: Request) -> None:
         super().cancel(request)
@@ -111,7 +116,9 @@ class PythonModel(QueuedModel):
         return process, message
 
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
-        process = ModelProcess(launch, partial(_Asked, self._find, loop), lambda *what: self.deliver(*what),
+        asked: Asked = {"infer": partial(_Asked, self._find, loop), "metric": self._of_metric,
+                        "ready": partial(_answer_ready, self._find, loop)}
+        process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
                                partial(post, loop))
         if initialize:
             try:
@@ -120,6 +127,33 @@ class PythonModel(QueuedModel):
                 process.kill()
                 raise
         return process
+
+
+    def _of_metric(self, message: Message, answer: Answer) -> None:
+        """What a model does with a metric of its own."""
+        head, metrics = message.head, self._metrics
+        name, labels, what = head["family"], head["labels"], head["what"]
+        try:
+            if what == "make":
+                metrics.make(self._owner, name, head["of"], head["text"], labels, head["buckets"])
+            elif what != "value":
+                metrics.change(name, labels, what, head["value"])
+                return
+            answer({"final": True, "value": metrics.value(name, labels)}, {})
+        except ValueError as error:
+            answer({"final": True, "error": str(error), "code": code_of(error)}, {})
+
+
+def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:
+    def look() -> None:
+        try:
+            find(message.head["model"], message.head["version"])
+        except ServeError:
+            answer({"final": True, "value": False}, {})
+        else:
+            answer({"final": True, "value": True}, {})
+
+    post(loop, look)
 
 
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:

@@ -7,6 +7,7 @@ import signal
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -82,6 +83,22 @@ class TritonPythonModel:
         if what.startswith("refuse "):
             code = getattr(pb_utils.TritonError, what.split()[1])
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("not like this", code))
+        if what == "measure":
+            Family = pb_utils.MetricFamily
+            rows = Family("rows_seen", "Rows that were seen", Family.COUNTER).Metric({"model": 'm "1"'})
+            rows.increment(2)
+            rows.increment(len(x))
+            load = Family(name="load", description="", kind=Family.GAUGE).Metric(labels=None)
+            load.set(0.5)
+            load.increment(-0.25)
+            times = Family("seconds", "Seconds", Family.HISTOGRAM).Metric(buckets=[0.5, 2])
+            for seconds in (0.5, 1, 3):
+                times.observe(seconds)
+            ready = [pb_utils.is_model_ready("affine"), pb_utils.is_model_ready("affine", "7")]
+            return pb_utils.InferenceResponse([pb_utils.Tensor(
+                "out", np.array([rows.value(), load.value(), *ready], np.float32))])
+        if what == "measure badly":
+            pb_utils.MetricFamily("nv_mine", "", pb_utils.MetricFamily.GAUGE).Metric()
         if what == "ask nobody":
             response = pb_utils.InferenceRequest("nobody", ["y"], [pb_utils.Tensor("x", x)]).exec()
             return pb_utils.InferenceResponse(error=response.error())
@@ -238,6 +255,7 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("refuse ALREADY_EXISTS", "ALREADY_EXISTS", "not like this"),
     ("refuse CANCELLED", "CANCELLED", "not like this"),
     ("ask nobody", "NOT_FOUND", "nobody"),
+    ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
     ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])
@@ -247,6 +265,17 @@ def test_a_model_that_fails_says_why_and_serves_on(
         misc(client, what)
     assert caught.value.status() == f"StatusCode.{status}"
     assert misc(client, "echo", np.ones(2, np.float32)).tolist() == [1, 1]
+
+
+def test_a_model_has_metrics_of_its_own_and_asks_which_models_are_ready(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    assert misc(client, "measure", np.ones(3, np.float32)).tolist() == [5, 0.25, 1, 0]
+    with urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    for line in ("# HELP rows_seen Rows that were seen", "# TYPE rows_seen counter", r'rows_seen{model="m \"1\""} 5.0',
+                 "load 0.25", "# TYPE seconds histogram", 'seconds_bucket{le="0.5"} 1', 'seconds_bucket{le="2"} 2',
+                 'seconds_bucket{le="+Inf"} 3', "seconds_sum 4.5", "seconds_count 3"):
+        assert line in lines
 
 
 def test_a_model_that_hangs_is_killed_and_started_again(
