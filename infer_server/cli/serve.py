@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     if mistake:
         print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
-    if parsed.check:
+    if parsed.check is not None:
         return _check(parsed)
     if useless := without_effect(parsed):
         log.warning("options that change nothing on this server: %s", ", ".join(useless))
@@ -188,10 +188,10 @@ def _parser() -> argparse.ArgumentParser:
                         help="where models of addresses are copied to (default: in the user's cache)")
     parser.add_argument("--repository-cache-mib", type=positive, default=20 << 10, metavar="N",
                         help="of the copies from an address that are kept (default %(default)s)")
-    parser.add_argument("--check", metavar="DIR|URL",
-                        help="says of each model in the folder what of its configuration means something else here, or "
-                             "is not served, and what to write instead; loads none. Exits with 1 if one will not be "
-                             "served")
+    parser.add_argument("--check", metavar="DIR|URL", nargs="?", const="",
+                        help="says of each model in the folder, and in those of --model-repository, what of its "
+                             "configuration means something else here, or is not served, and what to write instead; "
+                             "loads none. Exits with 1 if one will not be served")
     _add_models(parser)
     _add_ports(parser)
     _add_limits(parser)

@@ -111,7 +111,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "good")
     write_model(tmp_path, "gpu", config="instance_group { kind: KIND_GPU }")
-    assert serve.main(["--check", str(tmp_path)]) == 0
+    assert serve.main(["--check", "--model-repository", str(tmp_path)]) == 0
     assert "gpu: instance_group.kind" in capsys.readouterr().out
     write_model(tmp_path, "agents", config="model_repository_agents { agents { name: 'checksum' } }")
     write_model(tmp_path, "unnamed", config='backend: "pytorch"')
