@@ -2,6 +2,7 @@
 
     python -m benchmarks.plans before.plan after.plan
     python -m benchmarks.plans before/ after/ --batch 1,8 --seconds 10      # folders: all plans that both have, by name
+    python -m benchmarks.plans fixed.plan open.plan         # what the open plan makes for the fixed one's shapes
 
 Both lie in one process, so the weights and the buffers of one have pushed those of the other out of the nearest caches:
 so it is where a server has several models. One thread, in user-mode cycles where the machine counts them, else in CPU
@@ -22,11 +23,12 @@ from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import WorkClock, interleaved
 from calibration.data.generated import generated
 from engines import load_engine
-from engines.ir.graph import Array
-from engines.plan.plan import Step, graph_of
+from engines.compiler.specialise import graph_at
+from engines.ir.graph import Array, Graph
+from engines.plan.plan import Step
 from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine
-from engines.runtime.program_engine import ProgramEngine
+from engines.runtime.program_engine import AnyEngine, ProgramEngine
 
 PROFILES = 30           # runs in which every step is timed apart
 
@@ -44,19 +46,25 @@ def main(arguments: Sequence[str]) -> None:
     print(f"| plan | batch | before, {clock.unit} | after | before / after: median (quartiles) | outputs |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, paths in _pairs(options.before, options.after):
-        engines = [_engine(path) for path in paths]
+        engines, graph = _loaded(paths)
         for batch in map(int, options.batch.split(",")):
-            print(f"| {name} | {batch} | {compared(engines, batch, clock, options.seconds)} |", flush=True)
+            print(f"| {name} | {batch} | {compared(engines, graph, batch, clock, options.seconds)} |", flush=True)
             if options.steps:
                 print("\n".join(_steps(engines, batch)), flush=True)
 
 
-def _engine(path: Path) -> Engine:
-    """Of a plan with open extents, its first specialisation."""
-    engine = load_engine(path)
-    if isinstance(engine, ProgramEngine):
-        raise SystemExit(f"{path} is a program, which has no one list of steps")
-    return engine if isinstance(engine, Engine) else engine.at(engine.usual_shapes())
+def _loaded(paths: Sequence[Path]) -> tuple[list[Engine], Graph]:
+    """The engines, and the graph that one of them was lowered from. Of a plan with open extents the engine is its
+    specialisation for the shapes of the other plan, or its first one where the other has open extents, too."""
+    loaded: list[AnyEngine] = [load_engine(path, cache=False) for path in paths]
+    fixed = next((engine for engine in loaded if isinstance(engine, Engine)), None)
+    shapes = {io.name: io.shape_of(1) for io in fixed.inputs} if fixed else None
+    engines = []
+    for path, engine in zip(paths, loaded, strict=True):
+        if isinstance(engine, ProgramEngine):
+            raise SystemExit(f"{path} is a program, which has no one list of steps")
+        engines.append(engine if isinstance(engine, Engine) else engine.at(shapes or engine.usual_shapes()))
+    return engines, graph_at((fixed or loaded[0]).plan)
 
 
 def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]:
@@ -68,10 +76,10 @@ def _pairs(before: Path, after: Path) -> Iterator[tuple[str, tuple[Path, Path]]]
             yield path.stem, (path, after / path.name)
 
 
-def compared(engines: Sequence[Engine], batch: int, clock: WorkClock, seconds: float) -> str:
+def compared(engines: Sequence[Engine], graph: Graph, batch: int, clock: WorkClock, seconds: float) -> str:
     """The row of a table."""
     contexts = [engine.create_context() for engine in engines]
-    feed = next(generated(engines[0].inputs, graph_of(engines[0].plan), batch).batches(batch))
+    feed = next(generated(engines[0].inputs, graph, batch).batches(batch))
     results = [_run(engine, context, feed, batch) for engine, context in zip(engines, contexts, strict=True)]
     same = all(np.array_equal(ours, theirs, equal_nan=True) for ours, theirs in zip(*results, strict=True))
     costs = interleaved(clock, {i: partial(context.execute, batch) for i, context in enumerate(contexts)}, seconds)

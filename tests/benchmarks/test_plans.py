@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans import main
+from engines import build_engine
+from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import compiled
 from tests.zoo import TINY
 
@@ -27,3 +29,11 @@ def test_plans_that_give_other_bytes_are_said_to(tmp_path: Path, capsys: pytest.
         compiled(TINY["resnet18"](), tmp_path, precision=precision).save(tmp_path / f"{precision}.plan")
     main([*(str(tmp_path / f"{name}.plan") for name in ("int8", "fp32")), "--seconds", "0.1"])
     assert capsys.readouterr().out.rstrip().endswith("differ |")
+
+
+def test_an_open_plan_is_compared_by_its_specialisation_for_the_shapes_of_a_fixed_one(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, shapes in (("open", {}), ("fixed", {"x": ("batch", 3, 20, 12)})):
+        build_engine(picture_net(), cache=False, timing=False, shapes=shapes).save(tmp_path / f"{name}.plan")
+    main([str(tmp_path / "fixed.plan"), str(tmp_path / "open.plan"), "--seconds", "0.1"])
+    assert capsys.readouterr().out.rstrip().endswith("equal |")
