@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, ClassVar
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -115,29 +116,29 @@ class TiledLoops(ABC):
                 return
             for t, first, rows in self._tile_rows(f, start, stop, problem.rows, tile.rows):
                 taps = self.kernel.axes[0].live_of_several(start * tile.rows + first, rows) if tile.skip else None
-                for j, cols, column in self._columns(f):
-                    call(first, j, Part(rows, cols, taps, column), t * across + j.divided(tile.cols))
+                for number, j, cols, column in self._columns(f):
+                    call(first, j, Part(rows, cols, taps, column), t * across + number)
         return visit
 
-    def _columns(self, f: Function) -> Iterator[tuple[Value, int, int | None]]:
-        """(start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are apart."""
+    def _columns(self, f: Function) -> Iterator[tuple[Value, Value, int, int | None]]:
+        """(number, start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are
+        apart. Of a row whose extent is told, all are of one size but the last ones, and what is skipped is at its left
+        edge."""
         extent, step = self.problem.cols, self.tile.cols
-        between = -(-extent // step) - 2
-        if not self.tile.skip:
-            for j, cols in f.tiles("column", extent, step, anyhow=True):
-                yield j, cols, None
+        if isinstance(extent, Extent):
+            edge = step if self.tile.skip else 0
+            if edge:
+                yield f.constant(0, I64), f.constant(0, I64), min(step, extent), 0
+            for j, cols in f.tiles("column", extent - edge, step, anyhow=True):
+                yield (j + edge).divided(step), j + edge, cols, None
             return
-        yield f.constant(0, I64), min(step, extent), 0
-        if isinstance(extent, Extent):      # where the last ones lie is not known, so they leave out nothing
-            for j, cols in f.tiles("column", extent - step, step, anyhow=True):
-                yield j + step, cols, None
-            return
-        if between > 0:
-            for j in f.loop("column", between):
-                yield (j + 1) * step, step, None
-        if between >= 0:
-            last = (between + 1) * step
-            yield f.constant(last, I64), extent - last, last
+        widths = self.kernel.widths(self.tile)
+        edges = {0, len(widths) - 1} if self.tile.skip else set()
+        for (cols, edge), some in groupby(range(len(widths)), lambda n: (widths[n], n if n in edges else None)):
+            first, *others = some
+            start = sum(widths[:first])
+            for n in f.loop("column", 1 + len(others)):
+                yield n + first, n * cols + start, cols, None if edge is None else start
 
     @staticmethod
     def _tile_rows(f: Function, start: Value, stop: Value, extent: int,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -170,6 +171,14 @@ class TiledContraction(Kernel[Contraction]):
         fitting = BLOCK_BYTES // (tile.cols * self.flat.x.strides[1])
         return tile.cols * (tile.block or max(fitting, 1))
 
+    def widths(self, tile: Tile) -> list[int]:
+        """Pixels of each tile across one of several rows. They are as even as can be: a narrow last one would wait for
+        its sums, and take as long as one twice as wide."""
+        cols = self.flat.cols
+        count = -(-cols // tile.cols)
+        narrow, wider = divmod(cols, count)
+        return [narrow + 1] * wider + [narrow] * (count - wider)
+
     def tile_rows(self, tile: Tile) -> int:
         """Rows of tiles of an item, or of a plane of it; of one long row of pixels, its tiles."""
         if self.flat.rows == 1:
@@ -261,8 +270,9 @@ class TiledContraction(Kernel[Contraction]):
     def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
         """(pixels, how many of them)"""
         planes, flat = self.planes.count, self.flat
+        widths = Counter(self.widths(tile)).items() if flat.rows > 1 else pieces(flat.cols, tile.cols)
         return [(height * width, planes * count * times) for height, count in pieces(flat.rows, tile.rows)
-                for width, times in pieces(flat.cols, tile.cols)]
+                for width, times in widths]
 
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         program = self.problem.program
