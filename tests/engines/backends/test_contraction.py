@@ -285,6 +285,20 @@ def spills_of(isa, precision, tile):
     return spills(assembly(module.text(), isa))
 
 
+def test_a_pass_of_a_k_loop_takes_several_short_turns_each_of_which_loads_for_itself():
+    spec = Shape(1, 6, 258, 16).spec("fp32", EpilogueProgram(), residual=False)
+    module = Module()
+    kernel_of(spec).emit(module, "kernel", AVX2, Tile(1, 6, 2))
+    assert "; for k in 0..64" in module.text(), "of 258 turns two are left"
+    assert spills(assembly(module.text(), AVX2)) == 0
+
+
+def test_tiles_across_a_row_are_as_even_as_can_be():
+    for cols, widths in ((19, [5, 5, 5, 4]), (18, [6, 6, 6]), (5, [5])):
+        spec = Shape(3, cols, 8, 16, gaps=True).spec("fp32", EpilogueProgram(), residual=False)
+        assert kernel_of(spec).widths(Tile(1, 6, 2)) == widths
+
+
 def test_the_text_of_a_kernel_names_its_loops():
     spec = SHAPES["3x3"].spec("int8", EpilogueProgram(), residual=False)
     module = Module()

@@ -11,7 +11,7 @@ A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import to_float
 from engines.backends.llvm.kernels.common.access import hidden
-from engines.codegen.ir_builder import Value
+from engines.codegen.extents import Extent
+from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import ELEMENTS, FLOAT, I1, I8, I16, I32, vector
 from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.view import SIZES
 
 Operand = tuple[Value, ...]
+LONG_PASS = 48      # products, of some hundred instructions: a loop's own four are no matter beside them
+MOST_TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,23 @@ def arithmetic_for(precision: str, isa: Isa, weights: str = "") -> Arithmetic:
     if weights:
         return replace(_BY_PRECISION[precision], weights_dtype=weights)
     return _PAIRS if precision == "bf16" and isa.bf16 else _BY_PRECISION[precision]
+
+
+def k_turns(f: Function, count: int, products: int, **carried: dict[Any, Value]) -> Iterator[None]:
+    """The turns of a K loop, each of so many products: several of short ones in a pass, for a pass takes instructions
+    of its own. A core that has another thread beside this one issues half as many, and then they take time from the
+    products.
+
+    Each turn loads for itself: LLVM would load for several first, and run out of registers.
+    """
+    together = 1 if isinstance(count, Extent) else min(max(LONG_PASS // max(products, 1), 1), MOST_TURNS)
+    for turns, passes in ((together, count // together), (count % together, 1)):
+        if isinstance(passes, Extent) or turns and passes:
+            for _ in f.loop("k", passes, **carried):
+                for turn in range(turns):
+                    if turn:
+                        f.write('call void asm sideeffect "", "~{memory}"()')
+                    yield
 
 
 def add_step(arithmetic: Arithmetic, isa: Isa, acc: dict[tuple[int, int], Value], x: Value, pixels: Mapping[int, int],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.arithmetic import add_step
+from engines.backends.llvm.kernels.common.arithmetic import add_step, k_turns
 from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
@@ -45,10 +45,13 @@ class DirectContraction(TiledContraction):
     def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
         return self.turns(isa), self.arithmetic(isa).weight_bytes(isa)
 
+    def parts(self, isa: Isa) -> int:
+        """Products that a dot product of a vector takes: more where its weights are wider than a register."""
+        return -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)
+
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         dots = pixels * vectors
-        parts = -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)     # instructions of a dot product
-        latency = 1                                                         # from one sum to the next
+        parts, latency = self.parts(isa), 1      # cycles from one sum to the next
         if parts == 1:
             turn, latency = Work(dots, 0, pixels + vectors), LATENCY
         else:
@@ -180,7 +183,8 @@ class _DirectLoops(TiledLoops):
         arithmetic = self.arithmetic
         apart = arithmetic.exact_end and self.kernel.run % arithmetic.elements != 0
         if steps > apart:
-            for _ in f.loop("k", steps - apart, acc=acc, at=at):
+            products = len(pixels) * vectors * self.kernel.parts(self.isa)
+            for _ in k_turns(f, steps - apart, products, acc=acc, at=at):
                 self._turn(acc, at, pixels, vectors)
         if apart:
             self._turn(acc, at, pixels, vectors, last=True)
