@@ -237,7 +237,7 @@ class _Walk:
         if node.op_type in SELECTS:
             return not all(self.values[name].known and self._told(name, phase) for name in read)
         if self.loop and node.op_type == "Gather" and phase == 0 and not any(
-                self.values[name].by_segment or self.values[name].easy for name in node.input[1:]):
+                self.values[name].by_segment or self.values[name].easy for name in node.input[1:] if name in read):
             return True         # one row a step: a segment would take all rows in, to read one
         return node.op_type in NO_TENSORS or node.op_type in CONTROL and node.op_type != "If"
 

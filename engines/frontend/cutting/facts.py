@@ -54,7 +54,12 @@ def may_need_cuts(graph: onnx.GraphProto) -> bool:
     """Whether there is any node for whose sake a model might be more than one graph."""
     return any(is_standard(node) and node.op_type in SELECTS | NO_TENSORS | CONTROL for node in graph.node) or any(
         not value.type.HasField("tensor_type") or value.type.tensor_type.elem_type == onnx.TensorProto.STRING
-        for value in (*graph.input, *graph.output))
+        for value in (*graph.input, *graph.output) if value.name not in _maps_of(graph))
+
+
+def _maps_of(graph: onnx.GraphProto) -> frozenset[str]:
+    """What ZipMaps make, which is the tensor of the probabilities here: engines/frontend/operators/ml/linear.py."""
+    return frozenset(node.output[0] for node in graph.node if (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"))
 
 
 def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, onnx.TypeProto]:
@@ -67,6 +72,7 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
     def look(graph: onnx.GraphProto) -> None:
         found.update({value.name: value.type for value in (*graph.input, *graph.output, *graph.value_info)
                       if value.type.WhichOneof("value")})
+        found.update(dict.fromkeys(_maps_of(graph), helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)))
         for node in graph.node:
             for inner in graphs_in(node):
                 look(inner)

@@ -39,6 +39,17 @@ def running_sum() -> onnx.ModelProto:
         {"w": random(5, 5), "h": np.zeros((1, 5), np.float32), "yes": np.array(True), "zero": np.array(0)})
 
 
+def first_numbers() -> onnx.ModelProto:
+    """The same, and what constants of the body name: a row of the last h, and its first number."""
+    model = running_sum()
+    body = next(one for one in model.graph.node if one.op_type == "Loop").attribute[0].g
+    last = body.node.pop()
+    body.node.extend([
+        helper.make_node("Constant", [], ["first"], value_int=0), node("Gather", "h_out first", "h_row", axis=0),
+        node("Gather", "h_row first", "h_first", axis=0), node("Add", "h_out h_first", last.output[0])])
+    return model
+
+
 def until_large() -> onnx.ModelProto:
     """x doubled, or after the third time tripled (an If in the Loop), until its sum is over a bound."""
     double = region("double", [node("Add", "v v", "twice")], [], "twice")

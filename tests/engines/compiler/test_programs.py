@@ -41,6 +41,7 @@ CASES = {
     "a Loop that ends by what it carries": (models.asked(), [{"x": np.full(3, n, np.float32)} for n in (0.3, 1, 5)]),
     "a Loop whose states no kernel reads": (models.carried(), [carried_past(2), carried_past(2, 5), carried_past(3)]),
     "a Loop whose state grows": (models.grown(), [fed(3, 5)]),
+    "a Loop with constants": (models.first_numbers(), [fed(3, 5)]),
     "an If in a Loop": (models.until_large(), [{"x": np.full(n, 0.5, np.float32)} for n in (1, 6)]),
     "a Scan from behind": (models.scanned(), [fed(3, 4), fed(3, 1)]),
     "rows that data choose": (models.chosen_rows(), [fed(9, 6), fed(5, 6, seed=8)]),

@@ -1,7 +1,10 @@
 """Linear models and support vectors are what ONNX Runtime computes."""
 import numpy as np
+import onnx
 import pytest
+from onnx import helper
 
+from engines import build_engine
 from engines.errors import ModelError
 from engines.frontend.onnx_import import graph_from_onnx
 from tests.engines.frontend.one_node import check, imported, model_of, normal
@@ -64,6 +67,14 @@ def test_of_maps_the_probabilities_are_left_and_the_user_is_told(labels):
     assert graph.shape("o0") == x.shape and notices == [
         f"m: node 'n' (ZipMap): 'o0' is the tensor of the probabilities instead of maps, in the order of the classes "
         f"{classes}"]
+
+
+def test_a_model_that_declares_a_sequence_of_maps_is_one_graph():
+    model = model_of("ZipMap", [normal(5, 2)], classlabels_int64s=[4, 7], **ML)
+    kind = helper.make_map_type_proto(onnx.TensorProto.INT64, helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, []))
+    model.graph.output[0].type.CopyFrom(helper.make_sequence_type_proto(kind))
+    plan = build_engine(model, cache=False, timing=False).plan
+    assert plan.program is None and plan.outputs[0].shape == (5, 2)
 
 
 @pytest.mark.parametrize("op, attrs, message", [
