@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.backends import device_of
+from engines.backends.device import GpuInfo, OneOfSeveral
 from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
-from engines.plan.file import read_plan
+from engines.plan.file import read_outline, read_plan
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 
@@ -43,6 +44,14 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     if retune:
         plan = _retuned(plan, cache)
     return engine_of(plan, threads, on_target_mismatch, cpus, str(path), specialise, specialisations, cache, gpu)
+
+
+def gpus_of(path: str | os.PathLike[str]) -> Sequence[tuple[GpuInfo, str]]:
+    """The GPUs of this machine if a plan file is for one, each with why the plan does not run there ("": it does); none
+    for a plan for CPUs. Raises PlanCorruptError, PlanVersionError, PlanTargetError, OSError."""
+    plan = read_outline(path)
+    device = device_of(plan.machine.backend)
+    return device.gpus(plan) if isinstance(device, OneOfSeveral) else ()
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,

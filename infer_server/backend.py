@@ -1,15 +1,26 @@
-"""What the server asks of an engine: the seam behind which backends (CPU plans now, others later) stand."""
+"""What the server asks of an engine: the seam behind which backends stand."""
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+class Gpu(NamedTuple):
+    """A GPU of this machine."""
+    number: int
+    name: str
+    uuid: str
+    why_not: str = ""           # it does not run a plan; "": it does
+
+    def __str__(self) -> str:
+        return f"GPU {self.number} ({self.name})"
 
 
 class Tensor(Protocol):
@@ -77,21 +88,34 @@ SPECIALISE = "background"       # what is done about shapes that an engine has n
 class EngineLoader(Protocol):
     """Loads a plan file, for so many intra-op threads. Raises engines.errors.EngineError."""
 
-    def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE) -> Engine: ...
+    def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE, gpu: int = 0) -> Engine: ...
 
 
-def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, cache: Path | bool = True) -> Engine:
+def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int = 0,
+              cache: Path | bool = True) -> Engine:
     """Loads a plan with this project's own runtime. Raises engines.errors.PlanError.
 
-    cache: the folder of the engine cache, where specialisations are kept; True: the user's.
+    gpu: which, of a plan for GPUs. cache: the folder of the engine cache, where specialisations are kept; True: the
+    user's.
 
     A plan for another machine is refused, PlanTargetError: to compile it here would hold the interpreter for seconds.
     """
     from engines import load_engine  # here, so that a server over another backend does not load this one
 
     engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise,
-                                 cache=cache)
+                                 cache=cache, gpu=gpu)
     return engine
+
+
+def gpus_for(path: Path) -> list[Gpu]:
+    """The GPUs of this machine if a plan file is for one, each with why the plan does not run there. None for any other
+    file; where it cannot be read, loading it says why."""
+    from engines.errors import EngineError
+    from engines.loading import gpus_of
+    try:
+        return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
+    except (EngineError, OSError):
+        return []
 
 
 def is_open(engine: Engine) -> bool:

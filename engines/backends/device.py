@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engines.ir.graph import Array
 from engines.plan.plan import MachinePart, Plan, TensorView
@@ -85,6 +85,23 @@ class Loaded(Protocol):
 
     def execution(self, cpus: Sequence[int] | None) -> Execution:
         """cpus: where its threads stay; None: anywhere."""
+
+
+class GpuInfo(NamedTuple):
+    """What is known of a GPU before anything runs on it."""
+    number: int
+    name: str
+    architecture: str
+    memory: int             # bytes
+    uuid: str               # as NVIDIA's tools write it
+
+
+@runtime_checkable
+class OneOfSeveral(Protocol):
+    """A device that is one of a machine's GPUs."""
+
+    def gpus(self, plan: Plan) -> Sequence[tuple[GpuInfo, str]]:
+        """All of them, each with why the plan does not run there; "" if it does. Nothing of a GPU is started."""
 
 
 class Device(Protocol):

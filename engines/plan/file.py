@@ -248,6 +248,14 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanCorruptError(f"{name}: {error}") from error
 
 
+def read_outline(path: str | os.PathLike[str]) -> Plan:
+    """What a file says of its plan beside what is in the sections. Raises as read_plan."""
+    with open(path, "rb", buffering=0) as file:
+        _, manifest = _read_manifest(str(path), file.fileno())
+    fields = {name: value for name, value in manifest.plan.items() if name != "machine"}
+    return Plan(**from_plain(Plan, fields), machine=MachinePart(**from_plain(MachinePart, manifest.plan["machine"])))
+
+
 def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
     """Where the manifest begins, and it."""
     size, first = os.fstat(file).st_size, os.pread(file, PAGE, 0)

@@ -41,13 +41,14 @@ class EngineExecutor:
     """One execution context; belongs to the thread that executes."""
 
     def __init__(self, context: ExecutionContext, outputs: Sequence[str], max_batch: int,
-                 is_open: bool = False) -> None:
-        """max_batch: of the engine; 0: it has no batch axis. is_open: shapes differ from batch to batch."""
+                 is_open: bool = False, gpu: int | None = None) -> None:
+        """max_batch: of the engine; 0: it has no batch axis. is_open: shapes differ from batch to batch. gpu: that it
+        executes on; None: the CPU."""
         self._context = context
         self._outputs = outputs
         self._batched = max_batch > 0               # tensors have a leading batch axis
         self._max_batch = max_batch
-        self._is_open = is_open
+        self._is_open, self._gpu = is_open, gpu
 
     def close(self) -> None:
         self._context.close()
@@ -64,7 +65,7 @@ class EngineExecutor:
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(context, batch, items)
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
-                                        time.monotonic_ns())
+                                        time.monotonic_ns(), self._gpu)
 
     def _execute_in_pieces(self, request: Request) -> tuple[list[Outcome], BatchExecution]:
         """A request of more items than the engine takes at once, which is alone in its batch."""
@@ -82,7 +83,7 @@ class EngineExecutor:
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in self._outputs}
         outcome = (request, request.encode(joined))
         return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
-                                         started_ns + copying_ns + computing_ns, time.monotonic_ns())
+                                         started_ns + copying_ns + computing_ns, time.monotonic_ns(), self._gpu)
 
     def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
         """Those of the batch's inputs: all its requests have the same, but for their items."""

@@ -48,6 +48,13 @@ class BatchStatistics:
 
 
 @dataclass
+class Executions:
+    """On one device."""
+    items: int = 0
+    batches: int = 0
+
+
+@dataclass
 class Counters(BatchStatistics):
     """Executions of all batch sizes, their durations counted for each request: a snapshot, or the running state."""
     last_inference_ms: int = 0                  # since the epoch
@@ -61,6 +68,7 @@ class Counters(BatchStatistics):
     cache_hit: Duration = field(default_factory=Duration)       # looking up what was there, and encoding it
     cache_miss: Duration = field(default_factory=Duration)      # ... and what was not
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
+    devices: dict[int | None, Executions] = field(default_factory=dict)     # by GPU; None: the CPU
     answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time that it took
     closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
 
@@ -73,6 +81,7 @@ class BatchExecution(NamedTuple):
     copied_ns: int                              # its inputs are in their slots
     computed_ns: int
     encoded_ns: int                             # its responses are ready
+    gpu: int | None = None                      # that it was executed on; None: the CPU
 
 
 class Statistics:
@@ -95,6 +104,9 @@ class Statistics:
             c.last_inference_ms, c.used_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
             c.inference_count += e.items
             c.execution_count += 1
+            device = c.devices.setdefault(e.gpu, Executions())
+            device.items += e.items
+            device.batches += 1
             queued = self._latencies["queue"]
             c.queue.count += requests
             for since_ns in enqueued_ns:

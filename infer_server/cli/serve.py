@@ -243,8 +243,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-limit-resource", type=_resource, action="append", default=[], metavar="NAME:COUNT",
                         help="how much there is of a resource (default: what the most demanding instance needs)")
     parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
-                        help="instances of KIND_GPU are served on the CPU, with a warning, or their model is refused "
-                             "(default %(default)s)")
+                        help="where no GPU runs a model's instances of KIND_GPU they are served on the CPU, with a "
+                             "warning, or it is refused (default %(default)s)")
     parser.add_argument("--cache-config", type=_cache_bytes, default="local,size=67108864", metavar="local,size=N",
                         help="bytes for the responses of models that have a response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",

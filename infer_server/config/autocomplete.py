@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.backend import Engine, Tensor
+from infer_server.backend import Engine, Gpu, Tensor
+from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
 from infer_server.config.pbtxt import nearest
 from infer_server.config.ragged import Ragged, check_ragged, model_dims, ragged_of
@@ -20,10 +21,11 @@ from protos import model_config
 
 
 def complete(message: model_config.ModelConfig, name: str, engine: Engine, filename: str,
-             instances: int = 1) -> model_config.ModelConfig:
+             instances: int = 1, gpus: Sequence[Gpu] = ()) -> model_config.ModelConfig:
     """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError.
 
-    instances: of an instance group that says nothing of its count.
+    instances: of an instance group on the CPU that says nothing of its count. gpus: of this machine, if the model is a
+    plan for one.
     """
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
@@ -52,7 +54,7 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     if ragged:
         check_ragged(ragged, completed)
     _complete_batching(completed, engine.dependence if not ragged else "")
-    _complete_instances(completed, instances)
+    settle(completed, gpus, instances)
     if not completed.version_policy.WhichOneof("policy_choice"):
         completed.version_policy.latest.num_versions = 1
     return completed
@@ -68,18 +70,6 @@ def _complete_batching(completed: model_config.ModelConfig, dependence: str) -> 
     elif completed.max_batch_size > 1 and not completed.HasField("sequence_batching"):
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
-
-
-def _complete_instances(completed: model_config.ModelConfig, instances: int) -> None:
-    for group in completed.instance_group:      # as they are served
-        group.kind = model_config.ModelInstanceGroup.KIND_CPU
-        group.ClearField("gpus")
-    if not completed.instance_group:
-        completed.instance_group.add(name=completed.name, kind=model_config.ModelInstanceGroup.KIND_CPU)
-    if completed.dynamic_batching.preserve_ordering:
-        instances = 1
-    for group in completed.instance_group:
-        group.count = group.count or instances
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
+from infer_server.config.groups import asks_for_gpu, devices
 from infer_server.config.kinds import Kind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
 from infer_server.config.rate_limits import RateLimit, rate_limits_of
@@ -86,7 +87,7 @@ class ModelConfig:
     batching: BatchPolicy
     queueing: Priorities
     batched: bool                           # tensors have a leading batch axis
-    instances: int = 1
+    devices: tuple[int | None, ...] = (None,)   # of the instances: a GPU each, or the CPU
     rate_limits: tuple[RateLimit, ...] = ()     # of each, if any has one
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
@@ -100,6 +101,10 @@ class ModelConfig:
     decoupled: bool = False                 # a request has any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
+
+    @property
+    def instances(self) -> int:
+        return len(self.devices)
 
 
 # Of others than engines: those that get requests one by one.
@@ -146,13 +151,13 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         ragged=ragged_of(message) if kind is Kind.ENGINE else None,
         cached=_is_cached(message, kind),
         batched=message.max_batch_size > 0,
-        instances=_instances(message),
+        devices=_devices(message),
         rate_limits=rate_limits_of(message),
         versions=_version_policy(message.version_policy),
         build=build,
         default_filename=_filename(message.default_model_filename),
         asks_for_gpu=asks_for_gpu(message),
-        notices=(*(str(each) for each in found if not _is_plain(each.path, message, kind)), *ours))
+        notices=(*(str(each) for each in found if not _is_plain(each.path, kind)), *ours))
 
 
 _LEVELS = 64                    # of priorities, at most
@@ -192,16 +197,9 @@ def _is_cached(message: model_config.ModelConfig, kind: Kind) -> bool:
     return True
 
 
-def asks_for_gpu(message: model_config.ModelConfig) -> bool:
-    return any(group.kind == model_config.ModelInstanceGroup.KIND_GPU or group.gpus
-               for group in message.instance_group)
-
-
-def _is_plain(path: str, message: model_config.ModelConfig, kind: Kind) -> bool:
+def _is_plain(path: str, kind: Kind) -> bool:
     """Whether a field that is mapped says what this server does anyway."""
-    if path in ("batch_input", "batch_output"):
-        return kind is Kind.ENGINE
-    return path == "instance_group.kind" and not asks_for_gpu(message)
+    return path in ("batch_input", "batch_output") and kind is Kind.ENGINE
 
 
 def _tensors(
@@ -243,15 +241,15 @@ def _runs(extents: tuple[int, ...]) -> list[int]:
     return runs
 
 
-def _instances(message: model_config.ModelConfig) -> int:
+def _devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
     for group in message.instance_group:
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
-    count = sum(group.count or 1 for group in message.instance_group) or 1
-    if message.dynamic_batching.preserve_ordering and count > 1:
-        raise ModelConfigError(f"preserve_ordering: {count} instances answer in the order in which they are done; "
-                               "give instance_group a count of 1, or leave the order open")
-    return count
+    found = devices(message)
+    if message.dynamic_batching.preserve_ordering and len(found) > 1:
+        raise ModelConfigError(f"preserve_ordering: {len(found)} instances answer in the order in which they are done; "
+                               "give instance_group a count of 1, on one device, or leave the order open")
+    return found
 
 
 def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:

@@ -50,7 +50,7 @@ def _refused(note: str) -> Treatment:
 
 
 _SERVED = Treatment(Verdict.SERVED)
-_NO_GPU = _advisory("there is no GPU in use; it changes nothing")
+_OF_GPU = _advisory("a run on a GPU is one CUDA graph, with pinned memory; it changes nothing")
 _LAYOUT = "tensors are linear, row-major; export the model with such inputs and outputs, and remove it"
 _ONE_BY_ONE = _mapped("a Python model or an ensemble gets requests one by one, and no tensors for all of them: nothing "
                       "is made, as in Triton")
@@ -82,10 +82,10 @@ TREATMENTS: dict[str, Treatment] = {
     "optimization.execution_accelerators": _mapped(
         "a precision_mode becomes the parameter precision; the rest changes nothing"),
     "optimization.priority": _advisory("all models' threads have the same priority"),
-    "optimization.cuda": _NO_GPU,
-    "optimization.input_pinned_memory": _NO_GPU,
-    "optimization.output_pinned_memory": _NO_GPU,
-    "optimization.gather_kernel_buffer_threshold": _NO_GPU,
+    "optimization.cuda": _OF_GPU,
+    "optimization.input_pinned_memory": _OF_GPU,
+    "optimization.output_pinned_memory": _OF_GPU,
+    "optimization.gather_kernel_buffer_threshold": _OF_GPU,
     "optimization.eager_batching": _advisory("requests are copied into a batch when an instance is free for it"),
     "dynamic_batching": _SERVED,
     "sequence_batching": _SERVED,
@@ -99,16 +99,16 @@ TREATMENTS: dict[str, Treatment] = {
     "ensemble_scheduling.step.model_namespace": _refused("names of models are unique; rename it, and remove this"),
     "ensemble_scheduling.max_inflight_requests": _advisory("the queues of its models bound it: max_queue_size"),
     "instance_group.name": _SERVED,
-    "instance_group.kind": _mapped("this server executes on CPUs: KIND_GPU is served there (see --kind-gpu)"),
+    "instance_group.kind": _SERVED,                     # what is no plan for GPUs is served on the CPU: see --kind-gpu
     "instance_group.count": _SERVED,
     "instance_group.rate_limiter": _SERVED,             # under --rate-limit execution_count, as there
-    "instance_group.gpus": _NO_GPU,
+    "instance_group.gpus": _SERVED,
     "instance_group.secondary_devices": _refused("there are no such devices here; remove it"),
     "instance_group.profile": _advisory("profiles are the build's: `parameters` opt_shapes, min_shapes, max_shapes"),
     "instance_group.passive": _refused("an instance that is given no requests has no use here; remove its group"),
     "instance_group.host_policy": _advisory("the parameter pin keeps an instance's threads on CPUs of their own"),
     "default_model_filename": _SERVED,
-    "cc_model_filenames": _advisory("there is no GPU in use; default_model_filename counts"),
+    "cc_model_filenames": _advisory("a plan says by itself which GPUs run it; default_model_filename counts"),
     "metric_tags": _SERVED,
     "parameters": _SERVED,
     "model_warmup": _SERVED,

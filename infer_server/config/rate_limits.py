@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from infer_server.config.groups import devices_of
 from infer_server.errors import ModelConfigError
 from protos import model_config
 
 
 class Resource(NamedTuple):
     name: str
-    is_global: bool             # or of a device: there is one here, so that it is another pool and no more
+    is_global: bool             # or each device has as much
+    gpu: int | None = None      # the device; None: the CPU, or all of them
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,15 @@ def rate_limits_of(message: model_config.ModelConfig) -> tuple[RateLimit, ...]:
     """One for each instance; none where no group has any. Raises ModelConfigError."""
     if not any(group.HasField("rate_limiter") for group in message.instance_group):
         return ()
-    return tuple(limit for group in message.instance_group
-                 for limit in [_rate_limit(group.rate_limiter)] * (group.count or 1))
+    return tuple(_rate_limit(group.rate_limiter, gpu) for group in message.instance_group for gpu in devices_of(group))
 
 
-def _rate_limit(given: model_config.ModelRateLimiter) -> RateLimit:
+def _rate_limit(given: model_config.ModelRateLimiter, gpu: int | None) -> RateLimit:
     needs: dict[Resource, int] = {}
     for resource in given.resources:
-        if not resource.name or Resource(resource.name, getattr(resource, "global")) in needs:
+        is_global = getattr(resource, "global")
+        found = Resource(resource.name, is_global, None if is_global else gpu)
+        if not resource.name or found in needs:
             raise ModelConfigError("instance_group.rate_limiter: each of resources has a name, and stands there once")
-        needs[Resource(resource.name, getattr(resource, "global"))] = resource.count
+        needs[found] = resource.count
     return RateLimit(needs, given.priority or 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration
+from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration, Executions
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gpus
 from infer_server.observing.machine import Machine
@@ -21,10 +21,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTS: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_inference_request_success": ("Number of successful inference requests", lambda c: c.success.count),
-    "nv_inference_count": ("Number of inferences performed (a batch of n counts as n)", lambda c: c.inference_count),
-    "nv_inference_exec_count": ("Number of model executions performed", lambda c: c.execution_count),
     "nv_cache_num_hits_per_model": ("Number of cache hits per model", lambda c: c.cache_hit.count),
     "nv_cache_num_misses_per_model": ("Number of cache misses per model", lambda c: c.cache_miss.count),
+}
+_EXECUTIONS: dict[str, tuple[str, Callable[[Executions], int]]] = {
+    "nv_inference_count": ("Number of inferences performed (a batch of n counts as n)", lambda e: e.items),
+    "nv_inference_exec_count": ("Number of model executions performed", lambda e: e.batches),
 }
 _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_inference_request_duration_us": ("inference request duration", lambda c: c.success),
@@ -94,6 +96,9 @@ class Metrics:
 def _counters(seen: list[_Seen]) -> Iterator[str]:
     for name, (text, count) in _COUNTS.items():
         yield from _family(name, "counter", text, ((each.labels, count(each.counters)) for each in seen))
+    for name, (text, of) in _EXECUTIONS.items():
+        yield from _family(name, "counter", text, (
+            (labels, of(done)) for each in seen for labels, done in _by_device(each)))
     yield from _family("nv_inference_request_failure", "counter", "Number of failed inference requests", (
         (f'{each.labels},reason="{reason.value}"', failed)
         for each in seen for reason, failed in each.counters.failures.items()))
@@ -101,6 +106,14 @@ def _counters(seen: list[_Seen]) -> Iterator[str]:
                        ((each.labels, each.model.pending) for each in seen))
     yield from _family("nv_model_load_duration_secs", "gauge", "Model load time in seconds",
                        ((each.labels, round(each.model.load_secs, 6)) for each in seen))
+
+
+def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:
+    """The executions of a model, where its instances are on several devices those on each by themselves."""
+    uuids = {gpu.number: gpu.uuid for gpu in seen.model.gpus}
+    for device in dict.fromkeys(seen.model.config.devices):
+        own = "" if device not in uuids or "gpu_uuid=" in seen.labels else f',gpu_uuid="{_escaped(uuids[device])}"'
+        yield f"{seen.labels}{own}", seen.counters.devices.get(device, Executions())
 
 
 def _summaries(seen: list[_Seen], quantiles: tuple[float, ...]) -> Iterator[str]:
@@ -147,9 +160,11 @@ def _number(value: float) -> str:
 
 
 def _labels(model: Model) -> str:
-    """model, version, and what metric_tags of its configuration say."""
+    """model, version, what metric_tags of its configuration say, and the GPU if all of it is on one."""
     tags = {"model": model.name, "version": str(model.version), **{
         name: value for name, value in sorted(model.config_message.metric_tags.items())}}
+    if len(set(model.config.devices)) == 1 == len(model.gpus):
+        tags["gpu_uuid"] = model.gpus[0].uuid
     return ",".join(f'{_name(name)}="{_escaped(value)}"' for name, value in tags.items())
 
 

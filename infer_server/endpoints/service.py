@@ -182,7 +182,9 @@ def _statistics(model: Model) -> inference.ModelStatistics:
         inference_count=counters.inference_count, execution_count=counters.execution_count,
         inference_stats=inference.InferStatistics(**_durations(counters)),
         batch_stats=[inference.InferBatchStatistics(batch_size=size, **_durations(batch))
-                     for size, batch in sorted(counters.batches.items())])
+                     for size, batch in sorted(counters.batches.items())],
+        memory_usage=[inference.MemoryUsage(type="CPU" if gpu is None else "GPU", id=gpu or 0, byte_size=size)
+                      for gpu, size in model.device_bytes.items()])
 
 
 def _durations(counters: BatchStatistics) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infer_server.config.groups import ON_CPU, REFUSED
 from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
@@ -68,8 +69,8 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
     config = sources[0].config
     for notice in config.notices:
         yield Remark(name, notice)
-    if config.asks_for_gpu and kind_gpu == "refuse":
-        yield Remark(name, "instance_group: KIND_GPU is refused by --kind-gpu=refuse; write kind: KIND_CPU", True)
+    if config.asks_for_gpu and all(gpu.why_not for gpu in sources[0].gpus()):
+        yield Remark(name, REFUSED, True) if kind_gpu == "refuse" else Remark(name, ON_CPU)
     for source in sources:
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
             yield Remark(name, f"{source.file.relative_to(repository)}: no such file", True)

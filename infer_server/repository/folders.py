@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from infer_server.backend import Gpu, gpus_for
 from infer_server.config.config import ModelConfig, TensorSpec, from_message
 from infer_server.config.kinds import Kind
 from infer_server.config.paths import CONFIG, inside
@@ -35,6 +36,10 @@ class Source:
     def is_onnx(self) -> bool:
         """Whether an engine is built from the file; else it is a plan, or a Python model."""
         return self.config.kind is Kind.ENGINE and self.file.suffix == ".onnx"
+
+    def gpus(self) -> list[Gpu]:
+        """Those of this machine if the file is a plan for one, each with why the plan does not run there; else none."""
+        return gpus_for(self.file) if self.config.kind is Kind.ENGINE and not self.is_onnx else []
 
     def path(self, given: str, parameter: str) -> Path:
         """What a parameter names from the model's folder: a file or folder of the repository. Raises

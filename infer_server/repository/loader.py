@@ -3,15 +3,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
-from infer_server.backend import Engine, EngineLoader, load_plan
+from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
 from infer_server.batching.cache import ResponseCache
+from infer_server.config.groups import ON_CPU, REFUSED, devices, settled
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, RepositoryError
 from infer_server.observing.custom_metrics import CustomMetrics
@@ -19,7 +20,7 @@ from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source, read_labels
-from infer_server.repository.kinds.engine_model import EngineModel
+from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
 from infer_server.repository.kinds.local import Find
@@ -40,16 +41,19 @@ class Loader:
     threads: int = 1                            # a model's own `threads` parameter goes before it
     load_engine: EngineLoader = load_plan
     cores: int = 1                              # for the instances of a model that does not say how many it has
-    kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
+    kind_gpu: str = "cpu"                       # where no GPU runs instances of KIND_GPU, the CPU does; or "refuse"
     limiter: RateLimiter | None = None          # None: every instance executes when it is free
     custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
         """Loads one version. Raises RepositoryError with the reason that the index will show."""
-        if source.config.asks_for_gpu and self.kind_gpu == "refuse":
-            raise ModelConfigError("instance_group: KIND_GPU is refused by --kind-gpu=refuse; write kind: KIND_CPU, or "
-                                   "start the server with --kind-gpu=cpu")
+        gpus = source.gpus()
+        used = set(devices(settled(source.message, gpus)))
+        if source.config.asks_for_gpu and used == {None}:
+            if self.kind_gpu == "refuse":
+                raise ModelConfigError(REFUSED)
+            log.warning("%s: %s", source.name, ON_CPU)
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
         if source.config.kind is Kind.ENSEMBLE:
@@ -59,21 +63,29 @@ class Loader:
         if source.config.kind is Kind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: PythonModel(
                 source, self.loop, self.find, self.limiter, self.custom_metrics)))
-        return self._cached(source, self._guarded(source, lambda: self._engine_model(source)))
+        return self._cached(source, self._guarded(source, lambda: self._engine_model(source, gpus, used)))
 
     def _cached(self, source: Source, model: QueuedModel) -> Model:
         if source.config.cached:
             model.use_cache(self.cache)
         return model
 
-    def _engine_model(self, source: Source) -> QueuedModel:
+    def _engine_model(self, source: Source, gpus: Sequence[Gpu], used: Collection[int | None]) -> QueuedModel:
+        """gpus: of this machine, if it is a plan for one; used: those among them that it executes on, None for the
+        CPU."""
         threads = int(source.config.build.threads or self.threads)
-        engine, plan_bytes = self._engine(source, threads)
-        instances = default_instances(self.cores, threads, engine.arena_bytes)
+        loaded: dict[int | None, LoadedEngine] = {}
+        for gpu in gpus:
+            if gpu.number in used:
+                log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
+                loaded[gpu.number] = self._loaded(source, source.file, 1, gpu.number)
+        instances = 1
+        if None in used:
+            cpu = self._on_cpu(source, threads, any(not gpu.why_not for gpu in gpus))
+            instances = default_instances(self.cores, threads, cpu.engine.arena_bytes)
+            loaded = {None: cpu, **loaded}
         kind = ImageModel if source.config.build.image_input else EngineModel
-        model = kind(source, engine, self.loop, instances, self.dealer, self.limiter)
-        model.memory_bytes += plan_bytes
-        return model
+        return kind(source, Engines(loaded, gpus, instances), self.loop, self.dealer, self.limiter)
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
@@ -89,20 +101,22 @@ class Loader:
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
 
-    def _engine(self, source: Source, threads: int) -> tuple[Engine, int]:
-        """The engine, and the bytes of its plan, whose constants it holds."""
+    def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> LoadedEngine:
+        """runs_elsewhere: it is a plan for a GPU of this machine."""
         if source.is_onnx:
             with self.compiler.build(source, threads) as plan:
                 return self._loaded(source, plan, threads)
         try:
-            return self._loaded(source, source.file, threads)
+            if not runs_elsewhere:
+                return self._loaded(source, source.file, threads)
+            log.warning("%s: instance_group.kind: KIND_CPU, but the plan is for a GPU: its graph is compiled again for "
+                        "the CPU", source.name)
         except PlanTargetError as mismatch:
             log.warning("%s: %s", source.name, mismatch)
-            with self.compiler.relower(source) as plan:
-                return self._loaded(source, plan, threads)
+        with self.compiler.relower(source) as plan:
+            return self._loaded(source, plan, threads)
 
-    def _loaded(self, source: Source, plan: Path, threads: int) -> tuple[Engine, int]:
+    def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> LoadedEngine:
         specialise = source.config.build.specialise or (
-            "off" if source.config.ragged else "")          # what requests have together is hardly ever met again
-        engine = self.load_engine(plan, threads, specialise) if specialise else self.load_engine(plan, threads)
-        return engine, plan.stat().st_size
+            "off" if source.config.ragged else SPECIALISE)      # what requests have together is hardly ever met again
+        return LoadedEngine(self.load_engine(plan, threads, specialise, gpu), plan.stat().st_size)

@@ -9,6 +9,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+from infer_server.backend import Gpu
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import ResponseCache, key_of
@@ -37,6 +38,8 @@ class Model(ABC):
     """
     platform: str                       # what executes it
     memory_bytes: int = 0               # about what it holds; 0 where that is not known
+    device_bytes: Mapping[int | None, int] = MappingProxyType({})   # the same by GPU; None: in the host's memory
+    gpus: Sequence[Gpu] = ()            # that instances of it execute on
     load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 
@@ -117,9 +120,9 @@ class QueuedModel(Model):
         gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
             [None] * len(executors))
         self._instances = [
-            Instance(f"{self.name}/{self.version} instance {i}", batchers[i], executor, self.deliver,
-                     cpus[i] if cpus else None, gates[i], short)
-            for i, executor in enumerate(executors)]
+            Instance(f"{self.name}/{self.version} instance {i}" + ("" if device is None else f" on GPU {device}"),
+                     batchers[i], executor, self.deliver, cpus[i] if cpus else None, gates[i], short)
+            for i, (executor, device) in enumerate(zip(executors, self.config.devices, strict=True))]
         for instance in self._instances:
             instance.start()
 

@@ -148,7 +148,7 @@ class NumpyEngine:
         return NumpyTensor(name, self.dtype, ("batch", *self.shape) if self.max_batch else self.shape)
 
 
-def load_numpy_engine(path: Path, threads: int, specialise: str = "") -> NumpyEngine:
+def load_numpy_engine(path: Path, threads: int, specialise: str = "", gpu: int = 0) -> NumpyEngine:
     try:
         plan = json.loads(path.read_text())
     except (ValueError, OSError) as error:

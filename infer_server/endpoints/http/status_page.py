@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -50,8 +51,8 @@ class StatusPage:
         body = "\n".join((
             f"<h1>{NAME} {VERSION}</h1>",
             f"<p>{state}; up for {_duration(time.monotonic() - self._started)}</p>",
-            *_table(("model", "version", "state", "loaded in", "waiting", "requests/s", "items/s", "p50", "p90", "p99",
-                     "answered", "failed"), self._rows(index, models, counters)),
+            *_table(("model", "version", "state", "instances", "loaded in", "waiting", "requests/s", "items/s", "p50",
+                     "p90", "p99", "answered", "failed"), self._rows(index, models, counters)),
             *(line for model in models for line in _batches(model, counters[model.name, model.version]))))
         html = (f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{NAME}</title>"
                 f"<meta http-equiv=refresh content={_REFRESH_SECS}><style>{_STYLE}</style></head>"
@@ -75,10 +76,17 @@ class StatusPage:
             since = self._looks.get(key, _Look(self._started, 0, 0))
             secs = max(1e-3, now - since.at)
             latencies = model.statistics.quantiles(_QUANTILES)["request"]
-            yield [*row, f"{model.load_secs:.2f} s", str(model.pending),
+            yield [*row, _instances(model), f"{model.load_secs:.2f} s", str(model.pending),
                    f"{(look.requests - since.requests) / secs:.1f}", f"{(look.items - since.items) / secs:.1f}",
                    *map(_time, latencies), str(counted.success.count), str(counted.fail.count)]
         self._looks = looks
+
+
+def _instances(model: Model) -> str:
+    """How many there are, and where."""
+    names = {gpu.number: escape(str(gpu)) for gpu in model.gpus}
+    return ", ".join(f"{count} on {names[device]}" if device in names else str(count)
+                     for device, count in Counter(model.config.devices).items())
 
 
 def _batches(model: Model, counters: Counters) -> Iterator[str]:

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from infer_server.backend import Engine, Shapes, is_open, warm_up
+from infer_server.backend import Engine, Gpu, Shapes, is_open, warm_up
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
@@ -20,22 +21,40 @@ from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
 
 
+class LoadedEngine(NamedTuple):
+    engine: Engine
+    plan_bytes: int                     # whose constants it holds
+
+
+class Engines(NamedTuple):
+    """A model's engines, one for each device that its instances execute on."""
+    loaded: Mapping[int | None, LoadedEngine]   # by the number of the GPU; None: the CPU
+    gpus: Sequence[Gpu] = ()            # of this machine, if the model is a plan for one
+    instances: int = 1                  # on the CPU, where the configuration does not say how many
+
+    @property
+    def first(self) -> Engine:
+        """All are alike but for where they are."""
+        return next(iter(self.loaded.values())).engine
+
+
 class EngineModel(QueuedModel):
     """Its contexts are warm when it is constructed."""
     platform = "infer_server_plan"
 
-    def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
-                 dealer: CpuDealer, limiter: RateLimiter | None,
-                 make_signature: Callable[..., Signature] = Signature) -> None:
-        """instances: how many where the configuration does not say; dealer: gives CPUs to threads that are pinned."""
-        message = complete(source.message, source.name, engine, source.file.name, instances)
+    def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
+                 limiter: RateLimiter | None, make_signature: Callable[..., Signature] = Signature) -> None:
+        """dealer: gives CPUs to threads that are pinned."""
+        engine = engines.first
+        message = complete(source.message, source.name, engine, source.file.name, engines.instances, engines.gpus)
         config = from_message(message, source.folder)
         opened = is_open(engine)
         checked = opened and not config.sequences       # else the shapes of states are missing
         signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None)
         super().__init__(source.name, source.version, message, config, signature, loop)
-        cpus = [dealer.deal(engine.threads) if config.build.pin == "true" else None for _ in range(config.instances)]
-        contexts = [engine.create_context(own) for own in cpus]
+        own = [engines.loaded[device].engine for device in config.devices]
+        cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
+        contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
         alike = engine.is_steady and not config.sequences and not config.ragged
         short = ShortBatches(engine.max_batch or 1) if alike else None
         for context in contexts:
@@ -47,12 +66,17 @@ class EngineModel(QueuedModel):
                                       *(config.sequences.kept if config.sequences else ())]))
         executors: list[Executor] = [
             RaggedExecutor(context, config, config.ragged) if config.ragged else
-            EngineExecutor(context, outputs, engine.max_batch, opened) for context in contexts]
+            EngineExecutor(context, outputs, engine.max_batch, opened, device)
+            for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
-        self.memory_bytes = len(contexts) * engine.threads * engine.arena_bytes
-        self.start(executors, limiter, [own[0] if own else None for own in cpus], short)
+        self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
+        self.device_bytes = {
+            device: plan_bytes + config.devices.count(device) * each.threads * each.arena_bytes
+            for device, (each, plan_bytes) in engines.loaded.items()}
+        self.memory_bytes = sum(self.device_bytes.values())
+        self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
 
 
 def items_of(config: ModelConfig, engine: Engine) -> Items:

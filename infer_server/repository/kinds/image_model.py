@@ -39,7 +39,7 @@ from infer_server.protocol.codec import FROM_ENGINE, InputTensor
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer
 from infer_server.repository.folders import Source
-from infer_server.repository.kinds.engine_model import EngineModel
+from infer_server.repository.kinds.engine_model import EngineModel, Engines
 from infer_server.workers import post
 
 _FORMATS = ("JPEG", "PNG")
@@ -133,11 +133,11 @@ class ImageSignature(Signature):
 class ImageModel(EngineModel):
     """Its files are decoded before they are queued. All but the decoding belongs to the event loop."""
 
-    def __init__(self, source: Source, engine: Engine, loop: asyncio.AbstractEventLoop, instances: int,
-                 dealer: CpuDealer, limiter: RateLimiter | None) -> None:
+    def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
+                 limiter: RateLimiter | None) -> None:
         """Raises ModelConfigError: the input that is to take files is none, or nobody says how."""
-        self._image = image_input(source, engine)
-        super().__init__(source, engine, loop, instances, dealer, limiter, partial(ImageSignature, self._image))
+        self._image = image_input(source, engines.first)
+        super().__init__(source, engines, loop, dealer, limiter, partial(ImageSignature, self._image))
         if any(spec.reshape is not None for spec in self.config.inputs if spec.name == self._image.name):
             raise ModelConfigError(f"parameter image_input: '{self._image.name}' has a reshape; remove one of them")
         self._decoding: dict[Request, None] = {}

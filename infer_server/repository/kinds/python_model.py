@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from infer_server.batching.request import Arrays, InSequence, Request, parameters_of
 from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.groups import settle
 from infer_server.config.signature import Items, Signature
 from infer_server.errors import (
     ExecutionError,
@@ -165,11 +166,9 @@ def complete(message: model_config.ModelConfig, name: str) -> model_config.Model
     completed.name, completed.backend = name, "python"
     completed.max_batch_size = completed.max_batch_size     # 0 is said, too
     completed.default_model_filename = completed.default_model_filename or "model.py"
-    for group in completed.instance_group:
-        group.kind, group.count = model_config.ModelInstanceGroup.KIND_CPU, group.count or 1
-        group.ClearField("gpus")
     if not completed.instance_group:
-        completed.instance_group.add(name=f"{name}_0", kind=model_config.ModelInstanceGroup.KIND_CPU, count=1)
+        completed.instance_group.add(name=f"{name}_0")
+    settle(completed)
     if not completed.version_policy.WhichOneof("policy_choice"):
         completed.version_policy.latest.num_versions = 1
     return completed

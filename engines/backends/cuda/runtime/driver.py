@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+from uuid import UUID
 
 import numpy as np
 
+from engines.backends.device import GpuInfo
 from engines.ir.graph import Array
 
 LIBRARY = "libcuda.so.1"
@@ -131,14 +133,6 @@ class Library:
             raise kind(f"{name}: {(text.value or b'?').decode()} ({status})")
 
 
-class GpuInfo(NamedTuple):
-    """What is known of a GPU before anything runs on it."""
-    number: int
-    name: str
-    architecture: str
-    memory: int             # bytes
-
-
 def found_gpus() -> list[GpuInfo]:
     """The GPUs of this machine; none where there is no driver, or it refuses to start."""
     try:
@@ -151,11 +145,13 @@ def found_gpus() -> list[GpuInfo]:
 
 def _info(library: Library, number: int) -> GpuInfo:
     device, name, memory = c_int(), ctypes.create_string_buffer(256), c_size_t()
+    uuid = ctypes.create_string_buffer(16)
     library("cuDeviceGet", byref(device), c_int(number))
     library("cuDeviceGetName", name, c_int(len(name)), device)
     library("cuDeviceTotalMem_v2", byref(memory), device)
+    library("cuDeviceGetUuid", uuid, device)
     major, minor = (_attribute(library, device, which) for which in (_MAJOR, _MINOR))
-    return GpuInfo(number, name.value.decode(), f"sm_{major}{minor}", memory.value)
+    return GpuInfo(number, name.value.decode(), f"sm_{major}{minor}", memory.value, f"GPU-{UUID(bytes=uuid.raw)}")
 
 
 def _attribute(library: Library, device: c_int, number: int) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, open_gpu
+from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, found_gpus, open_gpu
 from engines.backends.cuda.runtime.holdings import Holdings
-from engines.backends.device import Loaded
+from engines.backends.device import GpuInfo, Loaded
 from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logger_of, said
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.ir.graph import Array
@@ -17,27 +17,30 @@ from engines.plan.verification import verify
 
 
 class TensorRtDevice:
-    """A GPU of this machine, by its number, and the library that is installed. `open_gpu` finds the GPU."""
+    """A GPU of this machine, by its number, and the library that is installed. `open_gpu` opens the GPU, `find` says
+    which there are."""
 
-    def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0) -> None:
-        self.open_gpu, self.number = open_gpu, number
+    def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0,
+                 find: Callable[[], Sequence[GpuInfo]] = found_gpus) -> None:
+        self.open_gpu, self.number, self.find = open_gpu, number, find
 
     def at(self, number: int) -> TensorRtDevice:
-        return self if number == self.number else TensorRtDevice(self.open_gpu, number)
+        return self if number == self.number else TensorRtDevice(self.open_gpu, number, self.find)
+
+    def gpus(self, plan: Plan) -> Sequence[tuple[GpuInfo, str]]:
+        return [(gpu, _misfit(plan)) for gpu in self.find()]
 
     @property
     def name(self) -> str:
         return self.open_gpu(self.number).name
 
     def mismatch(self, plan: Plan) -> str:
+        if misfit := _misfit(plan):
+            return misfit
         try:
-            version = library(plan.machine.target).__version__
             self.open_gpu(self.number)
-        except (LibraryMissing, CudaError) as error:
+        except CudaError as error:
             return f"made for '{plan.machine.target}', but {error}"
-        made = str(plan.machine.cpu.get("model", "")).rpartition(" ")[2]
-        if made != version:
-            return f"made by {plan.machine.target} {made}, whose engines {version} does not read"
         return ""
 
     def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
@@ -47,6 +50,16 @@ class TensorRtDevice:
         if mismatch := self.mismatch(plan):
             raise PlanTargetError(f"{plan.name}: {mismatch}")
         return LoadedEngine(plan, library(plan.machine.target), self.open_gpu(self.number))
+
+
+def _misfit(plan: Plan) -> str:
+    """Why the library does not read the engine, on whatever GPU; "" if it does."""
+    try:
+        version = library(plan.machine.target).__version__
+    except LibraryMissing as error:
+        return f"made for '{plan.machine.target}', but {error}"
+    made = str(plan.machine.cpu.get("model", "")).rpartition(" ")[2]
+    return "" if made == version else f"made by {plan.machine.target} {made}, whose engines {version} does not read"
 
 
 class LoadedEngine:

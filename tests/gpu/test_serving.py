@@ -1,0 +1,108 @@
+"""Plans for GPUs in the server: instance groups on two emulated GPUs beside an older one, by Triton's own client."""
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.device import GpuInfo
+from engines.compiler.builder import BuildConfig, Builder
+from engines.plan.file import write_plan
+from infer_server.backend import load_plan
+from tests.engines.compiler.small_models import node, small_model
+from tests.gpu.emulated import EmulatedGpu
+from tests.infer_server.serving import RunningServer, serving
+
+X = np.linspace(-2, 2, 8, dtype=np.float32).reshape(1, 8)
+WANTED = np.maximum(X + 1, 0)
+CONFIGS = {
+    "plain": "",
+    "auto": "dynamic_batching { preserve_ordering: true }",
+    "second": "instance_group { kind: KIND_GPU gpus: 1 count: 2 }",
+    "both": "instance_group { gpus: [ 0, 1 ] count: 2 } instance_group { kind: KIND_CPU }",
+    "missing": "instance_group { kind: KIND_GPU gpus: [ 1, 7 ] }",
+    "older": "instance_group { kind: KIND_GPU gpus: 2 }",
+}
+
+
+class Served:
+    def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: triton.InferenceServerClient) -> None:
+        self.server, self.gpus, self.client = server, gpus, client
+
+    def groups(self, model: str) -> list[tuple[int, list[int], int]]:
+        config = self.client.get_model_config(model).config
+        return [(group.kind, list(group.gpus), group.count) for group in config.instance_group]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    builder = Builder(BuildConfig(target="sm_80", max_batch=4))
+    plan = builder.plan(builder.graph(small_model(
+        [node("Add", "x one", "s"), node("Relu", "s", "y")], {"x": ["N", 8]}, ["y"], {"one": np.ones(1, np.float32)})))
+    for name, config in CONFIGS.items():
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(config)
+        write_plan(plan, folder / name / "1" / "model.plan")
+    gpus = [EmulatedGpu("sm_80"), EmulatedGpu("sm_89"), EmulatedGpu("sm_75")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DEVICE, "open_gpu", gpus.__getitem__)
+        patch.setattr(DEVICE, "find", lambda: [
+            GpuInfo(number, f"card {number}", gpu.architecture, 64 << 20, f"GPU-{number}")
+            for number, gpu in enumerate(gpus)])
+        with serving(folder, load_plan, cores=2) as server, triton.InferenceServerClient(server.address) as client:
+            yield Served(server, gpus, client)
+
+
+GPU, CPU = 1, 2         # of ModelInstanceGroup.Kind
+
+
+def test_instances_are_on_the_gpus_that_their_groups_name_or_on_all_that_run_the_plan(served: Served) -> None:
+    assert served.groups("plain") == [(GPU, [0, 1], 1)]
+    assert served.groups("auto") == [(GPU, [0], 1)]         # one instance keeps the order
+    assert served.groups("second") == [(GPU, [1], 2)]
+    assert served.groups("both") == [(GPU, [0, 1], 2), (CPU, [], 2)]
+    # A context has an arena, and each of the plans on a GPU its constants.
+    models = {number: [model for model in served.server.server.repository.models()
+                       if number in model.config.devices] for number in (0, 1)}
+    for number, there in models.items():
+        contexts = sum(model.config.devices.count(number) for model in there)
+        assert len(served.gpus[number].allocated) == contexts + len(there)
+    assert not served.gpus[2].allocated
+
+
+def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_are(served: Served) -> None:
+    failures = served.server.server.failures()
+    assert "there is no GPU 7; this machine has GPU 0 (card 0), GPU 1 (card 1), GPU 2 (card 2)" in failures[
+        "missing version 1"]
+    assert re.search(r"GPU 2 \(card 2\) does not run the plan: made for 'sm_80', but this GPU is sm_75",
+                     failures["older version 1"])
+
+
+def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(served: Served) -> None:
+    for model in ("plain", "second", "both"):
+        for _ in range(6):
+            tensor = triton.InferInput("x", list(X.shape), "FP32")
+            tensor.set_data_from_numpy(X)
+            np.testing.assert_array_equal(served.client.infer(model, [tensor]).as_numpy("y"), WANTED)
+    metrics = page(served, served.server.ports.metrics, "metrics")
+    assert 'nv_inference_request_success{model="second",version="1",gpu_uuid="GPU-1"} 6' in metrics
+    for model in ("plain", "both"):
+        found = dict(re.findall(rf'nv_inference_exec_count{{model="{model}",version="1"(.*?)}} (\d+)', metrics))
+        assert list(found) == [',gpu_uuid="GPU-0"', ',gpu_uuid="GPU-1"', ""][:len(found)]
+        assert len(found) == {"plain": 2, "both": 3}[model] and sum(map(int, found.values())) == 6
+    said = served.client.get_inference_statistics("both").model_stats[0].memory_usage
+    assert sorted((each.type, each.id) for each in said) == [("CPU", 0), ("GPU", 0), ("GPU", 1)]
+    assert all(each.byte_size for each in said)
+    assert "2 on GPU 0 (card 0), 2 on GPU 1 (card 1), 2<" in page(served, served.server.ports.http, "")
+
+
+def page(served: Served, port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}") as answer:
+        text: str = answer.read().decode()
+        return text
