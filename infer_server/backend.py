@@ -85,6 +85,16 @@ _LONG_NS = 500_000_000
 SPECIALISE = "background"       # what is done about shapes that an engine has not met; see engines.load_engine
 
 
+class GpuMemory(Protocol):
+    """Memory of a GPU that a client has made."""
+    @property
+    def byte_size(self) -> int: ...
+
+    def read(self, offset: int, byte_size: int) -> memoryview: ...
+
+    def write(self, offset: int, data: memoryview) -> None: ...
+
+
 class EngineLoader(Protocol):
     """Loads a plan file, for so many intra-op threads. Raises engines.errors.EngineError."""
 
@@ -116,6 +126,21 @@ def gpus_for(path: Path) -> list[Gpu]:
         return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
         return []
+
+
+def has_gpus() -> bool:
+    """Whether this machine has one, and a driver of it."""
+    from engines.backends.cuda.runtime.device import DEVICE
+
+    return bool(DEVICE.find())
+
+
+def gpu_memory(number: int, handle: bytes) -> GpuMemory:
+    """What another process has made on the GPU of that number, by CUDA's handle of it. Raises InputError of
+    engines.errors: it cannot be had; PlanError, when it is used: the GPU failed."""
+    from engines.backends.cuda.runtime.sharing import shared_memory
+
+    return shared_memory(number, handle)
 
 
 def is_open(engine: Engine) -> bool:

@@ -1,8 +1,8 @@
-"""The protocol's calls about shared memory. Those about a GPU's answer as on a machine that has none."""
+"""The protocol's calls about shared memory: the host's, and that of GPUs."""
 from __future__ import annotations
 
-from infer_server.endpoints.shared_memory import Regions
-from infer_server.errors import InvalidRequestError, UnknownRegionError
+from infer_server.endpoints.cuda_memory import CudaRegion, register
+from infer_server.endpoints.shared_memory import Regions, SystemRegion
 from protos import inference
 
 
@@ -17,7 +17,7 @@ class MemoryService:
         status = inference.SystemSharedMemoryStatusResponse.RegionStatus
         return inference.SystemSharedMemoryStatusResponse(regions={
             region.name: status(name=region.name, key=region.key, offset=region.offset, byte_size=region.byte_size)
-            for region in self._regions.registered(request.name)})
+            for region in self._regions.registered(SystemRegion, request.name)})
 
     async def SystemSharedMemoryRegister(
             self, request: inference.SystemSharedMemoryRegisterRequest) -> inference.SystemSharedMemoryRegisterResponse:
@@ -27,20 +27,23 @@ class MemoryService:
     async def SystemSharedMemoryUnregister(
             self, request: inference.SystemSharedMemoryUnregisterRequest
     ) -> inference.SystemSharedMemoryUnregisterResponse:
-        self._regions.unregister(request.name)
+        self._regions.unregister(SystemRegion, request.name)
         return inference.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(
             self, request: inference.CudaSharedMemoryStatusRequest) -> inference.CudaSharedMemoryStatusResponse:
-        if request.name:
-            raise UnknownRegionError(f"Unable to find cuda shared memory region: '{request.name}'")
-        return inference.CudaSharedMemoryStatusResponse()
+        status = inference.CudaSharedMemoryStatusResponse.RegionStatus
+        return inference.CudaSharedMemoryStatusResponse(regions={
+            region.name: status(name=region.name, device_id=region.device_id, byte_size=region.byte_size)
+            for region in self._regions.registered(CudaRegion, request.name)})
 
     async def CudaSharedMemoryRegister(
             self, request: inference.CudaSharedMemoryRegisterRequest) -> inference.CudaSharedMemoryRegisterResponse:
-        raise InvalidRequestError(
-            f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported")
+        register(self._regions, request.name, request.raw_handle, request.device_id, request.byte_size)
+        return inference.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(
             self, request: inference.CudaSharedMemoryUnregisterRequest) -> inference.CudaSharedMemoryUnregisterResponse:
+        if self._regions.registered(CudaRegion):
+            self._regions.unregister(CudaRegion, request.name)
         return inference.CudaSharedMemoryUnregisterResponse()

@@ -1,4 +1,4 @@
-"""System shared memory: regions that clients register, to pass tensors without sending them.
+"""Shared memory: regions that clients register, to pass tensors without sending them; those of the host's memory.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import stat
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 from infer_server.errors import (
     ExecutionError,
@@ -26,20 +28,23 @@ from infer_server.errors import (
 OFF = "client shared memory is not allowed: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
 _OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # of the server's own processes
-_MOST_REGIONS = 4096                # each holds a descriptor
+_MOST_REGIONS = 4096                # each holds a descriptor, or memory of a GPU
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
-    """A stretch of a client's shared memory. Its descriptor closes when nobody refers to it any more."""
+class Region(ABC):
+    """A stretch of a client's memory."""
+    what: ClassVar[str]                 # kind of memory
     name: str
-    key: str
-    offset: int                         # into the client's object
     byte_size: int
-    descriptor: int = field(repr=False)
 
-    def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.descriptor)
+    @abstractmethod
+    def read(self, offset: int, byte_size: int) -> bytes | memoryview:
+        """A copy of bytes of the region. Raises InvalidRequestError, ExecutionError."""
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview) -> None:
+        """Raises InvalidRequestError, ExecutionError."""
 
     def check(self, offset: int, byte_size: int) -> None:
         """Raises InvalidRequestError: the bytes are not all within the region."""
@@ -50,8 +55,19 @@ class Region:
             raise InvalidRequestError(f"Invalid offset + byte size for shared memory region: '{self.name}': {offset} + "
                                       f"{byte_size} of {self.byte_size} bytes")
 
+
+@dataclass(frozen=True, eq=False)
+class SystemRegion(Region):
+    """Of the host's memory. Its descriptor closes when nobody refers to it any more."""
+    what: ClassVar[str] = "system"
+    key: str
+    offset: int                         # into the client's object
+    descriptor: int = field(repr=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
     def read(self, offset: int, byte_size: int) -> bytes:
-        """A copy of bytes of the region. Raises InvalidRequestError."""
         self.check(offset, byte_size)
         data = os.pread(self.descriptor, byte_size, self.offset + offset)
         if len(data) < byte_size:       # a read of memory ends early at the end of the file, and nowhere else
@@ -59,7 +75,6 @@ class Region:
         return data
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Raises InvalidRequestError, ExecutionError."""
         self.check(offset, data.nbytes)
         end = self.offset + offset + data.nbytes
         if os.fstat(self.descriptor).st_size < end:         # to write would make it longer again
@@ -92,8 +107,11 @@ class Place:
         self.region.write(self.offset, data)
 
 
+R = TypeVar("R", bound=Region)
+
+
 class Regions:
-    """Those that are registered, by name. Belongs to the event loop."""
+    """Those that are registered, of every kind, by name. Belongs to the event loop."""
 
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
@@ -101,29 +119,42 @@ class Regions:
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError."""
+        self.check_room(name, "system")
+        if offset < 0 or byte_size <= 0:
+            raise InvalidRequestError(f"failed to register shared memory region '{name}': a byte_size of {byte_size} "
+                                      f"at {offset}; expected 1 or more at 0 or more")
+        self.add(SystemRegion(name, byte_size, key, offset, _opened(name, key, offset + byte_size)))
+
+    def check_room(self, name: str, kind: str) -> None:
+        """Before a region of that name is opened. Raises NotServedError, RegionExistsError, InvalidRequestError,
+        MemoryLimitError."""
         self._check_allowed()
         if not name:
-            raise InvalidRequestError("'region name' is necessary to register system shared memory region")
+            raise InvalidRequestError(f"'region name' is necessary to register {kind} shared memory region")
         if name in self._regions:
             raise RegionExistsError(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= _MOST_REGIONS:
             raise MemoryLimitError(f"{_MOST_REGIONS} regions of shared memory are registered; unregister some")
-        if offset < 0 or byte_size <= 0:
-            raise InvalidRequestError(f"failed to register shared memory region '{name}': a byte_size of {byte_size} "
-                                      f"at {offset}; expected 1 or more at 0 or more")
-        self._regions[name] = Region(name, key, offset, byte_size, _opened(name, key, offset + byte_size))
 
-    def unregister(self, name: str) -> None:
-        """"": all. Tensors of requests that are executing are still read and written. Raises NotServedError."""
+    def add(self, region: Region) -> None:
+        self._regions[region.name] = region
+
+    def unregister(self, kind: type[Region], name: str) -> None:
+        """"": all of that kind. Tensors of requests that are executing are still read and written. Raises
+        NotServedError."""
         self._check_allowed()
-        if name:
-            self._regions.pop(name, None)
-        else:
-            self._regions.clear()
+        for region in self._those(kind, name):
+            del self._regions[region.name]
 
-    def registered(self, name: str = "") -> list[Region]:
-        """"": all. Raises UnknownRegionError."""
-        return [self._find(name)] if name else list(self._regions.values())
+    def registered(self, kind: type[R], name: str = "") -> list[R]:
+        """"": all of that kind. Raises UnknownRegionError."""
+        found = self._those(kind, name)
+        if name and not found:
+            raise UnknownRegionError(f"Unable to find {kind.what} shared memory region: '{name}'")
+        return found
+
+    def _those(self, kind: type[R], name: str) -> list[R]:
+        return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
 
     def place(self, name: str, offset: int, byte_size: int) -> Place:
         """Raises NotServedError, UnknownRegionError; InvalidRequestError: not all of it is within the region."""

@@ -31,6 +31,8 @@ class EmulatedGpu:
         self.pinned_bytes = 0
         self.allocated: dict[int, int] = {}     # address -> bytes
         self.modules = 0
+        self._shared: dict[bytes, int] = {}     # address, by handle
+        self.opened: list[int] = []             # of other processes
         self.lost = False           # as a device after an error of the hardware: whatever is asked fails
 
     def use(self) -> None:
@@ -75,6 +77,28 @@ class EmulatedGpu:
         inside = self._memory.owned[address - BASE:address - BASE + size]
         assert len(inside) == size and inside.all(), "a copy outside of what is allocated"
         return self._memory.array(address, np.uint8, (size,))
+
+    def read(self, host: Array, address: int) -> None:
+        self._here()
+        host[:] = self.bytes_at(address, len(host))
+
+    def share(self, address: int) -> bytes:
+        """What another process would get of cuIpcGetMemHandle."""
+        handle = f"memory {address}".encode().ljust(64, b"\0")
+        self._shared[handle] = address
+        return handle
+
+    def open_shared(self, handle: bytes) -> tuple[int, int]:
+        self._here()
+        if handle not in self._shared:
+            raise CudaError("cuIpcOpenMemHandle_v2: invalid resource handle (400)")
+        address = self._shared[handle]
+        self.opened.append(address)
+        return address, self.allocated[address]
+
+    def close_shared(self, address: int) -> None:
+        self._here()
+        self.opened.remove(address)
 
     def holds(self, address: int) -> bool:
         return bool(0 <= address - BASE < len(self._memory.owned) and self._memory.owned[address - BASE])

@@ -271,6 +271,20 @@ def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str
     assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
+@pytest.mark.parametrize(("target", "dtype", "precision"), [
+    ("sm_61", "float16", "fp16"), ("sm_75", "bfloat16", "bf16")])
+def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_multiply(
+        target: str, dtype: str, precision: str) -> None:
+    x, y = dense_view(dtype, (1, 1, 28)), dense_view(dtype, (1, 1, 64))
+    problem = Contraction(x, y, (), EpilogueProgram(), precision, (1, 1))
+    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(64, 64, (2, 2), 64, 2))
+    try:
+        _, report = assemble.report_of(text_of(way), GPUS[target])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
     """Of a block of 128 pixels by 128 couts and 64 bytes of K: 64 products."""

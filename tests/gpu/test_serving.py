@@ -1,13 +1,19 @@
 """Plans for GPUs in the server: instance groups on two emulated GPUs beside an older one, by Triton's own client."""
 from __future__ import annotations
 
+import base64
+import gc
 import re
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.device import GpuInfo
@@ -16,6 +22,7 @@ from engines.plan.file import write_plan
 from infer_server.backend import load_plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import RunningServer, serving
 
 X = np.linspace(-2, 2, 8, dtype=np.float32).reshape(1, 8)
@@ -31,7 +38,7 @@ CONFIGS = {
 
 
 class Served:
-    def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: triton.InferenceServerClient) -> None:
+    def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: InferenceServerClient) -> None:
         self.server, self.gpus, self.client = server, gpus, client
 
     def groups(self, model: str) -> list[tuple[int, list[int], int]]:
@@ -55,7 +62,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         patch.setattr(DEVICE, "find", lambda: [
             GpuInfo(number, f"card {number}", gpu.architecture, 64 << 20, f"GPU-{number}")
             for number, gpu in enumerate(gpus)])
-        with serving(folder, load_plan, cores=2) as server, triton.InferenceServerClient(server.address) as client:
+        with (serving(folder, load_plan, cores=2, allow_client_shm=True) as server,
+              InferenceServerClient(server.address) as client):
             yield Served(server, gpus, client)
 
 
@@ -87,7 +95,7 @@ def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_a
 def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(served: Served) -> None:
     for model in ("plain", "second", "both"):
         for _ in range(6):
-            tensor = triton.InferInput("x", list(X.shape), "FP32")
+            tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
             tensor.set_data_from_numpy(X)
             np.testing.assert_array_equal(served.client.infer(model, [tensor]).as_numpy("y"), WANTED)
     metrics = page(served, served.server.ports.metrics, "metrics")
@@ -106,3 +114,57 @@ def page(served: Served, port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}") as answer:
         text: str = answer.read().decode()
         return text
+
+
+@pytest.mark.parametrize("protocol", [tritonclient.grpc, tritonclient.http])
+def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(served: Served, protocol: Any) -> None:
+    gpu, ports = served.gpus[1], served.server.ports
+    place = gpu.allocate(96)
+    handle = base64.b64encode(gpu.share(place))
+    port = ports.grpc if protocol is tritonclient.grpc else ports.http
+    with protocol.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        for name, raw, number, size, why in (
+                ("r", handle, 7, 96, "there is no GPU 7; this machine has 0, 1, 2"),
+                ("r", handle, 0, 96, "invalid resource handle"),
+                ("r", b"aGFuZGxl", 1, 96, "a handle has 64 bytes, and not 6"),
+                ("r", handle, 1, 97, "a byte_size of 97; the handle's memory has 96"),
+                ("r", handle, 1, 0, "a byte_size of 0")):
+            with pytest.raises(InferenceServerException, match=why):
+                client.register_cuda_shared_memory(name, raw, number, size)
+        assert eventually(lambda: not is_open(gpu))
+        client.register_cuda_shared_memory("r", handle, 1, 96)
+        with pytest.raises(InferenceServerException, match="'r' already in manager"):
+            client.register_cuda_shared_memory("r", handle, 1, 96)
+        as_json = {"as_json": True} if protocol is tritonclient.grpc else {}
+        assert "'byte_size': " in str(client.get_cuda_shared_memory_status("r", **as_json))
+        assert "'r'" not in str(client.get_system_shared_memory_status(**as_json))
+        for model in ("second", "plain"):       # on that GPU, and on both
+            gpu.write(place, np.concatenate([X, X * 0], axis=1))
+            client.infer(model, [placed(protocol, 32)], outputs=[wanted(protocol, 32)])
+            np.testing.assert_array_equal(gpu.bytes_at(place + 32, 32).view(np.float32), WANTED[0])
+        with pytest.raises(InferenceServerException, match="Invalid offset"):
+            client.infer("plain", [placed(protocol, 32)], outputs=[wanted(protocol, 80)])
+        client.unregister_system_shared_memory()
+        assert gpu.opened
+        client.unregister_cuda_shared_memory("r")
+        assert eventually(lambda: not is_open(gpu))
+        with pytest.raises(InferenceServerException, match="Unable to find"):
+            client.infer("plain", [placed(protocol, 32)])
+    gpu.free(place)
+
+
+def is_open(gpu: EmulatedGpu) -> bool:
+    gc.collect()            # what an error's frames hold
+    return bool(gpu.opened)
+
+
+def placed(protocol: Any, size: int) -> Any:
+    tensor = protocol.InferInput("x", list(X.shape), "FP32")
+    tensor.set_shared_memory("r", size)
+    return tensor
+
+
+def wanted(protocol: Any, offset: int) -> Any:
+    output = protocol.InferRequestedOutput("y")
+    output.set_shared_memory("r", 32, offset=offset)
+    return output

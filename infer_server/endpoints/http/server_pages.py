@@ -1,6 +1,8 @@
 """What is asked of the server itself over HTTP: shared memory, the log, tracing."""
 from __future__ import annotations
 
+import binascii
+from base64 import b64decode
 from typing import Any
 
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
@@ -25,12 +27,14 @@ class ServerPages:
         return json_response(list(regions.values()))
 
     async def register_memory(self, request: HttpRequest, kind: str, region: str) -> HttpResponse:
-        if kind == "cuda":
-            await self._memory.CudaSharedMemoryRegister(inference.CudaSharedMemoryRegisterRequest(name=region))
         body = request.json()
         offset, byte_size = member(body, "offset", int, 0), member(body, "byte_size", int)
         if not 0 <= offset < 1 << 64 or not 0 <= byte_size < 1 << 64:
             raise InvalidRequestError(f"no region has {byte_size} bytes at {offset}")
+        if kind == "cuda":
+            await self._memory.CudaSharedMemoryRegister(inference.CudaSharedMemoryRegisterRequest(
+                name=region, raw_handle=_handle(body), device_id=_device(body), byte_size=byte_size))
+            return HttpResponse()
         await self._memory.SystemSharedMemoryRegister(inference.SystemSharedMemoryRegisterRequest(
             name=region, key=member(body, "key", str), offset=offset, byte_size=byte_size))
         return HttpResponse()
@@ -72,6 +76,20 @@ class ServerPages:
         settings = (await self._settings.TraceSetting(request)).settings
         return json_response({name: list(setting.value) if name == "trace_level" else setting.value[0]
                               for name, setting in settings.items()})
+
+
+def _handle(body: Any) -> bytes:
+    try:
+        return b64decode(member(member(body, "raw_handle", dict), "b64", str), validate=True)
+    except binascii.Error as error:
+        raise InvalidRequestError(f"raw_handle: b64 is no Base64: {error}") from error
+
+
+def _device(body: Any) -> int:
+    number: int = member(body, "device_id", int, 0)
+    if not 0 <= number < 1 << 31:
+        raise InvalidRequestError(f"device_id: there is no GPU {number}")
+    return number
 
 
 def _settings(request: HttpRequest) -> dict[str, Any]:

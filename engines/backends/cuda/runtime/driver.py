@@ -27,6 +27,7 @@ _CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may f
 _ON_DEVICE = 2                          # a kind of memory
 _POINTER_DEVICE = 9                     # pointer attribute
 _OUT_OF_MEMORY = 2
+_PEERS = 1                              # a handle's memory may be of a GPU that is reached from this one
 
 
 class CudaError(Exception):
@@ -99,8 +100,15 @@ class GpuDriver(Protocol):
 
     def write(self, address: int, array: Array) -> None: ...
 
+    def read(self, host: Array, address: int) -> None: ...
+
     def holds(self, address: int) -> bool:
         """Whether that is memory of this GPU."""
+
+    def open_shared(self, handle: bytes) -> tuple[int, int]:
+        """Address and bytes of memory that another process has made, and gave a handle of."""
+
+    def close_shared(self, address: int) -> None: ...
 
     def wait_for(self, stream: int) -> None:
         """Until all is done that another library has put into its stream."""
@@ -207,6 +215,18 @@ class CudaGpu:
     def write(self, address: int, array: Array) -> None:
         array = np.ascontiguousarray(array)
         self.driver("cuMemcpyHtoD_v2", c_ulonglong(address), c_void_p(array.ctypes.data), c_size_t(array.nbytes))
+
+    def read(self, host: Array, address: int) -> None:
+        self.driver("cuMemcpyDtoH_v2", c_void_p(host.ctypes.data), c_ulonglong(address), c_size_t(host.nbytes))
+
+    def open_shared(self, handle: bytes) -> tuple[int, int]:
+        address, begin, size = c_ulonglong(), c_ulonglong(), c_size_t()
+        self.driver("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), c_uint(_PEERS))
+        self.driver("cuMemGetAddressRange_v2", byref(begin), byref(size), address)
+        return address.value, begin.value + size.value - address.value
+
+    def close_shared(self, address: int) -> None:
+        self.driver("cuIpcCloseMemHandle", c_ulonglong(address))
 
     def holds(self, address: int) -> bool:
         number = c_int()
@@ -316,6 +336,11 @@ class CudaGraph:
 
     def close(self) -> None:
         self._driver("cuGraphExecDestroy", self._ready)
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value"""
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 class _RowCopy(ctypes.Structure):

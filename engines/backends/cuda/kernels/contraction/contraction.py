@@ -121,9 +121,10 @@ class _Writer:
         ahead = tile.stages - 1
         for stage in range(ahead):
             copies.copy(f.constant(stage, I32), f.constant(stage * tile.stage_bytes, I32))
-        multiply = multiplier(self.gpu, self.problem.precision, tile, self.lane, self.warp)
+        turns = self.kernel.depth.turns(tile)
+        multiply = multiplier(self.gpu, self.problem.precision, tile, self.lane, self.warp, turns)
         stages = {"read": f.constant(0, I32), "write": f.constant(ahead * tile.stage_bytes, I32)}
-        for turn in f.loop("k", self.kernel.depth.turns(tile), acc=acc, stage=stages):
+        for turn in f.loop("k", turns, acc=acc, stage=stages):
             f.write(f"; wait for stage k; all are done with stage k - 1, whose place stage k + {ahead} takes")
             if self.gpu.async_copy:
                 wait(f, ahead - 1)

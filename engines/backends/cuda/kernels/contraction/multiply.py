@@ -26,11 +26,11 @@ Sums = dict[tuple[int, int, int], Value]
 Multiply = Callable[[Sums, Value], None]        # of the stage at that offset in shared memory
 
 
-def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value) -> Multiply:
-    """What adds the products of a stage to a warp's sums."""
+def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value, stages: int) -> Multiply:
+    """What adds the products of a stage to a warp's sums. stages: of all of K."""
     way = (_Grouped if tile.grouped else _ByWarp if gpu.by_warp(precision) else
            _ByQuads if gpu.by_quads(precision) else _ByLane)
-    return way(gpu, precision, tile, lane, warp)
+    return way(gpu, precision, tile, lane, warp, stages)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class _Way:
     tile: Tile
     lane: Value
     warp: Value
+    stages: int
 
     @property
     def weights(self) -> int:
@@ -116,22 +117,31 @@ class _ByLane(_Way):
     """
 
     def __call__(self, acc: Sums, stage: Value) -> None:
+        chunks = self.tile.depth // CHUNK
+        if self.stages > 1 or self.precision == "int8":
+            for number in range(chunks):
+                self._multiply(acc, stage, stage.like(number))
+            return
+        # Without a loop over K the assembler would unpack the halves of all chunks first, and spill.
+        for chunk in stage.f.loop("chunk", chunks, acc=acc):
+            self._multiply(acc, stage, stage.f.cast("trunc", chunk, I32, "chunk"))
+
+    def _multiply(self, acc: Sums, stage: Value, chunk: Value) -> None:
         rows, couts = self.tile.part
         pixel, cout = self.corner
         group, t = self.lane.binary("lshr", 2), self.lane & 3
-        for chunk in range(self.tile.depth // CHUNK):
-            x = {(m, half): self._words(stage, pixel + group + (16 * m + 8 * half), chunk, 0)
-                 for m in range(rows // 16) for half in (0, 1)}
-            for n in range(couts // 8):
-                for c in (0, 1):
-                    w = self._words(stage, cout + t * 2 + (8 * n + c), chunk, self.weights)
-                    for (m, half), part in x.items():
-                        key = m, n, 2 * half + c
-                        for a, b in zip(part, w, strict=True):
-                            acc[key] = dot(self.gpu, self.precision, acc[key], a, b)
+        x = {(m, half): self._words(stage, pixel + group + (16 * m + 8 * half), chunk, 0)
+             for m in range(rows // 16) for half in (0, 1)}
+        for n in range(couts // 8):
+            for c in (0, 1):
+                w = self._words(stage, cout + t * 2 + (8 * n + c), chunk, self.weights)
+                for (m, half), part in x.items():
+                    key = m, n, 2 * half + c
+                    for a, b in zip(part, w, strict=True):
+                        acc[key] = dot(self.gpu, self.precision, acc[key], a, b)
 
-    def _words(self, stage: Value, row: Value, chunk: int, base: int) -> list[Value]:
-        return self.words(shared(stage.f) + (stage + self.offset(row, row.like(chunk)) + base))
+    def _words(self, stage: Value, row: Value, chunk: Value, base: int) -> list[Value]:
+        return self.words(shared(stage.f) + (stage + self.offset(row, chunk) + base))
 
 
 class _Grouped(_Way):
