@@ -41,8 +41,10 @@ def test_a_convolution_equals_its_reference_by_the_products_of_every_architectur
 
 
 @pytest.mark.parametrize("gpu", ["sm_61", "sm_80"])
-@pytest.mark.parametrize("shape", [*CONVOLUTIONS.values(), dict(precision="bf16"), dict(precision="fp32", cin=20)],
-                         ids=[*CONVOLUTIONS, "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [
+    *CONVOLUTIONS.values(), dict(precision="bf16"), dict(precision="fp32", cin=20),
+    dict(precision="fp16", cin=28, taps=1)],
+    ids=[*CONVOLUTIONS, "bfloat16", "float32", "halves, K in one stage"])
 def test_convolutions_of_other_shapes_and_types_equal_theirs(shape: dict[str, Any], gpu: str) -> None:
     problem, inputs, constants = convolution(**shape)
     check(by(SMALL[gpu], gpu, problem), GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[problem.precision])
