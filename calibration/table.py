@@ -1,6 +1,7 @@
-"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's, which are only read.
+"""The calibration table, {tensor: range}, and its cache files: ours, and TensorRT's.
 
-Ours is JSON: strict, versioned, bound to a graph by its hash. TensorRT's (up to version 10) is text:
+Ours is JSON: strict, versioned, bound to a graph by its hash. TensorRT's (up to version 10) is text, which begins with
+the version that reads it:
 
     TRT-8510-EntropyCalibration2
     input: 3c010a14                 the bits of the float32 scale, most significant first; range = scale * [-127, 127]
@@ -74,6 +75,25 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise CalibrationError(f"cannot write the calibration cache {path}: {error.strerror}") from error
+
+
+def write_tensorrt(table: CalibrationTable, path: str | Path, version: tuple[int, int, int]) -> list[str]:
+    """Write the cache of TensorRT of that version; returns the tensors that are not in it, for whose readers it takes a
+    float type: smoothed ones, which the model has otherwise, and those that are always zero.
+
+    Its scales are symmetric: the larger side of a range counts. Raises CalibrationError.
+    """
+    major, minor, patch = version
+    number = major * (1000 if major < 10 else 10000) + minor * 100 + patch      # as its headers write it
+    scales = {tensor: max(-low, high) / TENSORRT_LEVEL for tensor, (low, high) in table.ranges.items()
+              if tensor not in table.smoothing and low < high}
+    lines = [f"TRT-{number}-EntropyCalibration2",
+             *(f"{tensor}: {struct.pack('>f', scale).hex()}" for tensor, scale in scales.items())]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"cannot write the calibration cache {path}: {error.strerror}") from error
+    return [tensor for tensor in table.ranges if tensor not in scales]
 
 
 def read_table(path: str | Path) -> CalibrationTable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from calibration.calibrators import CALIBRATORS
+from calibration.table import read_table, write_tensorrt
 from calibration.workflow import Calibration
 from engines.backends import every_target
 from engines.compiler.build import EngineBuild, build_engine
@@ -88,6 +90,8 @@ def _command(options: argparse.Namespace) -> int:
         f"built in {time.perf_counter() - begin:.1f} s"))
     if options.export_qdq:
         _export(build.plan, options.export_qdq, notify)
+    if options.tensorrt_cache:
+        _for_tensorrt(options, notify)
     _summary(build, options, notify)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
         return NOT_VERIFIED
@@ -145,7 +149,8 @@ def _nothing(text: str) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense together before minutes of calibration; all of them at once."""
     faults = [f"cannot write {output}: name a file in a folder that exists and is yours to write"
-              for output in map(Path, filter(None, (options.output, options.export_qdq)))
+              for output in map(Path, filter(None, (
+                  options.output, options.export_qdq, options.tensorrt_cache and options.tensorrt_cache[0])))
               if output.is_dir() or not os.access(output.absolute().parent, os.W_OK)]
     if options.calib and options.precision not in ("int8", "best") and not options.verify:
         faults.append(f"--calib is for --int8, --best and --verify; this build is {options.precision}")
@@ -154,6 +159,10 @@ def _check(options: argparse.Namespace) -> None:
                       "takes")
     if options.export_qdq and options.precision != "int8":
         faults.append("--export-qdq writes the quantised model: it needs --int8")
+    if options.tensorrt_cache and not options.calib_cache:
+        faults.append("--tensorrt-cache writes the ranges of --calib-cache: give that, too")
+    if options.tensorrt_cache and not _version(text := options.tensorrt_cache[1]):
+        faults.append(f"--tensorrt-cache: '{text}' is no version of TensorRT that reads one, as 8.6.1 and 10.3.0 are")
     if faults:
         raise ConfigError("\n  ".join(faults))
 
@@ -162,6 +171,24 @@ def _refuse_reference(coverage: Coverage) -> None:
     if coverage.by_reference:
         raise ConfigError(f"--strict: nothing is written, for {len(coverage.by_reference)} of {coverage.steps} steps "
                           f"run by reference:\n{coverage.reasons}")
+
+
+def _for_tensorrt(options: argparse.Namespace, notify: Notify) -> None:
+    if not Path(options.calib_cache).exists():
+        raise ConfigError(f"--tensorrt-cache: there is no {options.calib_cache}, for the plan was taken from the "
+                          "engine cache; --no-cache calibrates anew")
+    path, text = options.tensorrt_cache
+    version = _version(text)
+    assert version, "it was checked"
+    left_out = write_tensorrt(read_table(options.calib_cache), path, version)
+    notify(f"{path}: calibration cache of TensorRT {text}"
+           + (f", without {len(left_out)} tensors that it cannot have ({left_out[0]}, ...)" if left_out else ""))
+
+
+def _version(text: str) -> tuple[int, int, int] | None:
+    """None: it is none that has calibration caches."""
+    found = re.fullmatch(r"(\d|10)\.(\d+)\.(\d+)", text, re.ASCII)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def _export(plan: Plan, path: str, notify: Notify) -> None:
@@ -208,6 +235,9 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrator", metavar="NAME", help=f"{', '.join(CALIBRATORS)}; without it, the one with the "
                                                              "least error on the calibration data")
     parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
+    parser.add_argument("--tensorrt-cache", nargs=2, metavar=("FILE", "VERSION"),
+                        help="also write these ranges as the calibration cache of TensorRT, of version 10 at most: its "
+                             "own tools read it (trtexec --calib), with the same ONNX model")
     parser.add_argument("--preprocess", metavar="FILE|PRESET",
                         help=f"how images become inputs: a TOML file, or {', '.join(PRESETS)}")
     parser.add_argument("--uint8-input", action="store_true",

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from calibration.histogram import Histogram
-from calibration.table import CalibrationTable, load_or_make, make_table, read_table, write_table
+from calibration.table import (
+    CalibrationTable,
+    load_or_make,
+    make_table,
+    read_table,
+    write_table,
+    write_tensorrt,
+)
 from engines.errors import CalibrationError
 
 TABLE = CalibrationTable("mse", "abc123", 64, {"x": (-0.1, 2.5), "layer: 1/relu": (0.0, 6.0)})
@@ -22,6 +29,19 @@ def test_a_tensorrt_cache_gives_symmetric_ranges(tmp_path):
     assert table.calibrator == "TRT-8510-EntropyCalibration2"
     assert table.ranges["prob"] == pytest.approx((-2048.5 / 2048, 2048.5 / 2048), rel=1e-7)
     assert table.ranges["(Unnamed Layer* 3) [Shuffle]: out"][1] == pytest.approx(2048.5 * 255 / 2048, rel=1e-7)
+
+
+def test_a_cache_for_tensorrt_has_its_version_and_the_bits_of_symmetric_scales(tmp_path):
+    table = CalibrationTable("mse", "abc123", 64, {
+        "a: b": (-2048.5 / 2048, 0.5), "zero": (0.0, 0.0), "relu": (0.0, 127.0), "smooth": (0.0, 1.0)},
+        smoothing={"smooth": (1.0, 2.0)})
+    assert write_tensorrt(table, tmp_path / "calib.cache", (8, 6, 1)) == ["zero", "smooth"]
+    assert (tmp_path / "calib.cache").read_text() == "TRT-8601-EntropyCalibration2\na: b: 3c010a14\nrelu: 3f800000\n"
+    assert read_table(tmp_path / "calib.cache").ranges["relu"] == (-127, 127)
+    write_tensorrt(table, tmp_path / "calib.cache", (10, 3, 0))
+    assert (tmp_path / "calib.cache").read_text().startswith("TRT-100300-")
+    with pytest.raises(CalibrationError, match="cannot write the calibration cache"):
+        write_tensorrt(table, tmp_path, (10, 3, 0))
 
 
 def test_entropy_of_a_uniform_tensor_is_the_range_that_tensorrt_has(tmp_path):

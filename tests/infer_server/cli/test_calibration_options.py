@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from calibration.accuracy.measures import sqnr_db
+from calibration.table import read_table
 from tests.infer_server.cli.commands import UNTIMED, Workshop
 from tests.zoo import images_for
 
@@ -74,8 +75,16 @@ def test_calibration_data_for_a_float_build_is_refused(workshop: Workshop) -> No
 def test_a_calibration_cache_stands_in_for_the_data(workshop: Workshop) -> None:
     cache = ("--calib-cache", workshop.path("ranges.json"))
     first = workshop.built("--calib", workshop.calibration(), *cache, *OPTIONS)
-    second = workshop.built(*cache, *OPTIONS, output="second.plan")
+    second = workshop.built(*cache, "--tensorrt-cache", workshop.path("trt.cache"), "8.6.1", *OPTIONS,
+                            output="second.plan")
+    for tensor, (_, high) in read_table(workshop.path("trt.cache")).ranges.items():
+        assert np.isclose(high, np.abs(read_table(cache[1]).ranges[tensor]).max(), rtol=1e-6)
     np.testing.assert_array_equal(second.run(workshop.feeds())["output"], first.run(workshop.feeds())["output"])
+
+
+def test_a_cache_for_tensorrt_needs_ranges_and_a_version_that_reads_one(workshop: Workshop) -> None:
+    assert workshop.build("--tensorrt-cache", workshop.path("trt.cache"), "11.0.0", *OPTIONS) == 2
+    assert "give that, too" in workshop.said and "'11.0.0' is no version of TensorRT that reads one" in workshop.said
 
 
 def test_a_calibration_cache_that_is_not_there_yet_needs_data(workshop: Workshop) -> None:
