@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from infer_server.config.rate_limits import RateLimit, Resource
+from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
 from infer_server.config.fields import Verdict, findings
-from infer_server.config.groups import asks_for_gpu, devices
+from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
 from infer_server.config.kinds import Kind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
-from infer_server.config.rate_limits import RateLimit, rate_limits_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
 from infer_server.config.steps import Step, steps_of
 from infer_server.errors import ModelConfigError

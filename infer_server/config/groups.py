@@ -1,7 +1,10 @@
-"""instance_group: how many instances a model has, and what each executes on: a GPU, by its number, or the CPU."""
+"""instance_group: how many instances a model has, what each executes on (a GPU, by its number, or the CPU), and what it
+needs for that of resources that instances of all models share (rate_limiter)."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from infer_server.backend import Gpu
 from infer_server.errors import ModelConfigError
@@ -68,3 +71,35 @@ def _check(named: Sequence[int], gpus: Sequence[Gpu]) -> None:
                                    f"{', '.join(map(str, gpus))}")
         if why := there[number].why_not:
             raise ModelConfigError(f"instance_group.gpus: {there[number]} does not run the plan: {why}")
+
+
+# ---- rate_limiter
+class Resource(NamedTuple):
+    name: str
+    is_global: bool             # or each device has as much
+    gpu: int | None = None      # the device; None: the CPU, or all of them
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """Of an instance."""
+    needs: Mapping[Resource, int]
+    priority: int = 1           # one of 2 executes half as often as one of 1 where both wait
+
+
+def rate_limits_of(message: model_config.ModelConfig) -> tuple[RateLimit, ...]:
+    """One for each instance; none where no group has any. Raises ModelConfigError."""
+    if not any(group.HasField("rate_limiter") for group in message.instance_group):
+        return ()
+    return tuple(_rate_limit(group.rate_limiter, gpu) for group in message.instance_group for gpu in devices_of(group))
+
+
+def _rate_limit(given: model_config.ModelRateLimiter, gpu: int | None) -> RateLimit:
+    needs: dict[Resource, int] = {}
+    for resource in given.resources:
+        is_global = getattr(resource, "global")
+        found = Resource(resource.name, is_global, None if is_global else gpu)
+        if not resource.name or found in needs:
+            raise ModelConfigError("instance_group.rate_limiter: each of resources has a name, and stands there once")
+        needs[found] = resource.count
+    return RateLimit(needs, given.priority or 1)

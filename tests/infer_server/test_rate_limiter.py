@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import AwaitedReply, Request
-from infer_server.config.rate_limits import RateLimit, Resource
+from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import Gate, RateLimiter
 from tests.infer_server.endpoints.test_serving import eventually
