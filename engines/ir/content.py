@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from engines.ir.dtypes import name_in_file
 from engines.ir.graph import Array
 
 LEAST = 1 << 12         # elements of an array that it pays to take the sum of
@@ -24,7 +25,7 @@ def content_of(array: Array) -> bytes:
     which they lie: to put them in the other one takes several times as long as to read them."""
     axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     lying = np.ascontiguousarray(array.transpose(axes))
-    head = repr((array.dtype.str, array.shape, axes)).encode()
+    head = repr((name_in_file(array.dtype), array.shape, axes)).encode()
     return hashlib.sha256(lying.reshape(-1).view(np.uint8).data, usedforsecurity=False).digest() + head
 
 
@@ -39,6 +40,7 @@ def remembering(function: Callable[[Array, int], Found]) -> Callable[[Array, int
             return function(array, axis)
         key = content_of(array), axis
         with suppress(KeyError):            # not `in`: another thread may drop it meanwhile
+            known.move_to_end(key)
             return known[key]
         result = known[key] = function(array, axis)
         if len(known) > MOST:

@@ -20,7 +20,6 @@ from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
 Values = dict[str, Value]
 Compute = Callable[[list[Value], Values], Sequence[Value]]      # given its inputs, and all values
-NOBODY = " "        # a name for outputs that the model does not have: no other value is called so
 
 
 class Runner:
@@ -29,8 +28,8 @@ class Runner:
     def __init__(self, region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> None:
         self.region = region
         self._constants = constants
-        self._steps = [(one.inputs, self._compute(one, segments), tuple(name or NOBODY for name in one.outputs),
-                        one.drops) for one in region.instructions]
+        self._steps = [(one.inputs, self._compute(one, segments), one.outputs, "" in one.outputs, one.drops)
+                       for one in region.instructions]
         read = {*region.outputs, *(name for one in region.instructions for name in one.inputs)}
         self._beginning: Values = {"": None, **{name: constants[name] for name in read if name in constants}}
         self.in_place = InPlace.of(region, segments, constants)
@@ -42,9 +41,11 @@ class Runner:
             if name in around:
                 values[name] = around[name]
         values.update(zip(self.region.inputs, inputs, strict=True))
-        for reads, compute, makes, drops in self._steps:
+        for reads, compute, makes, lacks_any, drops in self._steps:
             made = compute([values[name] for name in reads], values)
             values.update(zip(makes, made, strict=False))
+            if lacks_any:               # "" names an output that the model does not have, and an input likewise
+                values[""] = None
             for name in drops:
                 values.pop(name, None)
         return [values[name] for name in self.region.outputs]

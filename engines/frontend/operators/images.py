@@ -15,6 +15,8 @@ from engines.ir.graph import Node
 from engines.ir.shapes import dim, fixed, normal_axis
 from engines.ops.window import Window
 
+COUNTS_INSIDE_PADS = 19     # from this opset on an AveragePool divides by what of a window is inside of the pads
+
 
 @rule("Conv", "ConvTranspose")
 def _convolution(call: Call) -> list[Node]:
@@ -40,9 +42,7 @@ def _pool(call: Call) -> list[Node]:
         raise GraphError(f"kernel_shape is {kernel}; it has numbers from 1 on")
     attrs = {"kernel_shape": kernel, **_steps(call, len(kernel)), **call.keep("p", "count_include_pad")}
     attrs["pads"] = _same_pads(call, kernel, attrs) or attrs["pads"]
-    attrs["pads"] = _with_one_window(call, attrs)
-    if call.attr("ceil_mode", 0):
-        attrs |= _without_ceil(call, attrs)
+    attrs |= _without_ceil(call, attrs) if call.attr("ceil_mode", 0) else _with_one_window(call, attrs)
     order = call.keep("storage_order")      # of the indices that are the second output
     return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
 
@@ -93,16 +93,19 @@ def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
     return _ends(totals, upper=mode == "SAME_UPPER")
 
 
-def _with_one_window(call: Call, attrs: dict[str, Any]) -> tuple[int, ...]:
-    """The pads, and more at the end of an axis that is shorter than the window, by less than a stride: it has one
-    window, as the quotient of the output's extent is rounded towards zero (convPoolShapeInference of onnx)."""
-    window = Window.of(replace(call.node, attrs=attrs), call.rank - 2)
-    befores, ends = [before for before, _ in window.pads], []
-    for size, stride, span, (before, after) in zip(call.type().shape[2:], window.strides, window.spans, window.pads,
-                                                   strict=True):
-        lacks = span - size - before - after if isinstance(size, int) else 0
-        ends.append(after + (lacks if 0 < lacks < stride else 0))
-    return (*befores, *ends)
+def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
+    """More padding at the end of an axis that is shorter than the window, by less than a stride: it has one window, as
+    the quotient of the output's extent is rounded towards zero (convPoolShapeInference of onnx). Not where an
+    AveragePool counts its padding, but not this one, as from opset 19 on."""
+    sizes = call.type().shape[2:]
+    window = Window.of(replace(call.node, attrs=attrs), len(sizes))
+    befores, ends = zip(*window.pads, strict=True)
+    lacks = [span - size - before - after if isinstance(size, int) and size else 0 for size, span, (before, after) in
+             zip(sizes, window.spans, window.pads, strict=True)]
+    more = [lack if 0 < lack < stride else 0 for lack, stride in zip(lacks, window.strides, strict=True)]
+    if not any(more) or attrs.get("count_include_pad") and call.opset >= COUNTS_INSIDE_PADS:
+        return {}
+    return {"pads": (*befores, *(end + lack for end, lack in zip(ends, more, strict=True)))}
 
 
 def _without_ceil(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:

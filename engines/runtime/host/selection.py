@@ -59,6 +59,8 @@ def _unique(attrs: Attrs, x: Array) -> tuple[Array, ...]:
 
 
 def _range(attrs: Attrs, start: Array, limit: Array, delta: Array) -> tuple[Array, ...]:
+    if not delta:
+        raise ValueError("its delta is 0")
     if start.dtype.kind == "i":
         return (np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype),)
     count = max(int(np.ceil((limit - start) / delta)), 0)

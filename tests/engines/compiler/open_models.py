@@ -76,3 +76,13 @@ def by_onnx_runtime(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
+def spans_net() -> onnx.ModelProto:
+    """Which elements of x each of several spans has: their ends and sizes are inputs."""
+    return small_model(
+        [node("Shape", "x", "n"), node("Squeeze", "n", "count"), node("Cast", "count", "most", to=1),
+         node("Range", "zero most one", "at"), node("Unsqueeze", "ends axis", "to"),
+         node("Unsqueeze", "sizes axis", "size"), node("Sub", "to size", "from"),
+         node("GreaterOrEqual", "at from", "behind"), node("Less", "at to", "before"),
+         node("And", "behind before", "mine"), node("Cast", "mine", "y", to=1)],
+        {"x": ["N"], "ends": ["E"], "sizes": ["E"]}, ["y"],
+        {"zero": np.array(0, np.float32), "one": np.array(1, np.float32), "axis": np.array([1])})

@@ -156,6 +156,8 @@ CASES = {
         Case(node("MaxPool", "x", "y", kernel_shape=[3, 2], strides=[2, 2]), (floats(2, 3, 2, 5),), 1),   # 2 of 3 rows
         Case(node("AveragePool", "x", "y", kernel_shape=[2, 4], strides=[1, 3], count_include_pad=1),
              (floats(2, 3, 5, 2),), 1),
+        Case(node("AveragePool", "x", "y", kernel_shape=[2, 4], strides=[3, 3], count_include_pad=1, ceil_mode=1),
+             (floats(2, 3, 4, 3),), 1),
         Case(node("ConvInteger", "x w z", "y", pads=[1, 1, 1, 1]),
              (ints(255, 2, 3, 5, 6, dtype="uint8"), ints(99, 4, 3, 3, 3, dtype="uint8"), np.uint8(7)), 1),
     ],

@@ -39,6 +39,7 @@ from tests.engines.compiler.open_models import (
     picture_net,
     random,
     recurrent_net,
+    spans_net,
 )
 from tests.engines.compiler.small_models import small_model
 
@@ -63,7 +64,12 @@ def rows(a: int, b: int) -> dict[str, Array]:
     return {"a": random(a, 6), "b": random(b, 6, seed=4)}
 
 
+def spans(elements: int, *sizes: float) -> dict[str, Array]:
+    return {"x": random(elements), "ends": np.cumsum(sizes).astype(np.float32), "sizes": np.array(sizes, np.float32)}
+
+
 CASES = {
+    "spans": (spans_net(), [spans(3, 3), spans(7, 5), spans(11, 4, 7), spans(45, 45)]),
     "pictures": (picture_net(), [pictures(1, 32, 32), pictures(2, 17, 40), pictures(3, 8, 6)]),
     "tokens": (attention_net(), [tokens(2, 7), tokens(1, 1), tokens(5, 33)]),
     "steps": (recurrent_net(), [steps(1, 9), steps(3, 1), steps(2, 20)]),

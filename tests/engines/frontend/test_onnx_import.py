@@ -162,6 +162,19 @@ def test_a_node_whose_inputs_do_not_fit_is_named():
         graph_from_onnx(proto)
 
 
+def test_an_average_over_what_is_inside_of_the_pads_has_no_window_that_is_larger():
+    pool = node("AveragePool", "x", "y", kernel_shape=[3, 2], strides=[2, 4], count_include_pad=1)
+    assert graph_from_onnx(model([pool], [1, 1, 4, 1], 17)).shape("y") == (1, 1, 1, 1)
+    with pytest.raises(ModelError, match="a window of 2 does not fit into 1"):
+        graph_from_onnx(model([pool], [1, 1, 4, 1], 19))
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])
+def test_a_pool_of_nothing_is_refused(op):
+    with pytest.raises(ModelError):
+        graph_from_onnx(model([node(op, "x", "y", kernel_shape=[1, 1], strides=[2, 2])], [1, 1, 0, 4]))
+
+
 @pytest.mark.parametrize("text", [b"relu", b"Relu", b"tensor", b"y_out"])
 def test_a_name_that_is_no_utf8_is_said_to_be_damage(tmp_path, text):
     graph = model([helper.make_node("Relu", ["x"], ["tensor"], name="relu"), node("Abs", "tensor", "y_out")], ["N", 3],

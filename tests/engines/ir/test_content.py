@@ -1,4 +1,5 @@
 """Arrays of equal content have one key, whatever memory they lie in, and what was found of one holds for the other."""
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,6 +12,10 @@ def test_content_tells_elements_order_shape_and_dtype() -> None:
     others = [weight, weight.T, weight[::-1], weight[:, ::-1], weight.reshape(4, 16), weight.view(np.int32), weight + 1]
     assert len({content_of(array) for array in others}) == len(others)
     assert content_of(weight) == content_of(weight.copy()) and content_of(weight.T) == content_of(weight.copy().T)
+    stored = np.arange(8, dtype=np.uint8)
+    kinds = [stored.view(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)]
+    kinds += [stored.astype(dtype) for dtype in (ml_dtypes.int4, ml_dtypes.uint4)]
+    assert len({content_of(array) for array in kinds}) == len(kinds)
     assert content_of(np.float32(3.0)) != content_of(np.float32(4.0))
 
 

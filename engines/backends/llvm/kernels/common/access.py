@@ -9,7 +9,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Window
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I8, PTR, vector
+from engines.codegen.types import I8, I64, PTR, vector
 from engines.lowering.problems.view import View
 
 TAILS = (8, 4, 2, 1)    # what is left after full tiles, a number known at run time only, is cut into
@@ -119,7 +119,7 @@ class Runs:
             *outer_indices, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
             at = [offset(a, outer_indices, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
             if len(self.shape) == 1:
-                self._part_of_run(f, at, block * self.block, width, body)
+                self._part_of_run(f, at, block * self.block, width, body, anyhow)
                 continue
             last = (block * self.block + self.block).at_most(self.shape[-2])
             for pixel in f.range("pixel", block * self.block, last):
@@ -128,14 +128,15 @@ class Runs:
                     body(here, start, count)
 
     def _part_of_run(self, f: Function, at: list[Value], first: Value, width: int,
-                     body: Callable[[list[Value], Value, int], None]) -> None:
+                     body: Callable[[list[Value], Value, int], None], anyhow: bool) -> None:
         extent = self.shape[0]
         last = (first + self.block).at_most(extent - extent % width)
         for start in f.range("element", first, last, width):
             body(at, start, width)
-        if isinstance(extent, Extent) or extent % width:
+        rest = extent % width
+        if anyhow and isinstance(extent, Extent) or rest:
             with f.when((first + self.block).compare("uge", extent)):
-                for start, count in f.tail(extent, width):
+                for start, count in f.tail(extent, width) if anyhow else [(f.constant(extent - rest, I64), rest)]:
                     body(at, start, count)
 
 
