@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,12 +43,16 @@ def is_weights(name: str) -> bool:
 class Sections:
     """A plan file's sections by name: read-only views of one private copy. The constants begin on a huge page.
 
-    The weights have a copy of their own, made from the file of that name when somebody first asks for them.
+    The weights have a copy of their own, made when somebody first asks for them: of the file that was opened, whatever
+    has its name by then.
     """
 
     def __init__(self, path: str, file: int, records: Mapping[str, Section], end: int) -> None:
         """file: its descriptor. end: of the last section. Raises PlanCorruptError: overlapping, cut short, altered."""
-        self.path, self._records, self._file = path, records, os.path.abspath(path)
+        self.path, self._records = path, records
+        if any(map(is_weights, records)):
+            self._file = os.dup(file)
+            weakref.finalize(self, os.close, self._file)
         self._check_order(records, file, end)
         at_once = {name: record for name, record in records.items() if not is_weights(name)}
         self._copy = Memory(max((record.offset + record.bytes for record in at_once.values()), default=PAGE) - PAGE)
@@ -64,11 +69,10 @@ class Sections:
         """Raises PlanCorruptError: not those that the plan was loaded with."""
         record, memory = self._records[name], Memory(self._records[name].bytes)
         try:
-            with open(self._file, "rb", buffering=0) as file:
-                self._read(name, memory.bytes.data[:record.bytes], file.fileno(), record)
+            self._read(name, memory.bytes.data[:record.bytes], self._file, record)
         except (OSError, PlanCorruptError) as error:
             raise PlanCorruptError(f"{error} (the weights are read when the plan is to be compiled for another target; "
-                                   "has the file been replaced since it was loaded?)") from error
+                                   "has the file been written to since it was loaded?)") from error
         memory.freeze()
         self._views[name] = memory.bytes.data[:record.bytes].toreadonly()
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -55,6 +56,14 @@ def test_requests_of_any_length_are_answered(repository: Path, specialise: str) 
             np.testing.assert_allclose(y, by_onnx_runtime(MODEL, feed)["y"], rtol=1e-4, atol=1e-4)
         with pytest.raises(InferenceServerException, match="'T' is one extent, but input 'x' has 5 there"):
             answer(client, "tokens", {**tokens(1, 5), "mask": tokens(1, 6)["mask"]})
+
+
+def test_an_onnx_file_is_built_and_answers_lengths_that_the_build_did_not_meet(tmp_path: Path) -> None:
+    (tmp_path / "tokens" / "1").mkdir(parents=True)
+    onnx.save(MODEL, tmp_path / "tokens" / "1" / "model.onnx")
+    with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        feed = tokens(1, 5)
+        np.testing.assert_allclose(answer(client, "tokens", feed), by_onnx_runtime(MODEL, feed)["y"], 1e-4, 1e-4)
 
 
 def test_a_model_without_a_batch_takes_open_extents_too(repository: Path) -> None:

@@ -19,6 +19,8 @@ from engines.lowering.calls.calls import Call, name_of
 from engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
 
 LEAST = 256         # bytes of a constant that it pays to look for
+SPARE = 1 << 20     # bytes that may be kept of what is not shared, and as many as there are of constants
+ENTRY = 1024        # bytes that what is known of one call's constants takes beside them
 Packed = list[tuple[Operand, int]]      # where each packed constant of a call is, and its bytes
 
 
@@ -31,7 +33,8 @@ class _Known:
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """About what keeping it takes."""
+        return ENTRY + sum(array.nbytes for array in self.arrays)
 
 
 class SharedConstants:
@@ -46,7 +49,7 @@ class SharedConstants:
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
             self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
         self._packed: dict[Any, _Known] = {}
-        self._spare = len(machine.constants)            # bytes that may yet be kept of what is not shared
+        self._spare = len(machine.constants) + SPARE    # bytes that may yet be kept of what is not shared
 
     def find(self, flat: Array) -> Operand | None:
         """Where these bytes are."""
@@ -68,7 +71,10 @@ class SharedConstants:
                add: Callable[[list[Array]], Packed]) -> Packed:
         """Where a call's constants are: what `pack` gives is added by `add`. What all of it is shared of is neither
         packed nor added a second time; the rest is not packed again, within the bytes of the shared constants."""
-        key = name_of(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
+        layout = choice.kernel.packing_anywhere(choice.tactic)
+        if layout is None:
+            return add(pack())
+        key = name_of(call), type(choice.kernel), layout
         contents = [content_of(np.asarray(array)) for value in call.constants.values()
                     for array in (value if isinstance(value, list | tuple) else [value])]
         known = self._packed.get(key)

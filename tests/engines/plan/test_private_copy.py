@@ -206,15 +206,15 @@ def test_weights_are_read_when_they_are_asked_for_and_are_not_in_memory_before(t
         plan.weights["w"]
 
 
-def test_weights_of_a_file_that_was_replaced_or_is_gone_are_refused(tmp_path: Path) -> None:
+def test_weights_are_those_of_the_file_that_was_loaded_though_it_was_replaced_or_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "m.plan"
     write_plan(with_weights(5), path)
     plans = [read_plan(path) for _ in range(3)]
-    assert plans[0].weights["w"][0] == 5
     write_plan(with_weights(6), path)
-    with pytest.raises(PlanCorruptError, match="wrong checksum.* has the file been replaced since it was loaded?"):
-        plans[1].weights["w"]
+    assert plans[0].weights["w"][0] == 5 and read_plan(path).weights["w"][0] == 6
     path.unlink()
-    with pytest.raises(PlanCorruptError, match="No such file.* has the file been replaced since it was loaded?"):
-        plans[2].weights["w"]
-    assert plans[0].weights["w"][-1] == 5, "what was read once stays"
+    assert plans[1].weights["w"][0] == 5
+    with_it = len(os.listdir("/proc/self/fd"))
+    del plans[2]
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == with_it - 1

@@ -121,6 +121,11 @@ class Kernel(ABC, Generic[P]):
         """What of a tactic decides how constants are packed: tactics equal in it share packed constants."""
         return tactic
 
+    def packing_anywhere(self, tactic: Any) -> Any:
+        """What decides, with their values, how constants are packed and expanded at any shapes: of kernels of large
+        weights, for which it pays to look whether they were packed before. None: of the others."""
+        return None
+
     @abstractmethod
     def grid(self, isa: Isa, tactic: Any) -> Grid:
         """How the work is cut."""

@@ -1,4 +1,5 @@
 """What the plans of one model for several shapes share is packed once."""
+import numpy as np
 import pytest
 
 from engines import build_engine
@@ -20,3 +21,16 @@ def test_what_the_first_plan_does_not_have_is_packed_once_for_all_others(monkeyp
     assert plan.extents == {"T": 128} and own[0] == own[2] == 64 * 40 * 4
     assert len(packed) == len(set(own)), "one that reads the first plan's is packed to see that, once, too"
     assert plans[0].machine.constants == plans[2].machine.constants
+
+
+def test_what_depends_on_where_pixels_lie_is_packed_for_each_width() -> None:
+    """Pairs of taps are found by their distance in memory."""
+    model = small_model([node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d"),
+                         node("QuantizeLinear", "w s", "k"), node("DequantizeLinear", "k s", "v"),
+                         node("Conv", "d v", "y", pads=[1, 1, 1, 1])], {"x": ["N", 4, "H", "W"]}, ["y"],
+                        {"w": random(8, 4, 3, 3), "s": np.float32(0.02), "z": np.uint8(128)})
+    plan = build_engine(model, cache=False, timing=False, target="avx2").plan
+    specialiser = Specialiser(plan)
+    for width in (9, 14, 20):
+        alone = Specialiser(plan).plan({"H": 9, "W": width})
+        assert specialiser.plan({"H": 9, "W": width}).machine.constants == alone.machine.constants

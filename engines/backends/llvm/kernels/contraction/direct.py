@@ -70,6 +70,11 @@ class DirectContraction(TiledContraction):
         return not self.one_run or self.problem.cin % self.arithmetic(isa).elements == 0
 
     # ---- constants
+    def packing_anywhere(self, tactic: Tile) -> Any:
+        problem = self.problem
+        return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,
+                problem.y.dtype, problem.y.shape[-1], self.run, tactic.vectors)
+
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         arithmetic, panels = self.arithmetic(isa), cout_panels(self.problem, isa, tactic.vectors)
         runs = self.runs(arithmetic.store_weights(constants["weights"]))

@@ -52,6 +52,10 @@ class PairedContraction(TiledContraction):
         ahead = EXPOSED_SHARE * CYCLES_PER_BYTE_L2 * vectors * isa.lanes * STEP
         return max(turn.congested_cycles, 1) + tile.prefetch * ahead
 
+    def packing_anywhere(self, tactic: Tile) -> Any:
+        """Where x's elements lie is a part of it."""
+        return self.problem, tactic.vectors
+
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         panels, width = cout_panels(self.problem, isa, tactic.vectors), tactic.vectors * isa.lanes
         runs = self.runs(np.asarray(constants["weights"], np.int8))
