@@ -27,8 +27,11 @@ class Row(Protocol):
 
 
 def share(peak: Value, total: Value) -> Value:
-    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
-    return peak.f.select(seen(peak), 1 / total, total.like(0), "share")
+    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see.
+
+    Of NaN the sum is NaN in every lane, and so is 0 times it; the peak is in some, for a maximum may pass over it.
+    """
+    return peak.f.select(seen(peak), 1 / total, total * 0, "share")
 
 
 def taken_off(peak: Value) -> Value:

@@ -103,6 +103,16 @@ def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch)
 
 
 @EVERY_WIDTH
+@pytest.mark.parametrize("width", [40, 65, 129])
+def test_one_element_that_is_no_number_makes_its_whole_row_so_wherever_it_is(width, runner):
+    view = dense_view("float32", (width, width))
+    x = np.stack([data(Softmax((view,), view))[0][0], np.full((width, width), -np.inf, np.float32)])
+    x[:, range(width), range(width)] = np.nan
+    result, = run(Softmax((view,), view), runner, [x], {})
+    assert np.isnan(result).all()
+
+
+@EVERY_WIDTH
 def test_a_row_too_wide_for_the_stack_is_computed_twice(runner, monkeypatch):
     monkeypatch.setattr(kernels, "KEPT", 128)
     view = dense_view("float32", (2, 129))
