@@ -45,12 +45,14 @@ define(
 
 
 class Clip(Epilogue):
-    """min(max(x, min), max); a bound is a number, or an array that broadcasts (per channel, after siblings merged)."""
+    """min(max(x, min), max); a bound is a number, or an array that broadcasts (per channel, after siblings merged).
+    saturates: integers are made of the result, so NaN becomes `min`."""
 
     @staticmethod
-    def formula(x: Array, min: Any = -math.inf, max: Any = math.inf) -> Array:
+    def formula(x: Array, min: Any = -math.inf, max: Any = math.inf, saturates: int = 0) -> Array:
         low, high = (_bound(value, x.dtype) for value in (min, max))
-        return np.minimum(np.maximum(x, low), high)
+        raised = (np.fmax if saturates else np.maximum)(x, low)
+        return np.minimum(raised, high)
 
 
 def _bound(value: Any, dtype: np.dtype[Any]) -> Array:

@@ -11,7 +11,7 @@ settled. The other stays a form, as the scale of the first: what the product is 
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,15 @@ def _floats(number: Any) -> Floats:
 
 @dataclass(frozen=True)
 class Affine:
-    """clip(offset + sum(scale * ref for ref, scale in terms), low, high); a scale may be a form without a clip."""
+    """clip(offset + sum(scale * ref for ref, scale in terms), low, high); a scale may be a form without a clip.
+
+    saturates: the clip is one to the range of integers, so of NaN it makes an end of it.
+    """
     terms: tuple[tuple[Ref, Floats | Affine], ...]
     offset: Floats
     low: Floats
     high: Floats
+    saturates: bool = False
 
     @classmethod
     def of(cls, ref: Ref, scale: Any = 1.0, offset: Any = 0.0) -> Affine:
@@ -68,7 +72,8 @@ class Affine:
         scale, offset = _floats(scale), _floats(offset)
         low, high = (self._moved(bound, scale, offset) for bound in (self.low, self.high))
         terms = tuple((ref, s.scaled(scale) if isinstance(s, Affine) else s * scale) for ref, s in self.terms)
-        return Affine(terms, self.offset * scale + offset, np.minimum(low, high), np.maximum(low, high))
+        return replace(self, terms=terms, offset=self.offset * scale + offset, low=np.minimum(low, high),
+                       high=np.maximum(low, high))
 
     @staticmethod
     def _moved(bound: Floats, scale: Floats, offset: Floats) -> Floats:
@@ -78,9 +83,10 @@ class Affine:
         sign = np.where(scale < 0, -1.0, 1.0)
         return np.where(np.isinf(bound), bound * sign, moved)
 
-    def clip(self, low: Any, high: Any) -> Affine:
+    def clip(self, low: Any, high: Any, saturates: bool = False) -> Affine:
         low, high = _floats(low), _floats(high)
-        return Affine(self.terms, self.offset, np.clip(self.low, low, high), np.clip(self.high, low, high))
+        return Affine(self.terms, self.offset, np.clip(self.low, low, high), np.clip(self.high, low, high),
+                      self.saturates or saturates)
 
 
 def _is_one(scale: Floats | Affine) -> bool:
@@ -116,10 +122,14 @@ class AffineWriter:
         if total is None:
             total = self._constant(value.offset)
         if np.any(value.low > -_INF):
-            total = add("max", self._constant(value.low), total)       # in this order NaN stays what it is
+            total = self._limited("max", total, self._constant(value.low), value.saturates)
         if np.any(value.high < _INF):
-            total = add("min", self._constant(value.high), total)
+            total = self._limited("min", total, self._constant(value.high), value.saturates)
         return total
+
+    def _limited(self, op: str, total: Ref, bound: Ref, saturates: bool) -> Ref:
+        """Beside NaN the second is the result: the bound where integers are made of it, else what it was."""
+        return self.builder.add(op, *((total, bound) if saturates or self.coarse else (bound, total)))
 
     def _factor(self, scale: Floats | Affine) -> Ref:
         return self.settle(scale) if isinstance(scale, Affine) else self._constant(scale)
@@ -156,5 +166,5 @@ class AffineWriter:
         """value / scale + zero_point; clips that the rounding and saturating store does anyway are dropped: 6 / scale
         may be a little less than 255 where the scale was made of 6."""
         moved = value.scaled(1.0 / scale, zero_point)
-        return Affine(moved.terms, moved.offset, np.where(moved.low < low + 0.5, -_INF, moved.low),
-                      np.where(moved.high > high - 0.5, _INF, moved.high))
+        return replace(moved, low=np.where(moved.low < low + 0.5, -_INF, moved.low),
+                       high=np.where(moved.high > high - 0.5, _INF, moved.high))

@@ -29,7 +29,8 @@ def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
 
 def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
     low, high = node.attrs.get("min"), node.attrs.get("max")
-    return x.clip(-np.inf if low is None else low, np.inf if high is None else high)
+    saturates = bool(node.attrs.get("saturates", 0))
+    return x.clip(-np.inf if low is None else low, np.inf if high is None else high, saturates)
 
 
 def _prelu(w: AffineWriter, node: Node, x: Affine, slope: Affine) -> Affine:
@@ -118,7 +119,7 @@ def _extreme(op: str) -> Writer:
 
 def _fake_quantize(w: AffineWriter, node: Node, x: Affine) -> Affine:
     scale, zero_point, low, high = (node.attrs[key] for key in ("scale", "zero_point", "low", "high"))
-    stored = w.apply("round", w.requantise(x, scale, zero_point, low, high)).clip(low, high)
+    stored = w.apply("round", w.requantise(x, scale, zero_point, low, high)).clip(low, high, saturates=True)
     return stored.scaled(scale, -scale * zero_point)
 
 

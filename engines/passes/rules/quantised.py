@@ -233,7 +233,7 @@ class QuantizedByArithmetic(Rule):
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
             y = draft.node("Add", [y, point])
-        y = draft.node("Clip", [y], {"min": float(limits.min), "max": float(limits.max)})
+        y = draft.node("Clip", [y], {"min": float(limits.min), "max": float(limits.max), "saturates": 1})
         draft.finish("Cast", [y], {"to": match.made.dtype.name})
 
 

@@ -1,4 +1,4 @@
-"""Of NaN comes NaN: through kernels, through nests of float64, and through the reference."""
+"""Of NaN comes NaN: through kernels, through nests of float64, and through the reference; of it integers, the least."""
 from __future__ import annotations
 
 import numpy as np
@@ -47,3 +47,19 @@ def test_no_kernel_makes_a_number_of_what_is_none(target: str) -> None:
     for name, y in made.items():
         wanted = np.isnan(x).any(1, keepdims=True) if name in rows else np.isnan(x)
         np.testing.assert_array_equal(np.isnan(y), np.broadcast_to(wanted, x.shape), name)
+
+
+@pytest.mark.parametrize("target", ["", "numpy"])
+def test_what_is_no_number_is_quantised_to_the_least_integer(target: str) -> None:
+    zeros = {"i8": np.int8(3), "u8": np.uint8(128)}
+    nodes = [node("QuantizeLinear", f"x scale {name}", f"stored_{name}") for name in zeros]
+    nodes += [node("QuantizeLinear", f"x scale {name}", f"again_{name}") for name in zeros]
+    nodes += [node("DequantizeLinear", f"again_{name} scale {name}", f"real_{name}") for name in zeros]
+    outputs = [f"{kind}_{name}" for kind in ("stored", "real") for name in zeros]
+    builder = Builder(BuildConfig(target=target, timing=False))
+    graph = builder.graph(small_model(nodes, {"x": [3]}, outputs, {"scale": np.float32(0.5), **zeros}))
+    made = Engine(builder.plan(graph)).run({"x": np.array([np.nan, 1, -1000], np.float32)})
+    for name, zero in zeros.items():
+        least = np.iinfo(zero.dtype).min
+        assert made[f"stored_{name}"].tolist() == [least, zero + 2, least]
+        assert made[f"real_{name}"].tolist() == [(least - int(zero)) / 2, 1, (least - int(zero)) / 2]

@@ -80,3 +80,12 @@ def test_a_quotient_by_what_has_no_reciprocal_is_infinite_or_no_number_as_ieee_s
         quotient = x / divisor
     for made in engine_of(model).run({"x": x}).values():
         np.testing.assert_array_equal(made, quotient)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_clip_keeps_what_is_no_number_unless_a_byte_is_made_of_it(coarse):
+    builder = ProgramBuilder(accumulator=True)
+    clipped = Affine.of(builder.accumulator).clip(-1, 1)
+    program = builder.program(AffineWriter(builder, coarse).settle(clipped))
+    result, = program.meaning(np.float32([np.nan]), [], builder.constants)
+    assert result == -1 if coarse else np.isnan(result)
