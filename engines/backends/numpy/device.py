@@ -22,13 +22,15 @@ Memories = Callable[[Placement], tuple[Array, int]]     # the bytes that a tenso
 
 
 def solve(call: Call, memory: Memories, batch: int) -> None:
-    """Run the reference of a call's problem on its tensors where they lie."""
+    """Run the reference of a call's problem on its tensors where they lie. Infinities and NaN are results like others,
+    of which nothing is said."""
     problem, items = call.problem, call.outputs[0].items
     count = batch if items == BATCH else int(items)
     inputs, outputs = ([strided(*memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
                        for placed, views in ((call.inputs, problem.inputs), (call.outputs, problem.outputs)))
-    for target, result in zip(outputs, problem.reference(inputs, call.constants), strict=True):
-        target[...] = result
+    with np.errstate(all="ignore"):
+        for target, result in zip(outputs, problem.reference(inputs, call.constants), strict=True):
+            target[...] = result
 
 
 class LoadedPlan:

@@ -73,6 +73,13 @@ def test_a_node_without_a_problem_runs_on_the_reference() -> None:
     np.testing.assert_allclose(build.engine().run({"x": x})["y"], np.linalg.det(np.maximum(x, 0)), 1e-5, 1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+def test_no_warning_is_given_of_infinite_inputs() -> None:
+    model = small_model([node("Softmax", "x", "y")], {"x": [1, 3]}, ["y"])
+    engine = build_engine(model, target="numpy", cache=False).engine()
+    assert np.isnan(engine.run({"x": np.float32([[np.inf, 1, 2]])})["y"]).all()
+
+
 def test_neither_building_nor_running_loads_llvm(tmp_path: Path) -> None:
     onnx.save(TINY["explicit_pads"](), tmp_path / "m.onnx")
     script = """if True:
