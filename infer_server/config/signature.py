@@ -54,7 +54,7 @@ class Signature:
         if tensors.keys() != self._inputs.keys() and not self._required <= tensors.keys() <= self._inputs.keys():
             raise self._wrong_names(tensors)
         shapes: list[tuple[int, ...]] = []
-        items = 1
+        items: int | None = None                # until an input says it
         for name, spec in self._inputs.items():
             tensor = tensors.get(name)
             if tensor is None:
@@ -70,11 +70,12 @@ class Signature:
                                           f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
             if self._items.leading:
                 own = self._model_shape(tensor)[0]
-                if any(shapes) and own != items:
+                if items is not None and own != items:
                     raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {own}, but "
                                               f"the inputs before it have {items}")
                 items = own
             shapes.append(() if spec.is_ragged else (1, *item))
+        items = 1 if items is None else items
         if not 1 <= items <= self._items.most:
             raise InvalidRequestError(f"inference request batch-size must be within 1..{self._items.most} for "
                                       f"model '{self._model}', got {items}")

@@ -3,10 +3,10 @@ taken apart by them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -18,9 +18,14 @@ from engines import build_engine
 from engines.errors import ModelError
 from engines.ir.graph import Array
 from infer_server.backend import load_plan
+from infer_server.batching.request import Request
 from infer_server.config.autocomplete import complete
+from infer_server.config.config import from_message
 from infer_server.config.ragged import ragged_of
-from infer_server.errors import ModelConfigError
+from infer_server.config.signature import Items, Signature
+from infer_server.errors import ExecutionError, InvalidRequestError, ModelConfigError
+from infer_server.protocol.codec import DATATYPES, InputTensor
+from infer_server.repository.kinds.ragged import RaggedExecutor
 from protos import model_config
 from tests.engines.compiler.open_models import node
 from tests.engines.compiler.small_models import small_model
@@ -70,6 +75,10 @@ def random(*shape: int) -> Array:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
+def of_items(items: int, inputs: Mapping[str, Array]) -> Request:
+    return Request(inputs=inputs, items=items, shape_key=(), encode=dict, reply=Mock())
+
+
 def request(x: Array) -> list[triton.InferInput]:
     tensor = triton.InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
@@ -99,6 +108,37 @@ def test_clients_see_no_made_inputs_and_the_shapes_of_their_requests(served: Run
             client.infer("sums", request(random(1, 3)))
         with pytest.raises(InferenceServerException, match="'x.0' is 22, and the plan was built for 1 to 20"):
             client.infer("sums", request(random(1, 11, 2)))
+
+
+PAIR = """name: "pair" max_batch_size: 8
+    input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }
+    input { name: "z" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }
+    input { name: "p" data_type: TYPE_FP32 dims: 1 }
+    output { name: "y" data_type: TYPE_FP32 dims: 1 }
+    batch_input { kind: BATCH_ITEM_SHAPE target_name: "shapes" data_type: TYPE_INT32 source_input: "z" }"""
+
+
+def test_all_inputs_of_a_request_have_as_many_items_ragged_or_not() -> None:
+    signature = Signature(from_message(parsed(PAIR)), Items(True, 8))
+
+    def fit(x: int, z: int, p: int) -> int:
+        return signature.fit([InputTensor(name, DATATYPES["FP32"], shape) for name, shape in (
+            ("x", (x, 5)), ("z", (z, 2)), ("p", (p, 1)))]).items
+
+    assert fit(2, 2, 2) == 2
+    for items, refusal in (((2, 1, 1), "input 'z' of model 'pair' has batch size 1, but the inputs before it have 2"),
+                           ((2, 2, 1), "input 'p' of model 'pair' has batch size 1, but"),
+                           ((0, 2, 2), "input 'z' of model 'pair' has batch size 2, but")):
+        with pytest.raises(InvalidRequestError, match=refusal):
+            fit(*items)
+
+
+def test_no_request_is_answered_with_the_rows_of_another_that_has_more_items_than_it_says() -> None:
+    config = from_message(parsed(PAIR))
+    assert config.ragged
+    batch = [of_items(1, {"x": random(1, 5), "z": random(rows, 2), "p": random(1, 1)}) for rows in (2, 1)]
+    with pytest.raises(ExecutionError, match=r"'z' has other items than its requests: .* \[2, 2\], \[1, 2\]"):
+        RaggedExecutor(Mock(), config, config.ragged).execute(batch)
 
 
 @pytest.mark.parametrize(("kind", "values"), [

@@ -52,8 +52,11 @@ class RaggedExecutor:
         inputs = {name: [request.inputs[name].reshape(-1) if name in self._ragged.inputs else request.inputs[name]
                          for request in batch] for name in batch[0].inputs}
         for made in self._ragged.made:
-            values = made.values([request.inputs[made.source].shape for request in batch])
-            inputs |= dict.fromkeys(made.names, [values])
+            shapes = [request.inputs[made.source].shape for request in batch]
+            if self._batched and [shape[0] for shape in shapes] != [request.items for request in batch]:
+                raise ExecutionError(f"input '{made.source}' has other items than its requests: its shapes are "
+                                     f"{', '.join(map(str, map(list, shapes)))}, and one's rows would be another's")
+            inputs |= dict.fromkeys(made.names, [made.values(shapes)])
         return inputs
 
     def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
