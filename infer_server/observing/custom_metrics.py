@@ -10,10 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import isfinite
 from weakref import WeakSet
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _RESERVED = ("nv_", "process_")             # the server's own
+_OF_HISTOGRAM = ("_bucket", "_sum", "_count")
+MOST = 4096                                 # metrics of a model: a page lists them all
 KINDS = ("counter", "gauge", "histogram")
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]          # what follows the family's name, labels, the value
@@ -21,6 +24,9 @@ Sample = tuple[str, Labels, float]          # what follows the family's name, la
 
 class Owner:
     """A model, for as long as it is loaded."""
+
+    def __init__(self) -> None:
+        self.metrics = 0                    # how many are its own
 
 
 @dataclass
@@ -37,6 +43,10 @@ class Family:
     text: str
     metrics: dict[Labels, Metric] = field(default_factory=dict)
 
+    def names(self, name: str) -> set[str]:
+        """Under which its samples are shown, if that is the family's name, beside it."""
+        return {name, *(name + suffix for suffix in _OF_HISTOGRAM if self.kind == "histogram")}
+
 
 class CustomMetrics:
     """Thread-safe."""
@@ -47,23 +57,25 @@ class CustomMetrics:
 
     def make(self, owner: Owner, name: str, kind: str, text: str, labels: Mapping[str, str],
              bounds: Sequence[float] = ()) -> None:
-        """Makes a metric that is not there yet. Raises ValueError: the names are none, or the family is another."""
-        if not _NAME.fullmatch(name) or name.startswith(_RESERVED) or kind not in KINDS:
-            raise ValueError(f"'{name}' ({kind}) is no name of a metric: letters, digits and _, not as "
-                             f"{' or '.join(_RESERVED)} begin")
-        if wrong := [label for label in labels if not _NAME.fullmatch(label) or ":" in label or label == "le"]:
-            raise ValueError(f"metric '{name}': '{wrong[0]}' is no name of a label")
-        if (kind == "histogram") != bool(bounds) or sorted(set(bounds)) != [*bounds]:
-            raise ValueError(f"metric '{name}': a histogram has buckets, the bounds of which ascend; others have none")
+        """Makes a metric that is not there yet. Raises ValueError: the names are none, the family is another, or the
+        model has too many. The arguments come from a model, and may be of other types."""
+        _check_names(name, kind, text, labels)
+        _check_bounds(name, kind, bounds)
+        bounds = tuple(map(float, bounds))
+        key = tuple(sorted(labels.items()))
         with self._lock:
-            family = self._families.setdefault(name, Family(kind, text))
+            family = self._families.get(name) or self._made(name, kind, text)
             if family.kind != kind:
                 raise ValueError(f"metric '{name}' is a {family.kind} already, and no {kind}")
-            metric = family.metrics.setdefault(tuple(sorted(labels.items())), Metric(
-                bounds=tuple(bounds), counts=[0] * (len(bounds) + bool(bounds))))
-            if metric.bounds != tuple(bounds):
+            metric = family.metrics.get(key) or Metric(bounds=bounds, counts=[0] * (len(bounds) + bool(bounds)))
+            if metric.bounds != bounds:
                 raise ValueError(f"metric '{name}' has the buckets {list(metric.bounds)} already")
-            metric.owners.add(owner)
+            if owner not in metric.owners:
+                if owner.metrics == MOST:
+                    raise ValueError(f"metric '{name}': its model has {MOST} metrics already; give them fewer labels")
+                owner.metrics += 1
+                metric.owners.add(owner)
+            self._families[name], family.metrics[key] = family, metric
 
     def change(self, name: str, labels: Mapping[str, str], what: str, value: float) -> None:
         """Increments or sets a metric, or observes a value; nothing happens where its model has been unloaded."""
@@ -96,6 +108,15 @@ class CustomMetrics:
                                                       for sample in _samples(labels, metric)])
                     for name, family in self._families.items()]
 
+    def _made(self, name: str, kind: str, text: str) -> Family:
+        """A family that is not there yet. Raises ValueError: its samples would have the names of another's."""
+        family = Family(kind, text)
+        for other, each in self._families.items():
+            if twice := family.names(name) & each.names(other):
+                raise ValueError(f"metric '{name}': the {each.kind} '{other}' has samples that are named "
+                                 f"'{min(twice)}', too")
+        return family
+
     def _metric(self, name: str, labels: Mapping[str, str]) -> Metric | None:
         family = self._families.get(name)
         return family.metrics.get(tuple(sorted(labels.items()))) if family else None
@@ -108,11 +129,31 @@ class CustomMetrics:
                 del self._families[name]
 
 
+def _check_names(name: str, kind: str, text: str, labels: Mapping[str, str]) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith(_RESERVED) or kind not in KINDS:
+        raise ValueError(f"'{name}' ({kind}) is no name of a metric: letters, digits and _, not as "
+                         f"{' or '.join(_RESERVED)} begin")
+    if wrong := [label for label in labels if not _NAME.fullmatch(label) or ":" in label or label == "le"
+                 or label.startswith("__")]:
+        raise ValueError(f"metric '{name}': '{wrong[0]}' is no name of a label")
+    for shown in (text, *labels.values()):
+        if not isinstance(shown, str):
+            raise ValueError(f"metric '{name}': expected text, got {shown!r}")
+        shown.encode()                      # a half of a surrogate pair is no text; its UnicodeError is a ValueError
+
+
+def _check_bounds(name: str, kind: str, bounds: Sequence[float]) -> None:
+    if wrong := [bound for bound in bounds if type(bound) not in (int, float) or not isfinite(bound)]:
+        raise ValueError(f"metric '{name}': {wrong[0]!r} is no bound of a bucket: expected a number")
+    if (kind == "histogram") != bool(bounds) or sorted(set(bounds)) != [*bounds]:
+        raise ValueError(f"metric '{name}': a histogram has buckets, the bounds of which ascend; others have none")
+
+
 def _samples(labels: Labels, metric: Metric) -> Iterator[Sample]:
     if not metric.bounds:
         yield "", labels, metric.value
         return
-    for bound, count in zip([*map(str, metric.bounds), "+Inf"], accumulate(metric.counts), strict=True):
-        yield "_bucket", (*labels, ("le", bound)), count
+    for bound, count in zip((*metric.bounds, "+Inf"), accumulate(metric.counts), strict=True):
+        yield "_bucket", (*labels, ("le", str(bound).removesuffix(".0"))), count
     yield "_sum", labels, metric.value
     yield "_count", labels, sum(metric.counts)
