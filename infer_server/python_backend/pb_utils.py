@@ -59,7 +59,7 @@ class TritonError:
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         if code not in range(8):
             raise TritonModelException(f"TritonError: {code} is none of its codes")
-        self._message, self._code = message, code
+        self._message, self._code = message, int(code)
 
     def message(self) -> str:
         return self._message
@@ -283,8 +283,8 @@ class Metric:
                  buckets: Sequence[float] | None = None) -> None:
         self._kind = family.kind
         self._head = {"family": family.name, "labels": {key: str(value) for key, value in (labels or {}).items()}}
-        server.ask("metric", what="make", of=family.kind, text=family.description, buckets=list(buckets or ()),
-                   **self._head)
+        server.ask("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
+            bound.item() if isinstance(bound, np.generic) else bound for bound in (() if buckets is None else buckets)])
 
     def increment(self, value: float) -> None:
         if self._kind == "histogram" or self._kind == "counter" and value < 0:
@@ -385,7 +385,7 @@ def triton_string_to_numpy(name: str) -> Any:
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    return bool(server.ask("ready", model=model_name, version=model_version))
+    return bool(server.ask("ready", model=model_name, version=str(model_version)))
 
 
 def get_model_dir() -> str:

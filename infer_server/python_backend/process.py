@@ -46,9 +46,10 @@ _ERRORS: dict[int, type[ServeError]] = {
 _INTERNAL = 1
 
 
-def code_of(error: Exception) -> int:
-    """What a model that asked another one is told."""
-    return next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
+def refusal(error: Exception) -> dict[str, Any]:
+    """The head of the answer to a model that asked for what failed."""
+    code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
+    return {"final": True, "error": str(error) or type(error).__name__, "code": code}
 
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
@@ -244,6 +245,12 @@ class ModelProcess:
                     self._replies.put(message)
         except ClosedError:
             how = self._how_it_ended()
+        except Exception as error:      # whoever waits for it is told
+            log.exception("%s: a message of its process cannot be understood, and the process is killed",
+                          self.launch.name)
+            self._process.kill()
+            self._process.wait()
+            how = f"a message of it cannot be understood: {type(error).__name__}: {error}"
         self._channel.dispose()
         with self._lock:
             self._ended = how
@@ -267,7 +274,10 @@ class ModelProcess:
             except ClosedError:
                 log.debug("%s ended before what it asked for was answered", self.launch.name)
 
-        self._asked[message.head["kind"]](message, answer)
+        try:
+            self._asked[message.head["kind"]](message, answer)
+        except Exception as error:      # the arguments are a model's, of any type: it waits for an answer
+            answer(refusal(error), {})
 
     def _respond(self, message: Message) -> None:
         """A response that was sent by itself."""

@@ -25,7 +25,7 @@ from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess, code_of
+from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess, refusal
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Find, request_of
@@ -129,20 +129,16 @@ class PythonModel(QueuedModel):
                 raise
         return process
 
-
     def _of_metric(self, message: Message, answer: Answer) -> None:
         """What a model does with a metric of its own."""
         head, metrics = message.head, self._metrics
         name, labels, what = head["family"], head["labels"], head["what"]
-        try:
-            if what == "make":
-                metrics.make(self._owner, name, head["of"], head["text"], labels, head["buckets"])
-            elif what != "value":
-                metrics.change(name, labels, what, head["value"])
-                return
-            answer({"final": True, "value": metrics.value(name, labels)}, {})
-        except ValueError as error:
-            answer({"final": True, "error": str(error), "code": code_of(error)}, {})
+        if what == "make":
+            metrics.make(self._owner, name, head["of"], head["text"], labels, head["buckets"])
+        elif what != "value":
+            metrics.change(name, labels, what, head["value"])
+            return
+        answer({"final": True, "value": metrics.value(name, labels)}, {})
 
 
 def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:
@@ -151,6 +147,8 @@ def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message,
             find(message.head["model"], message.head["version"])
         except ServeError:
             answer({"final": True, "value": False}, {})
+        except Exception as error:      # a name or version may be of any type
+            answer(refusal(error), {})
         else:
             answer({"final": True, "value": True}, {})
 
@@ -225,7 +223,7 @@ class _Asked:
         self._answer({"final": True}, {})
 
     def fail(self, error: Exception) -> None:
-        self._answer({"final": True, "error": str(error), "code": code_of(error)}, {})
+        self._answer(refusal(error), {})
 
     def _submit(self) -> None:
         head = self._message.head

@@ -99,6 +99,19 @@ class TritonPythonModel:
                 "out", np.array([rows.value(), load.value(), *ready], np.float32))])
         if what == "measure badly":
             pb_utils.MetricFamily("nv_mine", "", pb_utils.MetricFamily.GAUGE).Metric()
+        if what == "ask oddly":
+            Family = pb_utils.MetricFamily
+            self.refused(lambda: Family(5, "", "counter").Metric())
+            self.refused(lambda: Family("odd", None, "counter").Metric())
+            self.refused(lambda: Family("odd", "", "histogram").Metric(buckets=["x", 1.0]))
+            self.refused(lambda: Family("odd", "", "histogram").Metric(buckets=np.array([False, True])))
+            self.refused(lambda: pb_utils.is_model_ready(["affine"]))
+            Family("steps", "", "histogram").Metric(buckets=np.arange(1, 3))
+            return pb_utils.InferenceResponse([pb_utils.Tensor("out", np.array([
+                pb_utils.is_model_ready("affine", 1), pb_utils.is_model_ready("affine", None)], np.float32))])
+        if what == "babble":
+            pb_utils.server.tell("response")
+            time.sleep(1000)
         if what == "ask nobody":
             response = pb_utils.InferenceRequest("nobody", ["y"], [pb_utils.Tensor("x", x)]).exec()
             return pb_utils.InferenceResponse(error=response.error())
@@ -113,6 +126,13 @@ class TritonPythonModel:
         if what == "wrong type":
             x = x.astype(np.float64)
         return pb_utils.InferenceResponse([pb_utils.Tensor("out", x)])
+
+    def refused(self, ask):
+        try:
+            ask()
+        except pb_utils.TritonModelException:
+            return
+        raise AssertionError("what makes no sense was answered")
 """
 
 HANGS = HEAD + """
@@ -257,6 +277,7 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("ask nobody", "NOT_FOUND", "nobody"),
     ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
     ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
+    ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])
 def test_a_model_that_fails_says_why_and_serves_on(
@@ -276,6 +297,10 @@ def test_a_model_has_metrics_of_its_own_and_asks_which_models_are_ready(
                  "load 0.25", "# TYPE seconds histogram", 'seconds_bucket{le="0.5"} 1', 'seconds_bucket{le="2"} 2',
                  'seconds_bucket{le="+Inf"} 3', "seconds_sum 4.5", "seconds_count 3"):
         assert line in lines
+
+
+def test_a_model_that_asks_with_arguments_of_wrong_types_is_answered(client: triton.InferenceServerClient) -> None:
+    assert misc(client, "ask oddly").tolist() == [1, 0]
 
 
 def test_a_model_that_hangs_is_killed_and_started_again(
