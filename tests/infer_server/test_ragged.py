@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from tritonclient.utils import InferenceServerException
 
 from engines import build_engine
-from engines.errors import ModelError
+from engines.errors import InputError, ModelError
 from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from infer_server.batching.request import Request
@@ -79,6 +79,10 @@ def of_items(items: int, inputs: Mapping[str, Array]) -> Request:
     return Request(inputs=inputs, items=items, shape_key=(), encode=dict, reply=Mock())
 
 
+def fail() -> None:
+    raise MemoryError("the GPU has no memory left")
+
+
 def request(x: Array) -> list[triton.InferInput]:
     tensor = triton.InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
@@ -139,6 +143,23 @@ def test_no_request_is_answered_with_the_rows_of_another_that_has_more_items_tha
     batch = [of_items(1, {"x": random(1, 5), "z": random(rows, 2), "p": random(1, 1)}) for rows in (2, 1)]
     with pytest.raises(ExecutionError, match=r"'z' has other items than its requests: .* \[2, 2\], \[1, 2\]"):
         RaggedExecutor(Mock(), config, config.ragged).execute(batch)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_in_a_part_of_a_batch_ends_the_requests_of_that_part(failing: int) -> None:
+    config, context = from_message(parsed(PAIR)), Mock()
+    assert config.ragged
+    lying = {"x": (5,), "z": (2,), "p": (1, 1), "shapes": (1, 1)}
+    context.at.side_effect = [InputError("together they are too long"), context, context]
+    context.input.side_effect = lambda name, _: np.empty(lying[name], np.float32)
+    context.output.return_value = np.ones((1, 1), np.float32)
+    context.execute.side_effect = lambda _: fail() if context.execute.call_count == failing + 1 else None
+    batch = [of_items(1, {"x": random(1, 5), "z": random(1, 2), "p": random(1, 1)}) for _ in range(2)]
+    outcomes, execution = RaggedExecutor(context, config, config.ragged, gpu=3).execute(batch)
+    assert [request for request, _ in outcomes] == batch
+    assert [isinstance(result, ExecutionError) for _, result in outcomes] == [failing == 0, failing == 1]
+    assert outcomes[1 - failing][1] == {"y": [[1]]}
+    assert execution and (execution.items, execution.gpu) == (1, 3)
 
 
 @pytest.mark.parametrize(("kind", "values"), [

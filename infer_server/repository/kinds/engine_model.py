@@ -65,7 +65,7 @@ class EngineModel(QueuedModel):
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
         executors: list[Executor] = [
-            RaggedExecutor(context, config, config.ragged) if config.ragged else
+            RaggedExecutor(context, config, config.ragged, device) if config.ragged else
             EngineExecutor(context, outputs, engine.max_batch, opened, device)
             for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:

@@ -1,6 +1,7 @@
 """Executes ragged batches on an engine: requests of unequal shapes, one behind the other in one tensor."""
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,18 +19,21 @@ from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.ragged import Ragged
 from infer_server.errors import ExecutionError
 
+log = logging.getLogger(__name__)
+
 
 class RaggedExecutor:
     """One execution context of an engine without a batch axis; belongs to the thread that executes."""
 
-    def __init__(self, context: ExecutionContext, config: ModelConfig, ragged: Ragged) -> None:
-        self._context, self._ragged = context, ragged
+    def __init__(self, context: ExecutionContext, config: ModelConfig, ragged: Ragged, gpu: int | None = None) -> None:
+        """gpu: that it executes on; None: the CPU."""
+        self._context, self._ragged, self._gpu = context, ragged, gpu
         self._outputs, self._batched = config.outputs, config.batched
 
     def close(self) -> None:
         self._context.close()
 
-    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+    def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         started_ns = time.monotonic_ns()
         inputs = self._inputs(batch)
         try:
@@ -45,7 +49,7 @@ class RaggedExecutor:
         computed_ns = time.monotonic_ns()
         outcomes = self._scatter(context, batch)
         return outcomes, BatchExecution(_items(batch), batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
-                                        time.monotonic_ns())
+                                        time.monotonic_ns(), self._gpu)
 
     def _inputs(self, batch: Sequence[Request]) -> dict[str, list[NDArray[Any]]]:
         """What each input is put together of."""
@@ -59,14 +63,24 @@ class RaggedExecutor:
             inputs |= dict.fromkeys(made.names, [made.values(shapes)])
         return inputs
 
-    def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+    def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+        """One execution of what does not fail."""
         half = len(batch) // 2
-        (first, before), (second, after) = self.execute(batch[:half]), self.execute(batch[half:])
-        copying_ns, computing_ns = (sum(getattr(took, end) - getattr(took, begin) for took in (before, after))
-                                    for begin, end in (("started_ns", "copied_ns"), ("copied_ns", "computed_ns")))
-        copied_ns = before.started_ns + copying_ns
-        return first + second, BatchExecution(_items(batch), before.enqueued_ns, before.started_ns, copied_ns,
-                                              copied_ns + computing_ns, after.encoded_ns)
+        (first, before), (second, after) = self._half(batch[:half]), self._half(batch[half:])
+        if not before or not after:
+            return first + second, before or after
+        copied_ns = before.copied_ns + after.copied_ns - after.started_ns
+        return first + second, before._replace(
+            items=before.items + after.items, copied_ns=copied_ns, encoded_ns=after.encoded_ns,
+            computed_ns=copied_ns + sum(took.computed_ns - took.copied_ns for took in (before, after)))
+
+    def _half(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
+        """What fails ends the requests of this half: those of the other may be answered already."""
+        try:
+            return self.execute(batch)
+        except Exception as error:          # whatever an engine raises
+            log.exception("a part of a ragged batch failed, of %d requests", len(batch))
+            return [(request, ExecutionError(f"the engine failed: {error}")) for request in batch], None
 
     def _scatter(self, context: ExecutionContext, batch: list[Request]) -> list[Outcome]:
         """Encodes each request's part while the views of the outputs are valid."""
