@@ -40,10 +40,10 @@ class CudaRegion(Region):
 
 def register(regions: Regions, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
     """handle: CUDA's of a client's memory on that GPU. Raises as Regions.register()."""
+    regions.check_room(name, "CUDA")
     failed = f"failed to register CUDA shared memory region: '{name}', "
     if not has_gpus():
         raise InvalidRequestError(f"{failed}GPUs not supported")
-    regions.check_room(name, "CUDA")
     try:
         memory = gpu_memory(device_id, handle)
     except EngineError as error:

@@ -139,6 +139,7 @@ def test_shared_memory_must_be_switched_on(tmp_path: Path) -> None:
     with serving(tmp_path) as running, tritonclient.grpc.InferenceServerClient(running.address) as client:
         assert not client.get_system_shared_memory_status().regions
         for call in (lambda: client.register_system_shared_memory("r", KEY, 8),
+                     lambda: client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8),
                      lambda: client.infer("affine", [placed(tritonclient.grpc, [1, 4], 16)])):
             with pytest.raises(InferenceServerException, match="--allow-client-shm") as caught:
                 call()
