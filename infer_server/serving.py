@@ -67,6 +67,7 @@ class Call(ABC):
     protocol: str                   # for the access log
     early: Callable[[Any], None] | None = None      # see Request
     form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
+    lengthy: bool = False           # encoder()'s compresses the response, or copies outputs into shared memory
 
     @abstractmethod
     def client(self) -> str:
@@ -212,7 +213,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
     return Request(
         inputs=model.signature.to_model(call.contents(prepared.tensors)), items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        early=call.early,
+        early=call.early, lengthy=call.lengthy,
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)

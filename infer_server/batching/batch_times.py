@@ -15,7 +15,8 @@ _ON_THE_WAY = 9 / 8                     # an answer still has to reach its clien
 _FRESH_NS = 5_000_000_000               # for so long an estimate stands unconfirmed, or ...
 _FRESH_BATCHES = 10                     # ... for the time of so many batches, if that is longer
 _SHORT_NS = 50_000                      # of computing: about what it takes to wake a thread, and to be woken by it
-_MOST_NS = 4 * _SHORT_NS                # that one time counts, for a busy machine makes any of them long
+_HELD_NS = 500_000                      # of all that a batch takes: for so long nothing else is read or sent
+_MOST = 4                               # limits that one time counts, for a busy machine makes any of them long
 _WEIGHT = 1 / 8                         # of a new time
 
 
@@ -97,20 +98,37 @@ class BatchTimes:
 
 
 class ShortBatches:
-    """Which batches of a model an engine computes in less time than it takes to hand them to another thread.
+    """Which batches of a model the event loop may execute.
 
-    Only computing counts: copying inputs and encoding outputs take the interpreter lock, on whatever thread.
+    An engine computes them in less time than it takes to hand them to another thread. Copying inputs and encoding
+    outputs take the interpreter lock on whatever thread, so that the loop would wait for them there, too; but with them
+    a batch must not hold it up for long.
     """
 
     def __init__(self, max_batch: int) -> None:
-        self._ns = [0.0] * (max_batch + 1)                  # by items, a moving mean; 0: not measured
+        self._computing, self._whole = _Means(max_batch, _SHORT_NS), _Means(max_batch, _HELD_NS)
 
-    def add(self, items: int, ns: int) -> None:
-        """To compute `items` took `ns`."""
-        if items < len(self._ns):
-            known = self._ns[items] or ns
-            self._ns[items] = known + _WEIGHT * (min(ns, _MOST_NS) - known)
+    def add(self, items: int, computing_ns: int, whole_ns: int) -> None:
+        """Of a batch of `items`."""
+        self._computing.add(items, computing_ns)
+        self._whole.add(items, whole_ns)
 
     def holds(self, items: int) -> bool:
         """Whether it is one of so many items. A size that was not measured takes no longer than the largest."""
-        return items < len(self._ns) and 0 < (self._ns[items] or self._ns[-1]) <= _SHORT_NS
+        return self._computing.are_within(items) and self._whole.are_within(items)
+
+
+class _Means:
+    """Moving means of times, by items, against a limit."""
+
+    def __init__(self, max_batch: int, limit_ns: int) -> None:
+        self._ns = [0.0] * (max_batch + 1)                  # 0: not measured
+        self._limit_ns = limit_ns
+
+    def add(self, items: int, ns: int) -> None:
+        if items < len(self._ns):
+            known = self._ns[items] or ns
+            self._ns[items] = known + _WEIGHT * (min(ns, _MOST * self._limit_ns) - known)
+
+    def are_within(self, items: int) -> bool:
+        return items < len(self._ns) and 0 < (self._ns[items] or self._ns[-1]) <= self._limit_ns

@@ -159,13 +159,15 @@ class Batcher:
                     return choice.batch
 
     def take_short(self, is_short: Callable[[int], bool]) -> list[Request]:
-        """Removes a batch that may be executed now, if it is short by its number of items; []: there is none."""
+        """Removes a batch that may be executed now, if it is short by its number of items, and by none of its requests
+        lengthy; []: there is none."""
         with self._lock:
             now_ns = self._clock_ns()
             self._expire(now_ns)
             choice = self._choose(now_ns, idle=0) if self and not self._closed else None
             if not isinstance(choice, BatchChoice) or choice.lost or not is_short(
-                    sum([request.items for request in choice.batch])):
+                    sum([request.items for request in choice.batch])) or any(
+                    [request.lengthy for request in choice.batch]):
                 return []
             self._remove(choice.batch)
             return choice.batch

@@ -88,6 +88,7 @@ class Instance:
             log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
             reason = f"the engine failed: {error}"
             return [(request, ExecutionError(reason)) for request in batch], None
-        if self._short is not None and execution:
-            self._short.add(execution.items, execution.computed_ns - execution.copied_ns)
+        if self._short is not None and execution and not any([request.lengthy for request in batch]):
+            self._short.add(execution.items, execution.computed_ns - execution.copied_ns,
+                            execution.encoded_ns - execution.started_ns)
         return outcomes, execution

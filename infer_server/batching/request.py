@@ -94,6 +94,7 @@ class Request:
     outputs: tuple[str, ...] = ()               # those asked for; none: all
     early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
     trace: Traced | None = None                 # told of its execution, where requests are traced
+    lengthy: bool = False                       # encode() does what may take longer than its batch: see Call
 
     received_ns: int = 0                        # set by the endpoint
     deadline_ns: int = 0                        # by the endpoint, too: when its client gives up; 0: never

@@ -113,15 +113,16 @@ class QueuedModel(Model):
     def start(self, executors: Sequence[Executor], limiter: RateLimiter | None,
               cpus: Sequence[int | None] = (), short: ShortBatches | None = None) -> None:
         """Gives it its instances, one for each executor. limiter: lets those execute that have a rate_limiter; cpus:
-        what their threads are pinned to, if given; short: the batches that need not wait for their threads. Raises
-        ModelConfigError: one could never execute."""
+        what their threads are pinned to, if given; short: the batches that need not wait for the threads of those on
+        the CPU. Raises ModelConfigError: one could never execute."""
         batchers = [self.queues[i % len(self.queues)].batcher for i in range(len(executors))]
         limits = self.config.rate_limits
         gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
             [None] * len(executors))
         self._instances = [
             Instance(f"{self.name}/{self.version} instance {i}" + ("" if device is None else f" on GPU {device}"),
-                     batchers[i], executor, self.deliver, cpus[i] if cpus else None, gates[i], short)
+                     batchers[i], executor, self.deliver, cpus[i] if cpus else None, gates[i],
+                     short if device is None else None)
             for i, (executor, device) in enumerate(zip(executors, self.config.devices, strict=True))]
         for instance in self._instances:
             instance.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 import base64
 import gc
 import re
+import threading
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,10 @@ from engines.backends.device import GpuInfo
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.file import write_plan
 from infer_server.backend import load_plan
+from infer_server.batching.batch_times import ShortBatches
+from infer_server.batching.engine_executor import EngineExecutor
+from infer_server.batching.request import Outcome, Request
+from infer_server.batching.statistics import BatchExecution
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu
 from tests.infer_server.endpoints.test_serving import eventually
@@ -103,6 +108,25 @@ def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(serv
     assert sorted((each.type, each.id) for each in said) == [("CPU", 0), ("GPU", 0), ("GPU", 1)]
     assert all(each.byte_size for each in said)
     assert "2 on GPU 0 (card 0), 2 on GPU 1 (card 1), 2<" in page(served, served.server.ports.http, "")
+
+
+def test_an_execution_on_a_gpu_never_holds_up_the_event_loop(
+        served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[tuple[int | None, threading.Thread]] = []
+    execute = EngineExecutor.execute
+
+    def recorded(executor: EngineExecutor, batch: list[Request]) -> tuple[list[Outcome], BatchExecution]:
+        outcomes, execution = execute(executor, batch)
+        executed.append((execution.gpu, threading.current_thread()))
+        return outcomes, execution
+    monkeypatch.setattr(EngineExecutor, "execute", recorded)
+    monkeypatch.setattr(ShortBatches, "holds", lambda short, items: True)
+    for model in ("plain", "both"):
+        tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
+        tensor.set_data_from_numpy(X)
+        served.client.infer(model, [tensor])
+    assert executed[0][0] is not None and len(executed) == 2
+    assert all(f"on GPU {gpu}" in thread.name for gpu, thread in executed if gpu is not None)
 
 
 def page(served: Served, port: int, path: str) -> str:

@@ -115,6 +115,7 @@ class GrpcCall(Call):
         if not form.outputs_have_parameters:
             return functools.partial(_encoded, served, self.id)
         outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
+        self.lengthy = any(output.place for output in outputs)
         return functools.partial(_encoded_as_wanted, served, outputs, self.id)
 
 

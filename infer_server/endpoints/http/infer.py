@@ -107,7 +107,7 @@ class Form:
         """Raises ServeErrors."""
         if self.encoder is None or self.encoder.served is not served:
             encoder = self._encoder(served, regions)
-            if any(output.place for output in encoder.outputs):     # its region may be another the next time
+            if encoder.has_places:      # its region may be another the next time
                 return encoder
             self.encoder = encoder
         return self.encoder
@@ -179,6 +179,7 @@ class HttpCall(Call):
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         encode = self._said.encoder_of(served, self._front.regions)
+        self.lengthy = bool(self._coding) or encode.has_places
         return functools.partial(_compressed, encode, self._coding) if self._coding else encode
 
 
@@ -196,9 +197,15 @@ class Encoder:
     request_id: str
 
     @functools.cached_property
+    def has_places(self) -> bool:
+        """Whether outputs go into shared memory."""
+        return any(output.place for output in self.outputs)
+
+    @functools.cached_property
     def _plain(self) -> frozenset[str]:
         """The names of the outputs, if all that is said of them follows of their shapes: arrays behind the JSON."""
-        plain = all(self.binary) and not any(output.place or output.datatype.name == "BYTES" for output in self.outputs)
+        plain = all(self.binary) and not self.has_places and not any(
+            output.datatype.name == "BYTES" for output in self.outputs)
         return frozenset(output.spec.name for output in self.outputs) if plain else frozenset()
 
     def __call__(self, computed: Arrays) -> HttpResponse | ServeError:

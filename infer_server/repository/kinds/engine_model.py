@@ -19,6 +19,7 @@ from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ragged import RaggedExecutor, alone
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
+from protos import model_config
 
 
 class LoadedEngine(NamedTuple):
@@ -55,13 +56,12 @@ class EngineModel(QueuedModel):
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
-        alike = engine.is_steady and not config.sequences and not config.ragged
-        short = ShortBatches(engine.max_batch or 1) if alike else None
-        for context in contexts:
+        short = _short(engines, config, message)
+        for context, device in zip(contexts, config.devices, strict=True):
             for batch, ns in warm_up(context, engine).items():
                 self.measured(batch, ns)
-                if short is not None:
-                    short.add(batch, ns)
+                if short is not None and device is None:
+                    short.add(batch, ns, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
                                       *(config.sequences.kept if config.sequences else ())]))
         executors: list[Executor] = [
@@ -94,6 +94,19 @@ def items_of(config: ModelConfig, engine: Engine) -> Items:
     if engine.dependence or (config.batched and not split):
         return Items(True, config.batching.max_batch_size if config.batched else engine.max_batch)
     return Items(True, ANY_ITEMS)
+
+
+def _short(engines: Engines, config: ModelConfig, message: model_config.ModelConfig) -> ShortBatches | None:
+    """What is known of the batches on the CPU, if the event loop may execute short ones.
+
+    On a GPU none are short: an execution waits for whatever other models have put there. Nor where answers keep the
+    order of requests: what an instance has executed is handed out later than what the loop executes behind it.
+    """
+    cpu = engines.loaded.get(None)
+    in_turn = config.sequences or config.ragged or message.dynamic_batching.preserve_ordering
+    if cpu is None or not cpu.engine.is_steady or in_turn:
+        return None
+    return ShortBatches(cpu.engine.max_batch or 1)
 
 
 def _check(engine: Engine, config: ModelConfig) -> Callable[[Shapes], None]:

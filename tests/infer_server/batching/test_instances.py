@@ -37,14 +37,15 @@ def test_rows_arrive_in_their_slots_whatever_the_layout(slots: np.ndarray[Any, A
 class RecordingExecutor:
     """Answers with the number of items; remembers which threads it was used by."""
 
-    def __init__(self, computing_ns: int = SHORT_NS) -> None:
+    def __init__(self, computing_ns: int = SHORT_NS, encoding_ns: int = 0) -> None:
         self.threads: list[threading.Thread] = []
-        self.computing_ns = computing_ns
+        self.computed_ns, self.encoded_ns = computing_ns, computing_ns + encoding_ns
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         self.threads.append(threading.current_thread())
         items = sum(request.items for request in batch)
-        return [(request, request.items) for request in batch], BatchExecution(items, 0, 0, 0, self.computing_ns, 0)
+        return [(request, request.items) for request in batch], BatchExecution(
+            items, 0, 0, 0, self.computed_ns, self.encoded_ns)
 
     def close(self) -> None: ...
 
@@ -59,8 +60,8 @@ def instance_of(executor: RecordingExecutor, *items: int, short: ShortBatches | 
 
 def known(max_batch: int = 4, **ns: int) -> ShortBatches:
     short = ShortBatches(max_batch)
-    short.add(1, ns.get("one", SHORT_NS))
-    short.add(max_batch, ns.get("most", SHORT_NS))
+    for items, each in ((1, "one"), (max_batch, "most")):
+        short.add(items, ns.get(each, SHORT_NS), ns.get(each, SHORT_NS))
     return short
 
 
@@ -80,6 +81,17 @@ def test_a_batch_that_is_not_known_to_be_short_stays_in_the_queue(short: ShortBa
     assert instance.execute_short() is None and not executor.threads and len(batcher) == 2
 
 
+def test_a_batch_with_a_lengthy_request_waits_for_the_thread_and_says_nothing_of_others() -> None:
+    executor, short = RecordingExecutor(LONG_NS), known()
+    instance, batcher = instance_of(executor, 1, short=short)
+    batcher.submit(Request({"x": np.zeros(1)}, 1, (), lambda outputs: b"", reply=None, lengthy=True))
+    assert instance.execute_short() is None and not executor.threads and len(batcher) == 2
+    instance.start()
+    batcher.close()
+    instance.join()
+    assert len(executor.threads) == 1 and short.holds(2)
+
+
 def test_an_instance_that_executes_takes_no_short_batch_beside_it() -> None:
     class Nested(RecordingExecutor):
         def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
@@ -92,8 +104,9 @@ def test_an_instance_that_executes_takes_no_short_batch_beside_it() -> None:
     assert len(executor.threads) == 1 and len(batcher) == 1
 
 
-def test_a_batch_that_takes_long_again_and_again_counts_as_short_no_more() -> None:
-    executor = RecordingExecutor(LONG_NS)
+@pytest.mark.parametrize("executor", [RecordingExecutor(LONG_NS), RecordingExecutor(SHORT_NS, LONG_NS)],
+                         ids=["to compute", "to encode"])
+def test_a_batch_that_takes_long_again_and_again_counts_as_short_no_more(executor: RecordingExecutor) -> None:
     instance, batcher = instance_of(executor, *[4] * 100, short=known())
     while instance.execute_short() is not None:
         assert len(executor.threads) < 10
