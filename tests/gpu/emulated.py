@@ -1,8 +1,10 @@
 """A GPU with the words of the driver (engines/backends/cuda/runtime/driver.py) that the PTX machine plays."""
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,6 +20,14 @@ Clock = Callable[[Kernel, tuple[int, int], int], float]     # seconds of a launc
 def by_code(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
     """As if every instruction ran once, whatever loops there are."""
     return len(kernel.code) * grid[0] * grid[1] * threads * 1e-12 + 1e-6
+
+
+USED = threading.local()                # the GPU of each thread, as the driver has a context
+
+
+def used() -> EmulatedGpu | None:
+    """The calling thread's."""
+    return getattr(USED, "gpu", None)
 
 
 class EmulatedGpu:
@@ -37,6 +47,16 @@ class EmulatedGpu:
 
     def use(self) -> None:
         self._here()
+        USED.gpu = self
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        before = used()
+        self.use()
+        try:
+            yield
+        finally:
+            USED.gpu = before
 
     def _here(self) -> None:
         if self.lost:

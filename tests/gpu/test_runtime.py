@@ -21,6 +21,8 @@ from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.backends.cuda.runtime.driver import CudaMemoryError, found_gpus
+from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.specialise import relower
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
@@ -35,7 +37,7 @@ from engines.runtime.engine import Engine
 from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
-from tests.gpu.emulated import DeviceArray, EmulatedGpu
+from tests.gpu.emulated import DeviceArray, EmulatedGpu, used
 from tests.zoo import Net, Tensor, architecture, images_for
 
 Here = Callable[..., EmulatedGpu]
@@ -140,6 +142,17 @@ def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, 
         Engine(plans("sm_80"))
     context.close()
     engine.close()
+
+
+def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
+    own, other = EmulatedGpu("sm_80"), EmulatedGpu("sm_80")
+    memory, owner = SharedMemory(other, other.share(other.allocate(8))), set[int]()
+    Holdings(owner, other).allocate(8)
+    own.use()
+    del memory
+    assert used() is own and not other.opened
+    del owner
+    assert used() is own and len(other.allocated) == 1
 
 
 def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Callable[[str], Plan]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 from typing import Any, Protocol
@@ -89,6 +90,10 @@ class GpuDriver(Protocol):
 
     def use(self) -> None:
         """Make it the calling thread's."""
+
+    def within(self) -> AbstractContextManager[None]:
+        """It is the calling thread's for the length of a block, and then what was before: for what runs on whatever
+        thread drops the last reference."""
 
     def allocate(self, size: int) -> int:
         """Zeroed. Raises CudaMemoryError."""
@@ -183,6 +188,15 @@ class CudaGpu:
     def use(self) -> None:
         self.driver("cuCtxSetCurrent", self._context)
 
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        self.driver("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(CudaError):        # of a lost device
+                self.driver("cuCtxPopCurrent_v2", byref(c_void_p()))
+
     # ---- memory
     def memory(self) -> tuple[int, int]:
         free, whole = c_size_t(), c_size_t()
@@ -208,8 +222,7 @@ class CudaGpu:
         return array
 
     def _unpin(self, address: c_void_p) -> None:
-        with contextlib.suppress(CudaError):        # a lost device has lost it
-            self.use()
+        with contextlib.suppress(CudaError), self.within():     # a lost device has lost it
             self.driver("cuMemFreeHost", address)
 
     def write(self, address: int, array: Array) -> None:

@@ -32,12 +32,13 @@ class Holdings:
 
     def release(self) -> None:
         """Once; of a lost device nothing can be given back."""
-        with contextlib.suppress(CudaError):
+        with contextlib.ExitStack() as block:
             if self._releases:
-                self._gpu.use()
-        while self._releases:
-            with contextlib.suppress(CudaError):
-                self._releases.pop()()
+                with contextlib.suppress(CudaError):
+                    block.enter_context(self._gpu.within())
+            while self._releases:
+                with contextlib.suppress(CudaError):
+                    self._releases.pop()()
 
     def __enter__(self) -> Self:
         return self

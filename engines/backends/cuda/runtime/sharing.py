@@ -61,6 +61,5 @@ def shared_memory(number: int, handle: bytes) -> SharedMemory:
 
 
 def _close(gpu: GpuDriver, address: int) -> None:
-    with contextlib.suppress(CudaError):        # a lost device has lost it
-        gpu.use()
+    with contextlib.suppress(CudaError), gpu.within():      # a lost device has lost it
         gpu.close_shared(address)
