@@ -14,6 +14,8 @@ _WHY = "the model is no plan for GPUs, or there is none that runs it"
 ON_CPU = f"instance_group.kind: KIND_GPU is served on the CPU, for {_WHY} (see --kind-gpu)"
 REFUSED = (f"instance_group: KIND_GPU is refused by --kind-gpu=refuse, for {_WHY}; write kind: KIND_CPU, or start the "
            "server with --kind-gpu=cpu")
+NOT_KNOWN = ("instance_group: KIND_GPU: whether the model is a plan that runs on a GPU here cannot be told before its "
+             "file is copied")
 Group = model_config.ModelInstanceGroup
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer_server.config.groups import ON_CPU, REFUSED
+from infer_server.config.groups import NOT_KNOWN, ON_CPU, REFUSED
 from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
@@ -51,7 +51,7 @@ def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
 def _remarks(place: Place, name: str, names: Sequence[str], kind_gpu: str) -> list[Remark]:
     try:
         with place.outline(name) as folder:
-            return list(_check_model(folder, name, names, kind_gpu))
+            return list(_check_model(folder, name, names, kind_gpu, place.outlines_models))
     except (ServeError, OSError) as error:
         return [Remark(name, str(error), True)]
     except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
@@ -59,7 +59,8 @@ def _remarks(place: Place, name: str, names: Sequence[str], kind_gpu: str) -> li
         return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
-def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: str) -> Iterator[Remark]:
+def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: str, has_models: bool
+                 ) -> Iterator[Remark]:
     try:
         sources = read_model(repository, name)
     except RepositoryError as error:
@@ -69,8 +70,8 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
     config = sources[0].config
     for notice in config.notices:
         yield Remark(name, notice)
-    if config.asks_for_gpu and all(gpu.why_not for gpu in sources[0].gpus()):
-        yield Remark(name, REFUSED, True) if kind_gpu == "refuse" else Remark(name, ON_CPU)
+    if config.asks_for_gpu:
+        yield from _of_gpus(sources[0], name, kind_gpu, has_models)
     for source in sources:
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
             yield Remark(name, f"{source.file.relative_to(repository)}: no such file", True)
@@ -79,6 +80,13 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
         if step.model not in names:
             yield Remark(name, f"ensemble_scheduling: step {number}: there is no model '{step.model}'."
                                f"{nearest(step.model, names)}", True)
+
+
+def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iterator[Remark]:
+    if source.may_be_for_gpus and not has_models:
+        yield Remark(name, NOT_KNOWN)
+    elif all(gpu.why_not for gpu in source.gpus()):
+        yield Remark(name, REFUSED, True) if kind_gpu == "refuse" else Remark(name, ON_CPU)
 
 
 def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:

@@ -37,9 +37,14 @@ class Source:
         """Whether an engine is built from the file; else it is a plan, or a Python model."""
         return self.config.kind is Kind.ENGINE and self.file.suffix == ".onnx"
 
+    @property
+    def may_be_for_gpus(self) -> bool:
+        """Whether the file is a plan, as far as its name says."""
+        return self.config.kind is Kind.ENGINE and not self.is_onnx
+
     def gpus(self) -> list[Gpu]:
         """Those of this machine if the file is a plan for one, each with why the plan does not run there; else none."""
-        return gpus_for(self.file) if self.config.kind is Kind.ENGINE and not self.is_onnx else []
+        return gpus_for(self.file) if self.may_be_for_gpus else []
 
     def path(self, given: str, parameter: str) -> Path:
         """What a parameter names from the model's folder: a file or folder of the repository. Raises

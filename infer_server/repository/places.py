@@ -13,6 +13,7 @@ from infer_server.errors import RepositoryError, UnknownModelError
 class Place(ABC):
     """Folders <model>/<version>/<file>. Its methods block, and are called on any thread."""
     path: Path                          # what is read: the folder itself, or that of the copies
+    outlines_models: bool               # outline() has the models themselves, not only the names of their files
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -39,6 +40,7 @@ class Place(ABC):
 
 class LocalFolder(Place):
     """A folder of this machine."""
+    outlines_models = True
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -45,6 +45,7 @@ def is_remote(address: str) -> bool:
 
 class RemoteFolder(Place):
     """A folder of an object store, or of another machine."""
+    outlines_models = False
 
     def __init__(self, address: str, store: Path, most_bytes: int) -> None:
         """store: the folder of all copies; most_bytes: of the copies of this one.

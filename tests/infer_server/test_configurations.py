@@ -15,6 +15,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
+from infer_server.repository.checking import check
+from infer_server.repository.places import LocalFolder
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
@@ -105,6 +107,18 @@ def test_a_warm_up_is_checked_and_executed_before_the_model_is_ready(
         assert bool(failures) == bool(refusal) == (not executed.call_count)
     if refusal:
         assert re.search(refusal, failures["m version 1"])
+
+
+def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tmp_path: Path) -> None:
+    class Outlines(LocalFolder):
+        outlines_models = False
+
+    for name in ("plan", "graph"):
+        write_model(tmp_path, name, config="instance_group { kind: KIND_GPU }")
+    (tmp_path / "graph" / "1" / "model.plan").rename(tmp_path / "graph" / "1" / "model.onnx")
+    graph, plan = check([Outlines(tmp_path)], "refuse")
+    assert "cannot be told before its file is copied" in plan.text and not plan.is_error
+    assert "KIND_GPU is refused" in graph.text and graph.is_error
 
 
 def test_check_says_all_of_a_repository_and_what_to_write_instead(
