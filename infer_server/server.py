@@ -50,7 +50,8 @@ from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
-_LOOKING_SECS = 0.01            # between two looks whether anybody is left
+_LOOKING_SECS = 0.05            # between two looks whether anybody is left: each at all of the process's descriptors
+_TAKING_IN_TURNS = 5            # of the loop, for it to take in connections that the system has accepted
 _REFUSING_SECS = 0.25           # for clients that ask again at once to be told, before their connection closes
 _SENDING_SECS = 5.0             # for computed answers to reach their clients
 
@@ -221,6 +222,8 @@ class Server:
 
     async def _refuse(self) -> None:
         """Answers those that ask again at once, for as long as anybody is connected who could."""
+        for _ in range(_TAKING_IN_TURNS):
+            await asyncio.sleep(0)
         end = time.monotonic() + _REFUSING_SECS
         while time.monotonic() < end and (any(http.is_connected for http in self._http)
                                           or self._grpc_port and is_connected(self._grpc_port)):

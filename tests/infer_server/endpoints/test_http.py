@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.server import Server
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -238,3 +240,19 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
             assert eventually(lambda: waiting() == 1)
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_who_connects_while_the_loop_is_busy_ending_is_refused_and_not_cut_off(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[socket.socket] = []
+    refuse = Server._refuse
+
+    async def meanwhile(stopping: Server) -> None:
+        late.append(socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS))
+        late[0].sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: here\r\n\r\n")
+        await refuse(stopping)
+    monkeypatch.setattr(Server, "_refuse", meanwhile)
+    with serving(tmp_path, closed=frozenset({"grpc"})) as server:
+        server.stop()
+    with late[0]:
+        assert late[0].recv(12) == b"HTTP/1.1 503"
