@@ -1,7 +1,6 @@
 """What is asked of the server itself over HTTP: shared memory, the log, tracing."""
 from __future__ import annotations
 
-import binascii
 from base64 import b64decode
 from typing import Any
 
@@ -81,7 +80,7 @@ class ServerPages:
 def _handle(body: Any) -> bytes:
     try:
         return b64decode(member(member(body, "raw_handle", dict), "b64", str), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise InvalidRequestError(f"raw_handle: b64 is no Base64: {error}") from error
 
 

@@ -190,6 +190,13 @@ def test_every_body_is_answered_with_a_status(server: RunningServer, body: bytes
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and said.encode() in answer
 
 
+def test_a_handle_of_gpu_memory_that_is_no_base64_is_refused(server: RunningServer) -> None:
+    for handle in ("a", "\u00e9"):
+        body = json.dumps({"raw_handle": {"b64": handle}, "device_id": 0, "byte_size": 64}).encode()
+        answer = ask(server, post("/v2/cudasharedmemory/region/g/register", body, CLOSE))
+        assert answer.startswith(b"HTTP/1.1 400") and b"b64 is no Base64" in answer
+
+
 def test_methods_and_paths_that_are_none_are_told_apart(server: RunningServer) -> None:
     def status(line: str) -> bytes:
         return ask(server, f"{line} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
