@@ -69,8 +69,11 @@ class SharedConstants:
 
     def packed(self, call: Call, choice: Choice, pack: Callable[[], list[Array]],
                add: Callable[[list[Array]], Packed]) -> Packed:
-        """Where a call's constants are: what `pack` gives is added by `add`. What all of it is shared of is neither
-        packed nor added a second time; the rest is not packed again, within the bytes of the shared constants."""
+        """Where a call's constants are, each with its bytes: `pack` packs them, `add` gives what is packed its places.
+
+        What was packed before of equal constants in the same way is not packed again, and not added where all of it is
+        shared; as much is remembered as there is room for.
+        """
         layout = choice.kernel.packing_anywhere(choice.tactic)
         if layout is None:
             return add(pack())

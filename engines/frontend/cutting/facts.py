@@ -59,7 +59,8 @@ def may_need_cuts(graph: onnx.GraphProto) -> bool:
 
 def _maps_of(graph: onnx.GraphProto) -> frozenset[str]:
     """What ZipMaps make, which is the tensor of the probabilities here: engines/frontend/operators/ml/linear.py."""
-    return frozenset(node.output[0] for node in graph.node if (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"))
+    return frozenset(name for node in graph.node if (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap")
+                     for name in node.output)
 
 
 def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, onnx.TypeProto]:

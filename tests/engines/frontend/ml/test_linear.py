@@ -77,6 +77,13 @@ def test_a_model_that_declares_a_sequence_of_maps_is_one_graph():
     assert plan.program is None and plan.outputs[0].shape == (5, 2)
 
 
+def test_a_zip_map_that_makes_nothing_is_no_traceback():
+    model = model_of("ZipMap", [normal(5, 2)], classlabels_int64s=[4, 7], **ML)
+    del model.graph.node[0].output[:]
+    with pytest.raises(ModelError):
+        build_engine(model, cache=False, timing=False)
+
+
 @pytest.mark.parametrize("op, attrs, message", [
     ("LinearRegressor", {**weights(1), "targets": 2}, "it has 3 coefficients and 1 intercepts for 2 scores of 3"),
     ("LinearRegressor", {**weights(1), "post_transform": "PROBIT"}, "not supported with post_transform = PROBIT"),

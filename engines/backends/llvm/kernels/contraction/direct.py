@@ -71,6 +71,7 @@ class DirectContraction(TiledContraction):
 
     # ---- constants
     def packing_anywhere(self, tactic: Tile) -> Any:
+        """All that `pack` reads of the problem: not how many pixels there are, nor where they lie but for `run`."""
         problem = self.problem
         return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,
                 problem.y.dtype, problem.y.shape[-1], self.run, tactic.vectors)
