@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engines.backends.llvm.runtime import chunks
+from engines.backends.llvm.runtime import chunks, workers
+from engines.backends.llvm.runtime.execution import time_steps
+
+LEAST_SECS = 1e-7       # of a step, for a schedule: what the clock cannot tell from a call's own cost would not be cut
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny chunks that count as late at once: most of what a bad day brings, all the time."""
+    def measured(*args: Any, **options: Any) -> list[float]:
+        return [max(secs, LEAST_SECS) for secs in time_steps(*args, **options)]
+
+    monkeypatch.setattr(workers, "time_steps", measured)
     monkeypatch.setattr(chunks, "SHORTEST_US", 1e-3)
     monkeypatch.setattr(chunks, "CHUNK_US", 0.2)
     monkeypatch.setattr(chunks, "LATE_FACTOR", 0.5)
