@@ -5,7 +5,7 @@ result is the reference's; integers bit for bit.
     python -m scripts.gpu_families --results families.json --targets sm_70 --match attention
     python -m scripts.gpu_families --results families.json --table
 
-Half an hour of a core for all of them.
+Twenty minutes of a core for all of them.
 """
 from __future__ import annotations
 

@@ -66,6 +66,10 @@ class BindsArrays(Protocol):
         """Take an input from that array, or put an output there, at each run from now on; None: no more. Raises
         InputError: it is not there, or does not fit."""
 
+    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
+        """A run, for which alone these tensors are arrays whose items stand side by side; a number in the place of one:
+        so many items are in their slots, as all are behind the last. Raises InputError, likewise."""
+
 
 @runtime_checkable
 class WorksInArrays(Protocol):

@@ -1,21 +1,27 @@
 """CUDA shared memory: regions on GPUs that clients register by a handle, to pass tensors that lie there.
 
+An engine on that very GPU takes a tensor of numbers where it lies, and puts it there; for all others it is copied
+through the host's memory.
+
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 """
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from engines.errors import EngineError
-from infer_server.backend import GpuMemory, gpu_memory, has_gpus
 from infer_server.endpoints.shared_memory import Region, Regions
 from infer_server.errors import ExecutionError, InvalidRequestError
+from infer_server.gpu_tensors import GpuMemory, GpuRoom, GpuTensor, gpu_memory, has_gpus
 
 
 @dataclass(frozen=True, eq=False)
 class CudaRegion(Region):
-    """Memory of a GPU. Copies go from and to it as they do with a region of the host's."""
+    """Memory of a GPU."""
     what: ClassVar[str] = "cuda"
     device_id: int
     memory: GpuMemory = field(repr=False)
@@ -33,6 +39,12 @@ class CudaRegion(Region):
             self.memory.write(offset, data)
         except EngineError as error:
             raise self._failed(error) from error
+
+    def on_gpu(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any], gpus: Set[int]) -> GpuTensor | None:
+        return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype) if self.device_id in gpus else None
+
+    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
+        return GpuRoom(self.device_id, self.memory, offset, byte_size, dtype)
 
     def _failed(self, error: Exception) -> ExecutionError:
         return ExecutionError(f"CUDA shared memory region '{self.name}': {error}")

@@ -17,14 +17,16 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.backends.device import GpuInfo
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.file import write_plan
-from infer_server.backend import load_plan
+from infer_server.backend import Engine, load_plan
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
+from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu
 from tests.infer_server.endpoints.test_serving import eventually
@@ -43,8 +45,10 @@ CONFIGS = {
 
 
 class Served:
-    def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: InferenceServerClient) -> None:
-        self.server, self.gpus, self.client = server, gpus, client
+    def __init__(self, server: RunningServer, gpus: list[EmulatedGpu], client: InferenceServerClient,
+                 engine: Engine) -> None:
+        """engine: on the second GPU."""
+        self.server, self.gpus, self.client, self.engine = server, gpus, client, engine
 
     def groups(self, model: str) -> list[tuple[int, list[int], int]]:
         config = self.client.get_model_config(model).config
@@ -67,9 +71,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         patch.setattr(DEVICE, "find", lambda: [
             GpuInfo(number, f"card {number}", gpu.architecture, 64 << 20, f"GPU-{number}")
             for number, gpu in enumerate(gpus)])
+        engine = load_plan(folder / "second" / "1" / "model.plan", 1, gpu=1)
         with (serving(folder, load_plan, cores=2, allow_client_shm=True) as server,
               InferenceServerClient(server.address) as client):
-            yield Served(server, gpus, client)
+            yield Served(server, gpus, client, engine)
 
 
 GPU, CPU = 1, 2         # of ModelInstanceGroup.Kind
@@ -80,8 +85,8 @@ def test_instances_are_on_the_gpus_that_their_groups_name_or_on_all_that_run_the
     assert served.groups("auto") == [(GPU, [0], 1)]         # one instance keeps the order
     assert served.groups("second") == [(GPU, [1], 2)]
     assert served.groups("both") == [(GPU, [0, 1], 2), (CPU, [], 2)]
-    # Each of three plans has its constants, each of its contexts an arena.
-    assert [len(gpu.allocated) for gpu in served.gpus] == [3 + 1 + 1 + 2, 3 + 1 + 2 + 2, 0]
+    # Each of three plans has its constants, each of its contexts an arena; the second one's is loaded once more.
+    assert [len(gpu.allocated) for gpu in served.gpus] == [3 + 1 + 1 + 2, 1 + 3 + 1 + 2 + 2, 0]
 
 
 def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_are(served: Served) -> None:
@@ -138,6 +143,7 @@ def page(served: Served, port: int, path: str) -> str:
 @pytest.mark.parametrize("protocol", [tritonclient.grpc, tritonclient.http])
 def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(served: Served, protocol: Any) -> None:
     gpu, ports = served.gpus[1], served.server.ports
+    gpu.use()
     place = gpu.allocate(96)
     handle = base64.b64encode(gpu.share(place))
     port = ports.grpc if protocol is tritonclient.grpc else ports.http
@@ -157,10 +163,14 @@ def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(ser
         as_json = {"as_json": True} if protocol is tritonclient.grpc else {}
         assert "'byte_size': " in str(client.get_cuda_shared_memory_status("r", **as_json))
         assert "'r'" not in str(client.get_system_shared_memory_status(**as_json))
-        for model in ("second", "plain"):       # on that GPU, and on both
+        for model, through_the_host in (("second", 0), ("auto", 32), ("plain", None)):     # on it; on another; on both
             gpu.write(place, np.concatenate([X, X * 0], axis=1))
+            gpu.cuda.copies.clear()
             client.infer(model, [placed(protocol, 32)], outputs=[wanted(protocol, 32)])
+            copies = dict(gpu.cuda.copies)
             np.testing.assert_array_equal(gpu.bytes_at(place + 32, 32).view(np.float32), WANTED[0])
+            if through_the_host is not None:
+                assert copies == ({"to the host": 32, "from the host": 32} if through_the_host else {"on the GPU": 64})
         with pytest.raises(InferenceServerException, match="Invalid offset"):
             client.infer("plain", [placed(protocol, 32)], outputs=[wanted(protocol, 80)])
         client.unregister_system_shared_memory()
@@ -170,6 +180,38 @@ def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(ser
         with pytest.raises(InferenceServerException, match="Unable to find"):
             client.infer("plain", [placed(protocol, 32)])
     gpu.free(place)
+
+
+def test_a_batch_is_put_together_of_what_lies_on_the_gpu_and_on_the_host(served: Served) -> None:
+    """And taken apart: an output that fits in its room on the GPU is put there."""
+    gpu, executor = served.gpus[1], EngineExecutor(served.engine.create_context(), ["y"], 4, gpu=1)
+    gpu.use()
+    memory = SharedMemory(gpu, gpu.share(gpu.allocate(256)))
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    gpu.write(memory.address, x)
+    answered: list[Any] = []
+
+    def request(inputs: Any, items: int, *room: int) -> Request:
+        rooms = {"y": GpuRoom(room[0], memory, room[1], room[2], X.dtype)} if room else {}
+        nobody: Any = None
+        return Request({"x": inputs}, items, None, answered.append, nobody, rooms=rooms)
+
+    def there(first: int, items: int) -> GpuTensor:
+        return GpuTensor(1, memory, 32 * first, (items, 8), X.dtype)
+
+    batch = [request(x[:1], 1, 1, 128, 32), request(there(1, 2), 2), request(there(3, 1), 1, 1, 160, 31)]
+    gpu.cuda.copies.clear()
+    executor.execute(batch)
+    assert gpu.cuda.copies == {"from the host": 32, "on the GPU": 96 + 32, "to the host": 96}
+    first, second, third = (found["y"] for found in answered)
+    assert isinstance(first, GpuTensor)
+    np.testing.assert_array_equal(
+        np.concatenate([gpu.bytes_at(memory.address + 128, 32).view(np.float32).reshape(1, 8), second, third]),
+        x + 1)
+    np.testing.assert_array_equal(first.array(), x[:1] + 1)
+    executor.execute([request(there(0, 4), 4, 0, 128, 128)])        # the room is on another GPU: nothing stays placed
+    np.testing.assert_array_equal(answered[-1]["y"], x + 1)
+    executor.close()
 
 
 def is_open(gpu: EmulatedGpu) -> bool:

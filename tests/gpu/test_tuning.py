@@ -11,7 +11,6 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaError
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
@@ -22,6 +21,7 @@ from engines.plan.plan import Plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.cases import convolution
 from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.libcuda.library import RESOURCES, Refused
 from tests.gpu.ptx.text import Kernel
 
 GPU, CARD = GPUS["sm_75"], CARDS["sm_75"]
@@ -56,7 +56,7 @@ def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says
     def refuses(most: int) -> EmulatedGpu:
         def clock(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
             if threads > most:
-                raise CudaError("too many resources (701)")
+                raise Refused(RESOURCES)
             return large_blocks_are_fast(kernel, grid, threads)
         return EmulatedGpu("sm_75", clock=clock)
 

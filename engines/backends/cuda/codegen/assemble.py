@@ -59,7 +59,8 @@ def compiler_pool(gpu: Gpu, cubin: bool) -> CompilerPool:
 # ---- machine code
 def cubin_of(ptx: str, gpu: Gpu) -> bytes:
     """The machine code; b"" where nothing is installed that makes it, or what is does not know the architecture."""
-    if library := _find("nvidia.nvjitlink", "lib/libnvJitLink.so*"):
+    if library := (_find("nvidia.nvjitlink", "lib/libnvJitLink.so*")        # of CUDA 12; of 13
+                   or _find("nvidia.cu13", "lib/libnvJitLink.so*")):
         return _linked(ptx, gpu, library)
     return b""
 

@@ -1,7 +1,7 @@
 """The CUDA driver, libcuda, through ctypes: all that serving needs of it, with nothing to install.
 
 NVIDIA's cuda-bindings would do the same; these few calls are less than importing it costs. Names and arguments: the
-CUDA driver API. It has not run on a GPU yet; the tests' emulated GPU has the same words.
+CUDA driver API. It has not run on a GPU yet; the tests put a libcuda of their own below it.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from engines.backends.device import GpuInfo
 from engines.ir.graph import Array
 
 LIBRARY = "libcuda.so.1"
+ELF = b"\x7fELF"                        # how machine code begins
 _MAJOR, _MINOR = 75, 76                 # device attributes
 _MAX_DYNAMIC_SHARED = 8                 # function attribute
 _MOST_WITHOUT_ASKING = 48 << 10         # bytes of shared memory
@@ -28,6 +29,9 @@ _CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may f
 _ON_DEVICE = 2                          # a kind of memory
 _POINTER_DEVICE = 9                     # pointer attribute
 _OUT_OF_MEMORY = 2
+_LEGACY = 1                             # the stream of calls that name none. It returns before a memset, or a copy from
+                                        # pageable memory, has reached the GPU, and our own streams do not wait for it
+_ERROR_LOG, _LOG_BYTES = 5, 6           # options of what makes code of PTX
 _PEERS = 1                              # a handle's memory may be of a GPU that is reached from this one
 
 
@@ -131,15 +135,20 @@ class GpuDriver(Protocol):
 class Library:
     """libcuda. Raises CudaError, also where there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Any = None) -> None:
+        """library: has its functions as attributes; None: libcuda itself."""
         try:
-            self._library = ctypes.CDLL(LIBRARY)
+            self._library = library or ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise CudaError(f"there is no NVIDIA driver here ({error})") from error
         self("cuInit", c_uint(0))
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
+        try:
+            function = getattr(self._library, name)
+        except AttributeError as error:
+            raise CudaError(f"the NVIDIA driver here is too old: it has no {name}") from error
+        if status := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorString(c_int(status), byref(text))
             kind = CudaMemoryError if status == _OUT_OF_MEMORY else CudaError
@@ -177,8 +186,8 @@ class CudaGpu:
     """A GPU with its primary context."""
     takes_cubins = True
 
-    def __init__(self, number: int = 0) -> None:
-        self.driver, self._device, self._context = Library(), c_int(), c_void_p()
+    def __init__(self, number: int = 0, driver: Library | None = None) -> None:
+        self.driver, self._device, self._context = driver or Library(), c_int(), c_void_p()
         info = _info(self.driver, number)
         self.number, self.name, self.architecture = number, info.name, info.architecture
         self.driver("cuDeviceGet", byref(self._device), c_int(number))
@@ -207,6 +216,7 @@ class CudaGpu:
         address, size = c_ulonglong(), max(size, 1)
         self.driver("cuMemAlloc_v2", byref(address), c_size_t(size))
         self.driver("cuMemsetD8_v2", address, ctypes.c_ubyte(0), c_size_t(size))
+        self.wait_for(_LEGACY)
         return address.value
 
     def free(self, address: int) -> None:
@@ -228,6 +238,7 @@ class CudaGpu:
     def write(self, address: int, array: Array) -> None:
         array = np.ascontiguousarray(array)
         self.driver("cuMemcpyHtoD_v2", c_ulonglong(address), c_void_p(array.ctypes.data), c_size_t(array.nbytes))
+        self.wait_for(_LEGACY)
 
     def read(self, host: Array, address: int) -> None:
         self.driver("cuMemcpyDtoH_v2", c_void_p(host.ctypes.data), c_ulonglong(address), c_size_t(host.nbytes))
@@ -254,8 +265,14 @@ class CudaGpu:
 
     # ---- code
     def load(self, code: bytes) -> c_void_p:
-        module = c_void_p()
-        self.driver("cuModuleLoadData", byref(module), code if code[:4] == b"\x7fELF" else code + b"\0")
+        module, log = c_void_p(), ctypes.create_string_buffer(4096)
+        options = (c_int * 2)(_ERROR_LOG, _LOG_BYTES)
+        values = (c_void_p * 2)(ctypes.addressof(log), len(log))
+        try:
+            self.driver("cuModuleLoadDataEx", byref(module), code if code[:4] == ELF else code + b"\0", c_uint(2),
+                        options, values)
+        except CudaError as error:
+            raise type(error)(f"{error} {log.value.decode(errors='replace')}".strip()) from error
         return module
 
     def unload(self, module: c_void_p) -> None:
@@ -307,8 +324,12 @@ class CudaStream:
         driver("cuStreamBeginCapture_v2", self._handle, c_int(_CAPTURE_RELAXED))
         try:
             work()
-        finally:
-            driver("cuStreamEndCapture", self._handle, byref(graph))
+        except Exception:       # a capture that an error has ended makes no graph
+            with contextlib.suppress(CudaError):
+                driver("cuStreamEndCapture", self._handle, byref(graph))
+                driver("cuGraphDestroy", graph)
+            raise
+        driver("cuStreamEndCapture", self._handle, byref(graph))
         return CudaGraph(driver, graph, self._handle)
 
     def seconds(self, work: Callable[[], None]) -> float:

@@ -3,18 +3,19 @@
 A batch of b items runs as the CUDA graph of its bucket, the next power of two: copies of the inputs from their slots,
 all launches, copies of the outputs. Kernels take the number of their rows at run time, a graph fixes it; what a bucket
 computes beyond the batch is never read. An input or output that is bound to an array on the GPU is copied there, for
-just as many items as there are, and the host sees nothing of it.
+just as many items as there are, and the host sees nothing of it. What is placed for one run alone is copied before and
+behind the graph, which then is the same for all such places.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
-from engines.backends.cuda.runtime.driver import CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
+from engines.backends.cuda.runtime.driver import ELF, CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
 from engines.backends.cuda.runtime.holdings import Holdings
 from engines.errors import InputError, PlanCorruptError, PlanError
 from engines.ir.graph import Array
@@ -22,10 +23,12 @@ from engines.plan.arena import array_at, plan_memory, write_halo
 from engines.plan.plan import Operand, Plan, Step, TensorView
 from engines.plan.verification import verify
 
-_ELF = b"\x7fELF"
 MOST_GRAPHS = 32        # of a context: of buckets, and of the arrays that it was bound to
 
-Key = tuple[int, int, tuple[int, ...]]      # a graph: launches and copies for so many items, addresses that are bound
+PLACED = -1
+
+Key = tuple[int, int, tuple[int, ...]]      # a graph: launches and copies for so many items, addresses that are bound;
+                                            # 0: the slots; PLACED: nothing is copied
 
 
 class LoadedPlan:
@@ -52,7 +55,7 @@ class LoadedPlan:
 
     def _module(self) -> Any:
         """The machine code if it is this GPU's own; else the driver makes it of the PTX, which later ones run too."""
-        codes = {code[:4] == _ELF: code for code in self.plan.machine.code}
+        codes = {code[:4] == ELF: code for code in self.plan.machine.code}
         own = self.gpu.architecture == self.plan.machine.target.rstrip("a")
         if True in codes and own and self.gpu.takes_cubins:
             return self.gpu.load(codes[True])
@@ -67,11 +70,11 @@ class LoadedPlan:
         except CudaMemoryError as error:
             raise self._too_little(f"the {size} bytes that {what} take", error) from error
 
-    def slots(self, view: TensorView) -> _Slots:
+    def slots(self, view: TensorView, is_input: bool) -> _Slots:
         """Raises PlanError: the host has not so much memory that it can lock."""
         size = self.plan.machine.buffers[view.buffer].bytes
         try:
-            return _Slots(view, self.gpu.pinned(size))
+            return _Slots(view, self.gpu.pinned(size), is_input)
         except CudaMemoryError as error:
             raise self._too_little(f"{size} bytes of pinned memory for '{view.name}'", error) from error
 
@@ -97,13 +100,14 @@ class CudaExecution:
         self._loaded, self._gpu, machine = loaded, loaded.gpu, loaded.plan.machine
         self._graphs: dict[Key, Recorded] = {}
         self._bound: dict[TensorView, DeviceTensor] = {}
+        self._placed: dict[TensorView, Sequence[DeviceTensor | int]] = {}
         self._held = Holdings(self, self._gpu)
         try:
             with self._held:
                 self._gpu.use()
                 self._arena = loaded.allocate(loaded.layout.total, "the buffers of a context", self._held)
-                self._slots = [loaded.slots(view) for view in machine.inputs]
-                self._results = [loaded.slots(view) for view in machine.outputs]
+                self._slots = [loaded.slots(view, True) for view in machine.inputs]
+                self._results = [loaded.slots(view, False) for view in machine.outputs]
                 self._write_halos()
                 self._stream: Stream = self._gpu.stream()
                 self._held.add(self._stream.close)
@@ -138,8 +142,13 @@ class CudaExecution:
         """Take an input from an array on this GPU, or put an output there; None: the host's slots again."""
         if array is None:
             self._bound.pop(view, None)
-            return
+        else:
+            self._bound[view] = self._tensor(view, array)
+
+    def _tensor(self, view: TensorView, array: Any) -> DeviceTensor:
+        """Raises InputError, PlanError."""
         try:
+            self._gpu.use()
             tensor = device_tensor(array, self._stream.number)
             why = misfit(tensor, view)
             if not why and not self._gpu.holds(tensor.address):
@@ -148,21 +157,36 @@ class CudaExecution:
                 why = "it may not be written to"
         except NotOnDevice as error:
             why = str(error)
+        except CudaError as error:
+            raise self._failed(error) from error
         if why:
             raise InputError(f"{self._loaded.plan.name}: '{view.name}' cannot be bound to that array: {why}")
-        self._bound[view] = tensor
+        return tensor
+
+    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
+        """Raises as `bind` and `run` do."""
+        try:
+            for view, pieces in placed.items():
+                self._placed[view] = [piece if isinstance(piece, int) else self._tensor(view, piece)
+                                      for piece in pieces]
+            self.run(batch)
+        finally:
+            self._placed.clear()
 
     def run(self, batch: int) -> None:
         """Raises PlanError: the GPU failed, by a fault of a kernel or of its own. InputError: fewer items are bound."""
-        for view, tensor in self._bound.items():
-            if view.batched and tensor.shape[0] < batch:
-                raise InputError(f"{self._loaded.plan.name}: batch {batch}, but '{view.name}' is bound to an array of "
-                                 f"{tensor.shape[0]} items")
         try:
             self._gpu.use()
-            for stream in {tensor.stream for tensor in self._bound.values()} - {None}:
+            for view, tensor in self._bound.items():
+                if view.batched and tensor.shape[0] < batch and view not in self._placed:
+                    raise InputError(f"{self._loaded.plan.name}: batch {batch}, but '{view.name}' is bound to an array "
+                                     f"of {tensor.shape[0]} items")
+            for stream in {piece.stream for pieces in (self._bound.values(), *self._placed.values())
+                           for piece in pieces if not isinstance(piece, int)} - {None}:
                 self._gpu.wait_for(stream)      # type: ignore[arg-type]
+            self._copy_placed(self._slots, batch)
             self._graph(batch)()
+            self._copy_placed(self._results, batch)
             self._stream.wait()
         except CudaError as error:
             raise self._failed(error) from error
@@ -195,6 +219,7 @@ class CudaExecution:
     def _graph(self, batch: int) -> Recorded:
         bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
         key = bucket, batch if self._bound else bucket, tuple(
+            PLACED if slots.view in self._placed else
             self._bound[slots.view].address if slots.view in self._bound else 0
             for slots in (*self._slots, *self._results))
         if key not in self._graphs:
@@ -204,25 +229,45 @@ class CudaExecution:
         return self._graphs[key]
 
     def _put(self, bucket: int, batch: int) -> None:
-        """All of a run into the stream. batch: the items that are copied."""
+        """All of a run but what is placed into the stream. batch: the items that are copied."""
         for slots in self._slots:
-            if tensor := self._bound.get(slots.view):
-                for rows in rows_of(slots.view, batch):
-                    self._stream.copy_rows(self._address(Operand(slots.view.buffer, rows.placed)), rows.step,
-                                           tensor.address + rows.dense, rows.width, rows.width, rows.number)
-            else:
-                begin, end = slots.span(batch)
-                self._stream.copy_in(self._address(Operand(slots.view.buffer, begin)), slots.memory[begin:end])
+            if slots.view not in self._placed:
+                self._copy(slots, self._bound.get(slots.view), 0, batch)
         for index in range(len(self._loaded.plan.machine.steps)):
             self._launch(index, bucket)
         for slots in self._results:
-            if tensor := self._bound.get(slots.view):
-                for rows in rows_of(slots.view, batch):
-                    self._stream.copy_rows(tensor.address + rows.dense, rows.width, self._address(
-                        Operand(slots.view.buffer, rows.placed)), rows.step, rows.width, rows.number)
+            if slots.view not in self._placed:
+                self._copy(slots, self._bound.get(slots.view), 0, batch)
+
+    def _copy_placed(self, every: Sequence[_Slots], batch: int) -> None:
+        """The pieces of inputs, or of outputs, up to the end of the batch."""
+        for slots in every:
+            first = 0
+            items = batch if slots.view.batched else 1
+            for piece in (*self._placed[slots.view], items) if slots.view in self._placed else ():
+                tensor = None if isinstance(piece, int) else piece
+                end = min(first + (piece if isinstance(piece, int) else slots.items(piece)), items)
+                if first < end:
+                    self._copy(slots, tensor, first, end)
+                first = end
+
+    def _copy(self, slots: _Slots, tensor: DeviceTensor | None, first: int, end: int) -> None:
+        """These items to the GPU's buffer, or from it, as the tensor is an input or an output: from an array on the
+        GPU that they are the first of, or from the host's slots."""
+        view, into = slots.view, slots.is_input
+        if tensor is None:
+            begin, stop = slots.span(first, end)
+            address, memory = self._address(Operand(view.buffer, begin)), slots.memory[begin:stop]
+            if into:
+                self._stream.copy_in(address, memory)
             else:
-                begin, end = slots.span(batch)
-                self._stream.copy_out(slots.memory[begin:end], self._address(Operand(slots.view.buffer, begin)))
+                self._stream.copy_out(memory, address)
+            return
+        shift = first * view.item_stride
+        for rows in rows_of(view, end - first):
+            here = self._address(Operand(view.buffer, rows.placed + shift)), rows.step
+            there = tensor.address + rows.dense, rows.width
+            self._stream.copy_rows(*(here if into else there), *(there if into else here), rows.width, rows.number)
 
     def _launch(self, index: int, batch: int) -> None:
         step: Step = self._loaded.plan.machine.steps[index]
@@ -236,12 +281,16 @@ class CudaExecution:
 class _Slots:
     """A tensor's batch slots on the host: its buffer once more, so that one copy moves it with whatever gaps it has."""
 
-    def __init__(self, view: TensorView, memory: Array) -> None:
-        self.view, self.memory = view, memory
+    def __init__(self, view: TensorView, memory: Array, is_input: bool) -> None:
+        self.view, self.memory, self.is_input = view, memory, is_input
 
-    def span(self, batch: int) -> tuple[int, int]:
-        """The bytes of the buffer that so many items lie in."""
-        return self.view.offset, self.view.end(batch)
+    def span(self, first: int, end: int) -> tuple[int, int]:
+        """The bytes of the buffer that these items lie in."""
+        return self.view.offset + first * self.view.item_stride, self.view.end(end)
+
+    def items(self, tensor: DeviceTensor) -> int:
+        """A tensor without a batch axis is one."""
+        return tensor.shape[0] if self.view.batched else 1
 
 
 def _of(slots: Sequence[_Slots], view: TensorView) -> _Slots:

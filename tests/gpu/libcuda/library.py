@@ -1,0 +1,192 @@
+"""The library as a whole: what a call is checked for, handles, streams."""
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from engines.ir.graph import Array
+from tests.gpu.ptx.machine import Machine
+from tests.gpu.ptx.memory import BASE, Memory
+from tests.gpu.ptx.text import Kernel
+
+Clock = Callable[[Kernel, tuple[int, int], int], float]     # seconds of a launch: its kernel, grid, threads of a block
+Task = Callable[[], None]
+
+LEGACY = 1                      # the handle of the stream that is meant by none
+WITHOUT_ASKING = 48 << 10       # bytes of shared memory
+INVALID, MEMORY, CONTEXT, IMAGE, BAD_PTX, OLD, HANDLE, NOT_FOUND, RESOURCES, LOST, CAPTURING, CAPTURE_OVER = (
+    1, 2, 201, 200, 218, 222, 400, 500, 701, 719, 900, 901)
+TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", CONTEXT: "invalid device context",
+         IMAGE: "device kernel image is invalid", BAD_PTX: "a PTX JIT compilation failed",
+         OLD: "the provided PTX was compiled with an unsupported toolchain.", HANDLE: "invalid resource handle",
+         NOT_FOUND: "named symbol not found", RESOURCES: "too many resources requested for launch",
+         LOST: "unspecified launch failure", CAPTURING: "operation not permitted when stream is capturing",
+         CAPTURE_OVER: "operation failed due to a previous error during capture"}
+
+
+class Refused(Exception):
+    """The status that a call returns."""
+
+
+@dataclass(frozen=True)
+class Out:
+    """An argument that a result is written to."""
+    type: Any
+
+
+TABLE = object()                # an argument that is an array, or bytes
+CALLS: dict[str, tuple[Callable[..., None], tuple[Any, ...], bool]] = {}
+
+
+def call(*kinds: Any, anywhere: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A function of the API: the types of its arguments. anywhere: it needs no context."""
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        CALLS[function.__name__] = function, kinds, anywhere
+        return function
+    return register
+
+
+USED = threading.local()        # the stack of each thread's contexts
+
+
+def used() -> Libcuda | None:
+    """The GPU of the calling thread's context."""
+    return USED.stack[-1] if getattr(USED, "stack", None) else None
+
+
+@dataclass
+class Stream:
+    tasks: list[Task] = field(default_factory=list)
+    captured: list[tuple[Task, float]] | None = None
+    spoiled: bool = False           # the capture
+    timed: Event | None = None      # what is put here since it was recorded is counted by the clock, and does not run
+    seconds: float = 0.0
+
+    def put(self, task: Task, seconds: float = 0.0) -> None:
+        if self.captured is not None:
+            self.captured.append((task, seconds))
+        elif self.timed:
+            self.seconds += seconds
+        else:
+            self.tasks.append(task)
+
+    def finish(self, left: int = 0) -> None:
+        """All of it but for so many tasks."""
+        while len(self.tasks) > left:
+            self.tasks.pop(0)()
+
+
+@dataclass
+class Event:
+    at: float | None = None         # of its stream's clock
+    stream: Stream | None = None
+
+
+@dataclass
+class Graph:
+    tasks: list[tuple[Task, float]]
+
+
+@dataclass
+class Ready(Graph):
+    """A graph that can be launched."""
+
+
+@dataclass
+class Function:
+    kernel: Kernel
+    most_shared: int = WITHOUT_ASKING
+
+
+class Libcuda:
+    """The library of a machine with one GPU: has the API's functions as attributes."""
+
+    def __init__(self, architecture: str, size: int, name: str, clock: Clock) -> None:
+        self.architecture, self.name, self.clock = architecture.rstrip("a"), name, clock
+        self.memory = Memory(size)
+        self.machine = Machine(self.memory)
+        self.allocated: dict[int, int] = {}     # address -> bytes
+        self.pinned: dict[int, Array] = {}      # by address
+        self.shared: dict[bytes, int] = {}      # address, by handle
+        self.opened: list[int] = []             # of other processes
+        self.lost = False                       # as a device after an error of the hardware: whatever is asked fails
+        self.copies: Counter[str] = Counter()   # bytes that were copied, by where from and to
+        self.objects: dict[int, Any] = {LEGACY: Stream()}
+        self._lock, self._last = threading.RLock(), 0x1000
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name not in CALLS:
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        function, kinds, anywhere = CALLS[name]
+        assert len(arguments) == len(kinds), f"{name} takes {len(kinds)} arguments"
+        plain = [_plain(name, argument, kind) for argument, kind in zip(arguments, kinds, strict=True)]
+        try:
+            if self.lost and name != "cuGetErrorString":
+                raise Refused(LOST)
+            if not anywhere and used() is not self:
+                raise Refused(CONTEXT)
+            with self._lock:
+                function(self, *plain)
+        except Refused as refused:
+            status: int = refused.args[0]
+            return status
+        return 0
+
+    # ---- handles
+    def new(self, thing: Any) -> int:
+        self._last += 16
+        self.objects[self._last] = thing
+        return self._last
+
+    def get(self, handle: int | None, kind: type[Any]) -> Any:
+        thing = self.objects.get(handle or (LEGACY if kind is Stream else 0))
+        if type(thing) is not kind:
+            raise Refused(HANDLE)
+        return thing
+
+    def drop(self, handle: int, kind: type[Any]) -> None:
+        self.get(handle, kind)
+        del self.objects[handle]
+
+    def stream(self, handle: int | None) -> Stream:
+        stream: Stream = self.get(handle, Stream)
+        return stream
+
+    def wait_for(self, stream: Stream) -> None:
+        """What is under way in the legacy stream happens meanwhile. Waiting for what is being captured ends the
+        capture."""
+        if stream.captured is not None:
+            stream.spoiled = True
+            raise Refused(CAPTURING)
+        stream.finish(len(stream.tasks) // 2)
+        self.stream(None).finish()
+        stream.finish()
+
+    # ---- memory
+    def bytes_at(self, address: int, size: int) -> Array:
+        inside = self.memory.owned[address - BASE:address - BASE + size]
+        if address < BASE or len(inside) != size or not inside.all():
+            raise Refused(INVALID)
+        return self.memory.array(address, np.uint8, (size,))
+
+
+def _plain(name: str, argument: Any, kind: Any) -> Any:
+    """The argument without its ctypes, which are as they must be."""
+    if isinstance(kind, Out):
+        assert isinstance(getattr(argument, "_obj", None), kind.type), f"{name}: {argument} is no reference to {kind}"
+        return argument._obj
+    if kind is TABLE:
+        assert argument is None or isinstance(argument, (bytes, ctypes.Array)), f"{name}: {argument}"
+        return argument
+    assert type(argument) is kind, f"{name}: {argument} is no {kind.__name__}"
+    return argument if issubclass(kind, ctypes.Structure) else argument.value
