@@ -54,11 +54,11 @@ def main() -> None:
 
 
 def _inputs(inputs: Iterable[IoTensor], batch: int, extents: dict[str, int]) -> Iterable[tuple[str, Array]]:
-    """Normal floats; of integers, masks are ones, all others tokens."""
+    """Normal floats; of integers, masks are ones, types of tokens too, all others tokens."""
     random = np.random.default_rng(0)
     for io in inputs:
         shape = io.shape_of(batch, extents)
-        if "mask" in io.name:
+        if "mask" in io.name or "type" in io.name:
             yield io.name, np.ones(shape, io.dtype)
         else:
             yield io.name, (random.standard_normal(shape) if io.dtype.startswith("float") else

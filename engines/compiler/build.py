@@ -29,9 +29,10 @@ from engines.loading import engine_of
 from engines.passes.quantization.given import is_quantised
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
-from engines.plan.plan import Plan
+from engines.plan.plan import DEFAULTS, Plan
 from engines.runtime.program_engine import AnyEngine
 
+MOST_VALUES = 1 << 16   # of an optional input: they stand in the plan's manifest
 MOST_ITEMS = 32         # on which a program runs to be calibrated: each may have shapes of its own
 
 
@@ -111,6 +112,20 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
         raise ConfigError(f"calibration is for int8 and best; this build is {config.precision}")
 
 
+def _default_of(plan: Plan, name: str, array: Array) -> Any:
+    """The value of an optional input, as plans have it. Raises ModelError: it is not that of one item, or too large."""
+    io = next(io for io in plan.inputs if io.name == name)
+    if io.dtype != array.dtype.name or array.dtype.kind not in "biuf":
+        raise ModelError(f"optional input '{name}': the model takes {io.dtype}, and its value is of {array.dtype}")
+    if io.batched and (io.batch_axis or len(array) != 1):
+        raise ModelError(f"optional input '{name}' {list(io.shape)}: its value of shape {list(array.shape)} is not "
+                         "that of one item")
+    if not 1 <= array.size <= MOST_VALUES:      # lists have no shape where there are none
+        raise ModelError(f"optional input '{name}': its value has {array.size} elements; 1 to {MOST_VALUES} may be "
+                         "left out, so build it without --optional")
+    return array.tolist()
+
+
 @dataclass
 class _Build:
     """One call of build_engine."""
@@ -128,11 +143,14 @@ class _Build:
     def built(self) -> EngineBuild:
         builder, calibration = self.builder, self.calibration
         pixels = builder.config.pixels is not None
-        source = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
+        given = read_model(self.model).with_constants(builder.config.constants).with_ragged(builder.config.ragged)
+        source = given.with_optional(builder.config.optional)
         plan = plan_of(builder, source, lambda inputs: calibration.first(inputs, pixels) if calibration else None,
                        self.say, self._of_graph, self._watched())
         name = Path(self.model).name if isinstance(self.model, str | os.PathLike) else source.name
-        said = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
+        said: dict[str, Any] = {} if "notices" in plan.metadata else {"notices": list(self.notices)}
+        if builder.config.optional:
+            said[DEFAULTS] = {name: _default_of(plan, name, given.weights[name]) for name in builder.config.optional}
         return EngineBuild(replace(plan, metadata={"model": name, **plan.metadata, **said}), tuple(self.notices),
                            tuple(builder.log))
 

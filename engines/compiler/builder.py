@@ -55,6 +55,7 @@ class BuildConfig:
     profiles: tuple[Profile, ...] = ()      # shapes for which a model with open extents is compiled at once, and bounds
     constants: Mapping[str, Value] = field(default_factory=dict)    # inputs that always have this value
     ragged: tuple[str, ...] = ()            # inputs that hold what several items have, one behind the other
+    optional: tuple[str, ...] = ()          # inputs with a value in the model that a run may leave out
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
     keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken

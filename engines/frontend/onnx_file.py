@@ -56,6 +56,16 @@ class OnnxModel:
         """The model with these values in place of inputs. Raises ModelError: no such input, or another type."""
         return replace(self, weights={**self.weights, **constant_inputs(self.name, self.proto.graph.input, constants)})
 
+    def with_optional(self, names: Sequence[str]) -> OnnxModel:
+        """The model with these inputs that have a value in the file (an initialiser of their name) as inputs, without
+        it. Raises ModelError: they have none."""
+        for name in names:
+            if name not in {value.name for value in self.proto.graph.input} & self.weights.keys():
+                raise ModelError(f"{self.name}: the optional input '{name}' has no value in the file, an initialiser "
+                                 "of its name: it must always be sent, so leave out --optional (in a config.pbtxt, its "
+                                 "`optional`)")
+        return replace(self, weights={name: array for name, array in self.weights.items() if name not in names})
+
     def with_ragged(self, names: Sequence[str]) -> OnnxModel:
         """The model for these inputs, each of one open extent, to hold what several items have, one behind the other.
         Open leading extents have no names then: exporters give all of them one, whatever they count. Raises ModelError:
@@ -195,10 +205,21 @@ def _parsed(model: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"{where}: {error.strerror or error}: '{error.filename or where}'") from error
     except Exception as error:      # whatever the protobuf runtime at hand raises for bytes that are no model
+        if _start(model)[4:] == b"ORTM":
+            raise ModelError(f"{where} is in ONNX Runtime's own format (.ort); give the ONNX model that it was made "
+                             "of") from error
         raise ModelError(f"{where} is not a readable ONNX model (truncated, or another format): {error}") from error
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{where} is not an ONNX model: it has no graph or no opset")
     return proto
+
+
+def _start(model: str | Path | bytes | onnx.ModelProto) -> bytes:
+    """The first bytes of a file or its content."""
+    if isinstance(model, str | Path):
+        with open(model, "rb") as file:
+            return file.read(8)
+    return model[:8] if isinstance(model, bytes) else b""
 
 
 def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
@@ -211,15 +232,37 @@ def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
 
 
 def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
+    if any(function.attribute_proto for function in proto.functions):
+        proto = _with_defaults(proto)
     try:
         return inliner.inline_local_functions(proto)
     except Exception as error:      # a function that calls itself, or one that is not there
         raise ModelError(f"{name}: its functions cannot be written out: {error}") from error
 
 
+def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which every call of a function says all its attributes: the inliner takes them from calls only.
+
+    Calls in a graph that is such a default stay as they are: there may be one of the same function.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    defaults = {(of.domain, of.name, of.overload): of.attribute_proto for of in copy.functions}
+    waiting = [*copy.graph.node, *(node for function in copy.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        waiting += [inner for graph in graphs_in(node) for inner in graph.node]
+        said = {attribute.name for attribute in node.attribute}
+        node.attribute.extend(default for default in defaults.get((node.domain, node.op_type, node.overload), ())
+                              if default.name not in said)
+    return copy
+
+
 def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """What the importer reads of it but the weights; the caller's own is left as it is."""
-    graph = helper.make_graph(in_order(proto.graph.node), proto.graph.name, proto.graph.input, proto.graph.output)
+    """What the importer reads of it but the weights; the caller's own is left as it is. An output that is listed twice
+    is one: results have names."""
+    outputs = {value.name: value for value in proto.graph.output}
+    graph = helper.make_graph(in_order(proto.graph.node), proto.graph.name, proto.graph.input, [*outputs.values()])
     model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     model.metadata_props.extend(entry for entry in proto.metadata_props if entry.key == INTEGER_STATES)
     return model

@@ -13,8 +13,19 @@ define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, M
 define(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
 define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos, Asin=np.arcsin,
        Acos=np.arccos, Atan=np.arctan, Round=np.rint)       # halves go to the even neighbour
-define(Pointwise, Sign=np.sign, Pow=np.power, Tan=np.tan, Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh,
+define(Pointwise, Sign=np.sign, Tan=np.tan, Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh,
        Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
+
+
+def power(x: Array, y: Array) -> Array:
+    """Of integers an integer, what is behind its point cut off; NumPy has none of an exponent below 0."""
+    if x.dtype.kind not in "iu" or y.dtype.kind not in "iu":
+        return np.asarray(np.power(x, y))
+    whole = np.power(x, np.maximum(y, 0))
+    return np.where(y < 0, np.where(np.abs(x) == 1, np.power(x, y & 1), 0), whole)
+
+
+define(Pointwise, Pow=power)
 define(Pointwise, BitShift=lambda a, b, direction="LEFT": np.left_shift(a, b) if direction == "LEFT" else
        np.right_shift(a, b))
 define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitwise_or, BitwiseXor=np.bitwise_xor)

@@ -14,7 +14,8 @@ from engines.ops.op import Inputs, LayoutOp, Stored, Types
 
 
 class Resize(LayoutOp):
-    """To the extents `sizes`, or by the factors `scales` (one for each axis, channels first)."""
+    """To the extents `sizes`, or by the factors `scales` (one for each axis, channels first); by those to these, if it
+    has both: extents that were rounded."""
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
@@ -59,12 +60,13 @@ class Resize(LayoutOp):
     @classmethod
     def factors(cls, node: Node, shape: tuple[int, ...]) -> list[tuple[int, float]]:
         """(output extent, scale) for each axis, channels first."""
-        scales = node.attrs.get("scales")
-        if scales is not None:
-            return [(math.floor(size * scale), scale) for size, scale in zip(shape, scales, strict=True)]
+        sizes = node.attrs.get("sizes")
+        if sizes is None:
+            return [(math.floor(size * scale), scale) for size, scale in zip(shape, node.attrs["scales"], strict=True)]
         sizes = [size if isinstance(d, str) else int(extent(d))     # type: ignore[arg-type]
-                 for d, size in zip(node.attrs["sizes"], shape, strict=True)]
-        return [(out, out / size) for out, size in zip(sizes, shape, strict=True)]
+                 for d, size in zip(sizes, shape, strict=True)]
+        scales = node.attrs.get("scales", [out / size for out, size in zip(sizes, shape, strict=True)])
+        return [*zip(sizes, scales, strict=True)]
 
 
 def _cast(y: Array, x: Array) -> Array:
@@ -80,9 +82,8 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
     mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
     if mode == "asymmetric":
         return i / scale
-    if mode == "align_corners":     # a last pixel of which there is a part only is not at the corner
-        exact = scale * size
-        last = (out if abs(exact - out) < 1e-6 * out else exact) - 1
+    if mode == "align_corners":
+        last = corner(size, out, scale)
         return i * (size - 1) / last if last > 0 else i * 0
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
@@ -100,6 +101,12 @@ def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Arr
     if mode == "tf_half_pixel_for_nn":      # of opsets 11 and 12: TensorFlow's for nearest neighbours
         return (i + 0.5) / scale
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
+
+
+def corner(size: int, out: int, scale: float) -> float:
+    """Where the last pixel of the image lies on the output axis: a pixel of which there is a part only is not at it."""
+    exact = scale * size
+    return (out if abs(exact - out) < 1e-6 * out else exact) - 1
 
 
 NEAREST: dict[str, Callable[[Array], Array]] = {

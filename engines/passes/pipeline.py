@@ -31,7 +31,7 @@ from engines.passes.rules.batchnorm import BatchNormConv, BatchNormToPointwise, 
 from engines.passes.rules.border import PaddedPointwiseConv
 from engines.passes.rules.expand import EXPANDS
 from engines.passes.rules.gather import GatherOfOne
-from engines.passes.rules.gemm import CanonicalGemm, MatMulToGemm
+from engines.passes.rules.gemm import CanonicalGemm, GemmOfComputed, MatMulToGemm
 from engines.passes.rules.instance_norm import InstanceNorm
 from engines.passes.rules.lookups import LOOKUPS
 from engines.passes.rules.masks import MASKS
@@ -68,8 +68,8 @@ def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None
         # what stands between two nodes that belong together goes first
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
-        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), MatMulToGemm(), InstanceNorm(),
-                             ScatterOfRows(), GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
+        ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), GemmOfComputed(), MatMulToGemm(),
+                             InstanceNorm(), ScatterOfRows(), GlobalPoolOfRows(), WholeImagePool(), SpatialReduce())),
         # in few nodes: what attention is recognised by, later
         ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone

@@ -191,6 +191,9 @@ class ItemMajorRun:
         return self.first <= buffer.first and buffer.last < self.last
 
 
+DEFAULTS = "defaults"       # of Plan.metadata: the values of inputs that a run may leave out, as nested lists
+
+
 @dataclass(frozen=True)
 class IoTensor:
     """An input or output as the ONNX model declares it; a symbolic extent has a name: BATCH, or that of an extent for

@@ -105,12 +105,30 @@ class ExecutionContext:
         pycuda, numba, jax). What writes it must be done by then, if the array does not say on which stream it works.
         Raises InputError: it does not fit; ConfigError: the plan is for a CPU.
         """
+        self._binds().bind(self._view(name), array)
+
+    @property
+    def binds_arrays(self) -> bool:
+        """Whether inputs and outputs may be arrays on a GPU."""
+        return isinstance(self.execution, BindsArrays)
+
+    def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
+        """Execute, and this once take inputs from arrays on the plan's GPU, and put outputs there: for each such name
+        the arrays, whose items stand side by side. A number in the place of one: so many items are in the host's slots,
+        as all are behind the last. Raises as `bind` does."""
+        self._check(batch)
+        self._binds().run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
+
+    def _binds(self) -> BindsArrays:
         if not isinstance(self.execution, BindsArrays):
-            raise ConfigError(f"{self.plan.name}: the plan runs on the CPU; write to context.input('{name}') instead")
+            raise ConfigError(f"{self.plan.name}: the plan runs on the CPU; write to context.input(name) instead")
+        return self.execution
+
+    def _view(self, name: str) -> TensorView:
         if (view := self._inputs.get(name) or self._outputs.get(name)) is None:
             raise InputError(f"{self.plan.name} has no input or output '{name}'; it has "
                              f"{names_of({**self._inputs, **self._outputs})}")
-        self.execution.bind(view, array)
+        return view
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
         """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""

@@ -5,6 +5,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from engines.backends.device import Loaded, Show
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import as_in_memory, memory_dtype
 from engines.ir.graph import Array
-from engines.plan.plan import IoTensor, Plan
+from engines.plan.plan import DEFAULTS, IoTensor, Plan
 from engines.runtime.context import ExecutionContext, names_of
 
 
@@ -65,6 +66,11 @@ class OfPlan:
     def is_steady(self) -> bool:
         """Whether all is compiled for shapes that are fixed: how long an execution takes hardly follows from values."""
         return False
+
+    @cached_property
+    def defaults(self) -> Defaults:
+        """What inputs are that a run leaves out."""
+        return Defaults(self.plan)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -148,6 +154,7 @@ class Engine(OfPlan):
         again = self.rerun(feeds)
         if again is not None:
             return again
+        feeds = self.defaults.complete(feeds)
         return self.run_arrays({name: on_host(name, value) for name, value in feeds.items()})
 
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
@@ -227,6 +234,25 @@ def on_host(name: str, value: Any) -> Array:
 
 
 # ---- feeds
+class Defaults:
+    """The values of inputs that may be left out, as the model has them: for one item where they have the batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._inputs = {io.name: io for io in plan.inputs}
+        self.values = {name: np.array(value, memory_dtype(self._inputs[name].dtype))
+                       for name, value in plan.metadata.get(DEFAULTS, {}).items()}
+
+    def complete(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The feeds with those that are left out."""
+        missing = self.values.keys() - feeds.keys()
+        if not missing:
+            return feeds
+        items = next((np.shape(value)[io.batch_axis] for name, value in feeds.items()
+                      if (io := self._inputs.get(name)) and io.batched and np.ndim(value) > io.batch_axis), 1)
+        return {**feeds, **{name: np.repeat(self.values[name], items, io.batch_axis) if io.batched else
+                            self.values[name] for name in missing for io in [self._inputs[name]]}}
+
+
 class Feeds:
     """What a plan's inputs take, worked out once."""
 

@@ -129,7 +129,7 @@ class OpenEngine(OfPlan):
         again = self.rerun(feeds)
         if again is not None:
             return again
-        arrays = {name: as_in_memory(np.asarray(value)) for name, value in feeds.items()}
+        arrays = {name: as_in_memory(np.asarray(value)) for name, value in self.defaults.complete(feeds).items()}
         engine = self.for_feed(arrays)
         made = engine.run_arrays({name: array for name, array in arrays.items() if name not in self.part.deciding})
         last = _Last(engine, [(name, array.dtype, array.shape, array.tobytes())

@@ -193,6 +193,7 @@ class ProgramEngine(OfPlan):
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As Engine.run, for whatever shapes the model takes."""
+        feeds = self.defaults.complete(feeds)
         given = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
         shapes = {name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)}
         if not feeds.keys() <= given.keys():

@@ -64,7 +64,7 @@ def _cumulative(call: Call) -> list[Node]:
 
 @rule("TopK")
 def _top_k(call: Call) -> list[Node]:
-    (k,) = call.option("k", 1, since=10) or (call.attr("k"),)
+    (k,) = (call.ints(1) if call.opset >= 10 else None) or (call.attr("k"),)
     call.ignore("sorted")       # what is not asked to be sorted may be
     return call.node_with(1, k=k, axis=normal_axis(call.attr("axis", -1), call.rank), largest=call.attr("largest", 1))
 

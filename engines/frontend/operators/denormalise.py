@@ -5,6 +5,7 @@ as (op, inputs, outputs, attributes).
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from onnx import defs, helper, numpy_helper
 
 from engines.errors import ModelError
 from engines.ir.graph import Array, Dim, Node, TensorType, trimmed
-from engines.ir.shapes import extent
+from engines.ir.shapes import extent, fixed
 from engines.ops import describe, op_of
 from engines.ops.fallback import name_in_onnx
 from engines.ops.op import present
@@ -178,13 +179,19 @@ def _constant_of_shape(node: Node, types: Sequence[TensorType | None], constant:
 def _resize(node: Node, types: Sequence[TensorType | None], constant: Constant) -> list[Part]:
     attrs = {key: value for key, value in node.attrs.items() if key not in ("scales", "sizes", "roi", "channels_last")}
     roi = constant("roi", np.array(node.attrs["roi"], np.float32)) if "roi" in node.attrs else ""
-    if "scales" in node.attrs:
+    if "sizes" not in node.attrs:
         scales = constant("scales", np.array(node.attrs["scales"], np.float32))
         return [("Resize", [*node.inputs, roi, scales], node.outputs, attrs)]
-    # BoundProgram for the image axes only: the batch may be symbolic.
-    sizes = node.attrs["sizes"][2:]
-    extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
+    sizes = node.attrs["sizes"][2:]             # of the image axes only: the batch may be symbolic
     axes = list(range(2, 2 + len(sizes)))
+    if "scales" in node.attrs:                  # the least of these sizes' quotients by the image's is that one scale
+        shape = present(types)[0].shape
+        image = fixed(shape[1:-1] if node.attrs.get("channels_last") else shape[2:])
+        sizes = [math.ceil(scale * d - 1e-6) for scale, d in zip(node.attrs["scales"][2:], image, strict=True)]
+        attrs["keep_aspect_ratio_policy"] = "not_larger"
+        axes = [axis for axis in axes if node.attrs["scales"][axis] != 1.0] or axes     # those that it is the scale of
+        sizes = [sizes[axis - 2] for axis in axes]
+    extents = constant("sizes", np.array([int(extent(d)) for d in sizes], np.int64))     # type: ignore[arg-type]
     return [("Resize", [*node.inputs, roi, "", extents], node.outputs, {**attrs, "axes": axes})]
 
 

@@ -270,9 +270,11 @@ def _resize(call: Call) -> list[Node]:
     if len(given := sizes or scales or ()) != len(axes):
         raise GraphError(f"{len(given)} {'sizes' if sizes else 'scales'} for {len(axes)} axes")
     if sizes:
-        sizes = _kept_ratio(call, sizes, axes)
+        scale, sizes = _kept_ratio(call, sizes, axes)
         wanted = dict(zip(axes, sizes, strict=True))
         every_size = tuple(dim(wanted[i]) if i in wanted else d for i, d in enumerate(shape))
+        if scale is not None:
+            attrs["scales"] = tuple(scale if i in wanted else 1.0 for i in range(len(shape)))
         return call.node_with(1, sizes=every_size, **attrs)
     if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
         raise GraphError(f"its scales are {scales}: finite numbers above 0")
@@ -284,14 +286,14 @@ def _resize(call: Call) -> list[Node]:
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
 
 
-def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> list[Any]:
-    """`sizes` as limits that an image must not exceed, or must reach, without changing its proportions."""
+def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> tuple[float | None, list[Any]]:
+    """`sizes` as limits that an image must not exceed, or must reach, by one scale for all axes; None: as they are."""
     policy = call.attr("keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
-        return sizes
+        return None, sizes
     image = fixed(call.type().shape[a] for a in axes)
     if policy not in ("not_larger", "not_smaller"):
         raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
     limit = min if policy == "not_larger" else max
     scale = limit(s / d for s, d in zip(sizes, image, strict=True))
-    return [math.floor(scale * d + 0.5) for d in image]
+    return scale, [math.floor(scale * d + 0.5) for d in image]

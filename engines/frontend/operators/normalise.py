@@ -244,11 +244,7 @@ def _lp_normalization(call: Call) -> list[Node]:
 def _batch_normalization(call: Call) -> list[Node]:
     if call.attr("training_mode", 0) or (len(call.node.outputs) > 1 and call.opset >= 14):
         raise GraphError("it is in training mode; export the model for inference")
-    if not call.attr("spatial", 1):
-        raise GraphError("it normalises each pixel by its own numbers, which is not supported")
-    if len(call.node.outputs) > 1 and call.opset < 7:
-        raise GraphError("it is in training mode; export the model for inference")
-    call.ignore("momentum", "is_test")      # of training, of which the number of outputs tells
+    call.ignore("momentum")         # of training, of which the number of outputs tells
     return [replace(node, outputs=node.outputs[:1]) for node in call.node_with(5, epsilon=call.attr("epsilon", 1e-5))]
 
 

@@ -55,6 +55,20 @@ def _of_channels(call: Call) -> list[Node]:
                     w("Reshape", call.node.inputs[1], shape=(*shape, *(1,) * (call.rank - 2))))
 
 
+@older("BatchNormalization", before=9)
+def _batch_normalization(call: Call) -> list[Node]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias; with spatial=0 each pixel has its own numbers."""
+    if len(call.node.outputs) > 1 and call.opset < 7:
+        raise GraphError("it is in training mode; export the model for inference")
+    call.ignore("is_test", "momentum")
+    if call.attr("spatial", 1):
+        return normalise(replace(call, opset=9))
+    w, (x, scale, bias, mean, variance) = Parts(call), call.node.inputs
+    epsilon = w.constant(np.array(call.attr("epsilon", 1e-5), call.type().dtype))
+    deviation = w("Sqrt", w("Add", variance, epsilon))
+    return w.finish("Add", w("Mul", w("Sub", x, mean), w("Div", scale, deviation)), bias)
+
+
 @older("Tile", before=6)
 def _tiled(call: Call) -> list[Node]:
     """Along one axis, so many times."""

@@ -64,17 +64,22 @@ def _floats(formula: Callable[[Node, Term], Term]) -> Formula:
 def _pow(node: Node, x: Term, y: Term) -> Term:
     if x.kind not in FLOATING and y.kind not in FLOATING:
         return _integer_power(x, y.to(x.kind))
-    return functions.power(x.to("f64"), y.to("f64")).to(x.kind)
+    result = functions.power(x.to("f64"), y.to("f64"))
+    if x.kind not in FLOATING:      # 5**2.0 is 25, not what 24.999999999999996 is cut off to
+        whole = result.unary("rint")
+        result = x.writer.where((result - whole).unary("abs") < whole.unary("abs") * 8e-15, whole, result)
+    return result.to(x.kind)
 
 
 def _integer_power(x: Term, y: Term) -> Term:
-    """By the bits of the exponent: a square for each. Beyond 63 only 0 and 1 have powers that are no overflow."""
+    """By the bits of the exponent: a square for each. Beyond 63 only 0 and 1 have powers that are no overflow; below 0
+    all but 1 and -1 have fractions, which are cut off."""
     result, square = x.like(1), x
     for bit in range(6):
         wanted = y.binary("shr", bit).binary("and", 1).differs(0)
         result = x.writer.where(wanted, result * square, result)
         square = square * square
-    return result
+    return x.writer.where((y < 0) & x.differs(1) & (x + 1).differs(0), 0, result)
 
 
 def _modulo(node: Node, a: Term, b: Term) -> Term:
@@ -95,10 +100,20 @@ def _cast(node: Node, x: Term) -> Term:
     to = node.attrs["to"]
     kind = kind_of(to)
     if x.kind in FLOATING and to in ("int8", "uint8", "int16", "uint16"):
-        return x.to("i64").to("i32")        # numpy cuts what does not fit
+        return _low_bits(x)                 # numpy cuts what does not fit
     if x.kind == "u64" and kind in ("i32", "i64") or x.kind in ("i32", "i64") and kind == "u64":
         return x.to("i64").to(kind) if x.kind != "u64" else x.bits("i64").to(kind)
     return x.to(kind)
+
+
+def _low_bits(x: Term) -> Term:
+    """At least the last 16 bits of the integer, those of 0 where it has more than 64. Of a float32 by arithmetic that
+    rounds nothing: few machines make vectors of 64 bits of it."""
+    if x.kind != "f32":
+        return x.to("i64").to("i32")
+    size = x.unary("abs")
+    low = (size - (size * 2.0 ** -16).unary("floor") * 2.0 ** 16).to("i32")
+    return x.writer.where(x < 0.0, -low, low)
 
 
 def _clip(node: Node, x: Term) -> Term:

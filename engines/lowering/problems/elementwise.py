@@ -25,6 +25,8 @@ UNSIGNED = ("bool", "uint8")
 STORED_INTEGERS = (*UNSIGNED, "int8", "int32", "int64")         # float32 is read too, and truncated
 CASTS = ("bool", "int8", "int32", "int64")          # what a program reads beside floats, as casts and a Where do
 WIDEST_TOP_K = 1 << 18      # elements of a row: kernels keep a number for each on a thread's stack
+WIDEST_OF_FEW = 1 << 22     # ... where at most MOST_OF_WIDE are asked for: then for blocks of them only
+MOST_OF_WIDE = 1 << 11
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item
-from engines.lowering.problems.elementwise import WIDEST_TOP_K, CumulativeSum, TopK
+from engines.lowering.problems.elementwise import MOST_OF_WIDE, WIDEST_OF_FEW, WIDEST_TOP_K, CumulativeSum, TopK
 
 ORDERED = ("float32", "int32")
 
@@ -25,10 +25,16 @@ def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
     else:
         placements = [as_one_item(placement) for placement in placements]
     x, values, indices = (_last(placement, axis) for placement in placements)
-    if x.view.dtype not in TopK.computes_on or x.view.shape[-1] > WIDEST_TOP_K // (1 + (x.view.dtype in TopK.wide)):
-        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of 32 bits, or half as many of 64")
+    if x.view.dtype not in TopK.computes_on or x.view.shape[-1] > widest(x.view.dtype, indices.view.shape[-1]):
+        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of 32 bits, or half as many of 64; of up to "
+                      f"{MOST_OF_WIDE} of a row's elements, of {WIDEST_OF_FEW} or half")
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
     return [Call(node, spec, (x,), (values, indices))]
+
+
+def widest(dtype: str, k: int) -> int:
+    """The most elements of a row that k are taken of."""
+    return (WIDEST_OF_FEW if k <= MOST_OF_WIDE else WIDEST_TOP_K) // (1 + (dtype in TopK.wide))
 
 
 def _last(placement: Placement, axis: int) -> Placement:
@@ -56,8 +62,8 @@ def _rows(ctx: Context, node: Node, default: int) -> Placement:
     x, shape = ctx.placements[node.inputs[0]], ctx.type(node.inputs[0]).shape
     if len(shape) < 2 or node.attrs.get("axis", default) % len(shape) != len(shape) - 1:
         raise Refused("only along the innermost axis, behind the batch, is it compiled")
-    if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > WIDEST_TOP_K:
-        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} {' or '.join(ORDERED)} in one piece")
+    if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > widest(x.view.dtype, 1):
+        raise Refused(f"rows are compiled of up to {WIDEST_OF_FEW} {' or '.join(ORDERED)} in one piece")
     return x
 
 

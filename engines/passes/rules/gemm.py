@@ -2,11 +2,16 @@
 
     alpha * x B + beta * C = x (alpha B')' + beta C
     MatMul(x [M, K], B [K, N]) = Gemm(x, B')
+
+and those of two computed factors by Transposes, which a product's kernels read as views, and MatMul:
+
+    alpha * A' B' + beta * C = alpha (A' B') + beta C
 """
 from __future__ import annotations
 
 import numpy as np
 
+from engines.ir.graph import BATCH
 from engines.passes.rewriting.facts import per_channel
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 from engines.passes.rules.linear import is_canonical
@@ -37,10 +42,50 @@ class CanonicalGemm(Rule):
             draft.finish("Gemm", inputs, {"transB": 1})
             return
         product = draft.node("Gemm", inputs, {"transB": 1})
-        if beta != 1:
-            factor = draft.constant("beta", np.full(1, beta, weight.dtype))
-            extra = draft.node("Mul", [extra, factor])
-        draft.finish("Add", [product, extra])
+        draft.finish("Add", [product, _scaled(match, draft, extra, beta)])
+
+
+class GemmOfComputed(Rule):
+    """Without a batch in what is transposed: its items stay where they are."""
+    pattern = P("Gemm", Value("a"), Value("b"))
+
+    def check(self, match: Match) -> bool | No:
+        attrs, a, b = match.root.attrs, match.value("a"), match.value("b")
+        if match.graph.is_constant(b) and not attrs.get("transA"):
+            return False
+        if match.made.dtype != "float32":
+            return No(f"its elements are {match.made.dtype}")
+        if BATCH in match.shape(b) or attrs.get("transA") and BATCH in match.shape(a):
+            return No("a batch is in what is transposed")
+        return True
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        attrs, (a, b, *rest) = match.root.attrs, match.root.inputs
+        extra = "".join(rest)
+        if attrs.get("transA"):
+            a = draft.node("Transpose", [a], {"perm": (1, 0)})
+        if match.graph.is_constant(b):
+            draft.finish("Gemm", [a, b, *rest], {key: value for key, value in attrs.items() if key != "transA"})
+            return
+        if attrs.get("transB"):
+            b = draft.node("Transpose", [b], {"perm": (1, 0)})
+        alpha, beta = attrs.get("alpha", 1), attrs.get("beta", 1)
+        if not extra and alpha == 1:
+            draft.finish("MatMul", [a, b])
+            return
+        product = draft.node("MatMul", [a, b])
+        if not extra:
+            draft.finish("Mul", [product, _factor(match, draft, alpha)])
+            return
+        draft.finish("Add", [_scaled(match, draft, product, alpha), _scaled(match, draft, extra, beta)])
+
+
+def _scaled(match: Match, draft: Draft, x: str, factor: float) -> str:
+    return x if factor == 1 else draft.node("Mul", [x, _factor(match, draft, factor)])
+
+
+def _factor(match: Match, draft: Draft, factor: float) -> str:
+    return draft.constant("factor", np.full(1, factor, match.made.dtype))
 
 
 class MatMulToGemm(Rule):

@@ -222,7 +222,7 @@ class QuantizedByArithmetic(Rule):
     pattern = P("QuantizeLinear", Value("x"))
 
     def check(self, match: Match) -> bool:
-        return (_is_alone(match) and match.made.dtype.name in _INTEGERS[:2]
+        return (_is_alone(match) and match.made.dtype.name in _INTEGERS
                 and match.graph.types[match.value("x")].dtype == FLOAT)
 
     def rewrite(self, match: Match, draft: Draft) -> None:

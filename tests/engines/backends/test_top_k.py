@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.codegen.isa import PORTABLE
-from engines.backends.llvm.kernels.elementwise.top_k import BLOCK
+from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, MOST_KEYS
 from engines.ir.graph import Node
 from engines.lowering.problems.elementwise import TopK
 from engines.lowering.problems.view import dense_view
@@ -64,6 +64,14 @@ def test_what_differs_in_bits_that_others_have_not_is_ordered(dtype, largest, ru
     check(spec, runner, [x.astype(dtype)], {}, pieces=2)
     order = np.argsort(-x if largest else x, -1, kind="stable")
     np.testing.assert_array_equal(spec.reference([x.astype(dtype)], {})[1], order[..., :40])
+
+
+@EVERY_WIDTH
+def test_a_few_are_found_in_rows_too_wide_for_their_keys_to_be_kept(runner):
+    width = MOST_KEYS + BLOCK + 5
+    x = np.random.default_rng(0).integers(-width, width, (ITEMS, width)).astype(np.float32)
+    x[0, [3, width // 2, width - 1]] = x[1, width - 4] = 2 * width
+    check(spec_of((width,), 70), runner, [x], {})
 
 
 def test_a_wrong_order_is_caught():

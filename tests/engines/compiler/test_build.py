@@ -187,6 +187,7 @@ def test_options_that_make_no_sense_are_refused(path: Path, options: dict[str, A
     ("missing.onnx", "there is no model file missing.onnx"),
     (b"", "the model is not an ONNX model"),
     (b"text", "the model is not a"),
+    (b"\x18\0\0\0ORTM\0\0", "the model is in ONNX Runtime's own format"),
     (onnx.ModelProto(), "the model is not an ONNX model"),
     (7, "a model is a path, the bytes of an ONNX file or an onnx.ModelProto; this is a int"),
 ])

@@ -256,6 +256,18 @@ def test_activations_of_16_bits_are_rounded_in_float() -> None:
     np.testing.assert_allclose(made, wanted, 1e-4, 1e-5)
 
 
+def test_integers_of_16_bits_that_a_model_ends_with_are_made_by_kernels() -> None:
+    zero, scale = np.uint16(1000), np.float32(0.01)
+    model = small_model([node("QuantizeLinear", "x scale zero", "y")], {"x": ["N", 6]}, ["y"],
+                        {"zero": zero, "scale": scale})
+    model.opset_import[0].version = 21
+    feeds = {"x": np.float32([[0, -0.005, 0.015, 3.14, -10.001, 645.35], [645.36, 1e5, -1e5, 1e12, -1e30, 42]])}
+    build = built(model)
+    assert not fallbacks(build.engine())
+    wanted = np.clip(np.rint(feeds["x"] / scale) + 1000.0, 0, 65535).astype(np.uint16)
+    np.testing.assert_array_equal(build.engine().run(feeds)["y"], wanted)
+
+
 def test_a_range_of_nearly_all_numbers_takes_nothing_from_the_bias() -> None:
     """Padding by the least float32 was taken into the range."""
     model = layer({"scale": np.float32(1.3e36), "zero": np.uint8(255), "bias": -np.arange(8, dtype=np.float32),

@@ -5,8 +5,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnxruntime import InferenceSession
 
 from engines.errors import ModelError
+from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.ops.reference import run
 from infer_server.cli.common import parse_shape
@@ -250,3 +252,67 @@ def test_a_hardmax_before_opset_13_is_over_all_axes_from_its_axis_on():
     result = run(graph_from_onnx(model([node("Hardmax", "x", "y")], [2, 3, 4], opset=11)), {"x": x})["y"]
     np.testing.assert_array_equal(result.reshape(2, 12).argmax(1), x.reshape(2, 12).argmax(1))
     assert result.sum() == 2
+
+
+def test_a_call_of_a_function_that_leaves_an_attribute_out_means_its_default():
+    """Of a function that is called by another one, too."""
+    slope = helper.make_node("LeakyRelu", ["a"], ["b"])
+    slope.attribute.add(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT)
+    leaky = helper.make_function("f", "Leaky", ["a"], ["b"], [slope], [helper.make_opsetid("", 17)],
+                                 attribute_protos=[helper.make_attribute("slope", 0.5)])
+    calls = [helper.make_node("Leaky", ["c"], ["d"], domain="f"),
+             helper.make_node("Leaky", ["d"], ["e"], domain="f", slope=0.25)]
+    twice = helper.make_function("f", "Twice", ["c"], ["e"], calls, [helper.make_opsetid("f", 1)])
+    proto = model([helper.make_node("Twice", ["x"], ["y"], domain="f")], [1])
+    proto.functions.extend([leaky, twice])
+    proto.opset_import.append(helper.make_opsetid("f", 1))
+    assert run(graph_from_onnx(proto), {"x": np.float32([-8])})["y"] == -1
+
+
+def test_a_function_that_is_called_in_a_default_of_its_own_is_read():
+    def kind(name):
+        return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])
+
+    inner = helper.make_graph([helper.make_node("F", ["x0"], ["z"], domain="f")], "inner", [], [kind("z")])
+    proto = model([helper.make_node("F", ["x"], ["y"], domain="f")], [1])
+    proto.functions.append(helper.make_function(
+        "f", "F", ["a"], ["b"], [helper.make_node("Relu", ["a"], ["b"])], [helper.make_opsetid("", 17)],
+        attribute_protos=[helper.make_attribute("g", inner)]))
+    proto.opset_import.append(helper.make_opsetid("f", 1))
+    assert run(graph_from_onnx(proto), {"x": np.float32([-8])})["y"] == 0
+
+
+def test_an_output_that_is_listed_twice_is_one():
+    proto = model([node("Relu", "x", "y")], [1])
+    proto.graph.output.append(proto.graph.output[0])
+    assert graph_from_onnx(proto).outputs == ("y",)
+
+
+def test_what_keeps_its_proportions_has_one_scale_though_its_extents_are_rounded():
+    """5 rows by 4/3 are 7, each 3/4 of a row of the image, not 5/7. So in ONNX Runtime, and written again."""
+    resize = helper.make_node("Resize", ["x", "", "", "size"], ["y"], mode="linear", axes=[2, 3],
+                              keep_aspect_ratio_policy="not_larger")
+    proto = model([resize], [1, 1, 5, 9], opset=19, constants={"size": np.array([8, 12])})
+    proto.ir_version = 9
+    graph, x = graph_from_onnx(proto), np.arange(45, dtype=np.float32).reshape(1, 1, 5, 9)
+    wanted, = InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    assert wanted.shape == (1, 1, 7, 12)
+    again = InferenceSession(onnx_from_graph(graph).SerializeToString()).run(None, {"x": x})[0]
+    for found in (run(graph, {"x": x})["y"], again):
+        np.testing.assert_allclose(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("axis", "size", "policy", "shape"), [
+    (3, 12, "not_larger", (1, 2, 5, 12)), (2, 2, "not_smaller", (1, 2, 2, 9)), (2, 3, "not_larger", (1, 2, 3, 9))])
+def test_what_keeps_the_proportions_of_one_axis_leaves_the_other(axis, size, policy, shape):
+    """Written again, too."""
+    resize = helper.make_node("Resize", ["x", "", "", "size"], ["y"], mode="linear", axes=[axis],
+                              keep_aspect_ratio_policy=policy)
+    proto = model([resize], [1, 2, 5, 9], opset=19, constants={"size": np.array([size])})
+    proto.ir_version = 9
+    graph, x = graph_from_onnx(proto), np.arange(90, dtype=np.float32).reshape(1, 2, 5, 9)
+    wanted, = InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    assert wanted.shape == shape
+    again = InferenceSession(onnx_from_graph(graph).SerializeToString()).run(None, {"x": x})[0]
+    for found in (run(graph, {"x": x})["y"], again):
+        np.testing.assert_allclose(found, wanted, 1e-5)

@@ -11,7 +11,9 @@ as a tactic's time was from its cost there, it is here:
     estimate = cost here * (time there / cost there) ** trust
 
 The cost knows that 77 rows are twelve tiles of six and one of five, where 128 are 32 of four; the time there, what a
-tile of six is worth on this machine. A tactic that was not timed there is corrected as the nearest one is.
+tile of six is worth on this machine. A tactic that was not timed there is corrected as the nearest one is, and its
+flags count as numbers: where only tiles without prefetch were timed, since another kernel won, the same tile with it is
+what its cost says.
 """
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER, _NUMBER_OR_FLAG = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"\d+(?:\.\d+)?|False|True")
+_FLAGS = {"False": 0.0, "True": 1.0}
 
 Said = tuple[str, tuple[float, ...]]        # the words of a text, and its numbers
 Corrections = Mapping[str, float]           # time / cost by tactic, as repr() writes it
@@ -52,16 +55,16 @@ class Timed:
 
 
 def correction(tactic: object, known: Corrections) -> float:
-    """That of the tactic, or of the one with the same words and the nearest numbers; infinity: there is none."""
-    words, numbers = _said(repr(tactic))
+    """That of the tactic, or of the one with the same words and the nearest numbers and flags; infinity if none has."""
+    words, numbers = _said(repr(tactic), _NUMBER_OR_FLAG)
     alike = [(_distance(numbers, others), factor) for text, factor in known.items()
-             for theirs, others in [_said(text)] if theirs == words]
+             for theirs, others in [_said(text, _NUMBER_OR_FLAG)] if theirs == words]
     return min(alike, key=lambda pair: pair[0], default=(0.0, math.inf))[1]
 
 
 @lru_cache(1 << 14)
-def _said(text: str) -> Said:
-    return _NUMBER.sub("#", text), tuple(map(float, _NUMBER.findall(text)))
+def _said(text: str, number: re.Pattern[str] = _NUMBER) -> Said:
+    return number.sub("#", text), tuple(float(_FLAGS.get(one, one)) for one in number.findall(text))
 
 
 def _distance(numbers: tuple[float, ...], others: tuple[float, ...]) -> float:

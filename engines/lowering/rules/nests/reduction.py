@@ -71,9 +71,12 @@ def _sum(w: NestWriter, term: Term) -> Term:
 
 def _log_sum_exp(a: Along) -> Term:
     node, w = a.writer.node, a.writer
-    most = w.reduce("max", a.x)
-    most = w.where(most.unary("abs") < math.inf, most, 0.0)
-    return LOG(node, _sum(w, EXP(node, a.x - most))) + most
+
+    def formula(x: Term) -> Term:
+        most = w.reduce("max", x)
+        most = w.where(most.unary("abs") < math.inf, most, 0.0)
+        return LOG(node, _sum(w, EXP(node, x - most))) + most
+    return _through_floats(a, formula)
 
 
 def _mean(a: Along) -> Term:

@@ -197,7 +197,8 @@ def _coordinate(node: Node, axis: int, i: Term, size: int, out: int, scale: floa
     if mode == "asymmetric":
         return i / scale
     if mode == "align_corners":
-        return i * float(size - 1) / float(out - 1) if out > 1 else i * 0.0
+        last = resize.corner(size, out, scale)
+        return i * float(size - 1) / float(last) if last > 0 else i * 0.0
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
         start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import KERNEL
+from engines.backends.llvm.runtime.elf import LoadedCode
 
 # LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
@@ -56,12 +57,9 @@ class LoadedKernel:
     """A kernel in this process. It lives as long as this object."""
 
     def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
-        machine = _machine(isa, emulate)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        code = machine.emit_object(llvm.parse_assembly(ir)) if emulate else compile_object(ir, isa)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        self._call = KERNEL(self._engine.get_function_address(name))
+        code = _machine(isa, emulate).emit_object(llvm.parse_assembly(ir)) if emulate else compile_object(ir, isa)
+        self._code = LoadedCode([code])
+        self._call = KERNEL(self._code.addresses[name])
 
     def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],
                  columns: tuple[int, int] = (0, 1)) -> None:

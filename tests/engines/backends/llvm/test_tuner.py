@@ -6,9 +6,11 @@ import pytest
 
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.tiled import Tile
 from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.tuning import candidate_times, timing
+from engines.backends.llvm.tuning.nearest import correction
 from engines.backends.llvm.tuning.timing import measure
 from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -58,6 +60,14 @@ def test_a_plan_that_runs_a_few_times_is_packed_by_moving_weights_only():
     lasting, short = (Tuner(AVX2, TimingCache(), "", timing=False, short_lived=short).choose({spec: constants})[spec]
                       for short in (False, True))
     assert (type(lasting.kernel), type(short.kernel)) == (WinogradContraction, DirectContraction)
+
+
+def test_a_tile_that_was_timed_without_prefetch_only_tells_of_the_same_tile_with_it():
+    """Where another kernel won, refinements of the direct one were not timed."""
+    known = {repr(Tile(1, 5, 2)): 0.7, repr(Tile(1, 6, 2)): 0.9}
+    assert correction(Tile(1, 5, 2, prefetch=True), known) == 0.7
+    assert correction(Tile(1, 5, 2, prefetch=True), known | {repr(Tile(1, 5, 2, prefetch=True)): 0.8}) == 0.8
+    assert correction(Tile(1, 5, 2), {"Other(rows=1, cols=5, vectors=2)": 0.7}) == float("inf")
 
 
 @pytest.mark.parametrize("spec, sizes", [(conv(1, 64, 64), {1, 8}), (conv(7, 64, 64), {1})])

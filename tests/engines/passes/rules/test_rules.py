@@ -4,13 +4,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.ir.graph import Graph
+from engines.ir.graph import Graph, TensorType
 from engines.ops import reference
 from engines.passes.layout.permutations import reshaped
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.passes.rewriting.notes import Note
-from tests.engines.passes.build import Build, feeds, keeps, ops
+from tests.engines.passes.build import FLOAT, Build, feeds, keeps, ops
 
 
 def image(net: Build, channels: int = 4, size: int = 8) -> str:
@@ -151,6 +151,25 @@ def test_a_product_by_the_identity_is_none_but_by_a_permutation_is() -> None:
     same = net("MatMul", x, net.constant(np.eye(4, dtype=np.float32)))
     turned = net("MatMul", x, net.constant(np.eye(4, dtype=np.float32)[::-1].copy()))
     assert sorted(ops(keeps(simplify, net.graph(net("Relu", same), net("Relu", turned))))) == ["MatMul", "Relu", "Relu"]
+
+
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_gemm_of_computed_factors_is_a_product_of_views(transposed: tuple[int, int]) -> None:
+    net, (left, right) = Build(), transposed
+    for name, shape in (("a", (5, 6)), ("b", (6, 7)), ("c", (1, 7))):
+        net.input(name)
+        net.types[name] = TensorType(FLOAT, shape[::-1] if (name, 1) in zip("ab", transposed, strict=True) else shape)
+    y = net("Gemm", *net.inputs, alpha=0.5, beta=3.0, transA=left, transB=right)
+    assert ops(keeps(simplify, net.graph(y))) == ["Transpose"] * sum(transposed) + ["MatMul", "Mul", "Mul", "Add"]
+    by_constant = net("Gemm", "a", net.draw(7, 6), "c", beta=3.0, transA=left, transB=1)
+    assert ops(keeps(simplify, net.graph(by_constant))) == ["Transpose"] * left + ["Gemm", "Mul", "Add"]
+
+
+def test_a_gemm_whose_items_would_be_moved_stays() -> None:
+    net = Build()
+    x = net.input("x", 6)
+    assert ops(keeps(simplify, net.graph(net("Gemm", x, net.draw(5, 6), transB=1), net("Gemm", x, x, transB=1)))) == [
+        "Gemm", "Gemm"]
 
 
 def test_an_image_flattened_into_a_product_costs_no_transpose() -> None:

@@ -1,14 +1,18 @@
 """The k largest or smallest of a row, in order, and where they were; of equals the first.
 
     for block of BLOCK elements: keys[block] = x as integers of the same order; peaks[block] = max of its keys
-    k times: the first block whose peak is the highest, and in it the first key that high, is the next
-             (what is taken becomes the lowest key there is, and its block's peak is made anew)
+    while there are more than FEW peaks: for block of BLOCK peaks: their peaks = max of them, a level above
+    k times: from the highest level down, the first block whose peak is the highest, and in it the first key that high,
+             is the next (what is taken becomes the lowest key there is, and peaks above it are made anew)
 
-A row is so read once, and each of the k costs as much as reading row / BLOCK + BLOCK elements.
+A row is so read once, and each of the k costs as much as reading FEW + BLOCK * levels numbers. An element of the k is
+in one of the k first blocks in the order of their peaks: of rows too wide for their keys to be kept, a block's keys are
+made when it is first searched, and there is room for those of k blocks.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import each_row
@@ -20,6 +24,8 @@ from engines.codegen.types import ELEMENTS, I32, I64, PTR, vector
 from engines.lowering.problems.elementwise import TopK
 
 BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
+FEW = 8 * BLOCK         # peaks that are searched one by one
+MOST_KEYS = 1 << 18     # of a row that are kept on the stack whatever k is, of 32 bits
 LOWEST = -(1 << 31)     # of the keys of 32 bits; no element has it
 FAR = (1 << 31) - 1     # beyond every place
 
@@ -39,9 +45,19 @@ class TopKKernel(Kernel[TopK]):
         return -(-self.width // BLOCK)
 
     @property
-    def peaks(self) -> int:
-        """How many are kept: whole turns of a search."""
-        return -(-self.blocks // BLOCK) * BLOCK
+    def peaks(self) -> list[int]:
+        """How many are kept at each level: whole turns of a search."""
+        counts = [-(-self.blocks // BLOCK) * BLOCK]
+        while counts[-1] > FEW:
+            counts.append(-(-counts[-1] // BLOCK // BLOCK) * BLOCK)
+        return counts
+
+    @property
+    def kept(self) -> int:
+        """Blocks whose keys there is room for."""
+        if self.width <= MOST_KEYS * 32 // self.bits:
+            return self.blocks
+        return min(self.blocks, self.problem.indices.shape[-1])
 
     @property
     def bits(self) -> int:
@@ -56,33 +72,78 @@ class TopKKernel(Kernel[TopK]):
         problem, bits = self.problem, self.bits
         views, element, size = (*problem.inputs, *problem.outputs), ELEMENTS[problem.x.dtype], bits // 8
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
-        keys, peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
-                       for count, hint in ((self.blocks * BLOCK, "keys"), (self.peaks, "peaks")))
+        keys, *peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
+                        for count, hint in ((self.kept * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
+        slots = f.room(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
         for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
-            self._make_keys(f, isa, x, keys, peaks)
+            self._make_peaks(f, isa, x, keys, peaks)
+            if slots:
+                for i in f.loop("slot", self.blocks + 1):
+                    f.store(f.constant(0, I32), slots + i * 4)
             for turn in f.loop("turn", problem.indices.shape[-1]):
-                block = first_of(f, isa, peaks, self.peaks, highest(f, isa, peaks, self.peaks, bits))
+                wanted = highest(f, isa, peaks[-1], self.peaks[-1], bits)
+                place = first_of(f, isa, peaks[-1], self.peaks[-1], wanted)
+                for below in reversed(peaks[:-1]):
+                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, wanted)
+                block = self._slot(isa, x, keys, slots, place) if slots else place
                 start = keys + block * (size * BLOCK)
-                place = first_of(f, isa, start, BLOCK, highest(f, isa, start, BLOCK, bits))
-                index = block * BLOCK + place
+                inside = first_of(f, isa, start, BLOCK, wanted)
+                index = place * BLOCK + inside
                 if problem.values:
                     value = f.load(element, x + index * problem.x.strides[-1], hint="value")
                     f.store(value, values[0] + turn * problem.values.strides[-1])
                 f.store(index, indices + turn * problem.indices.strides[-1])
-                f.store(f.constant(lowest_of(bits), f"i{bits}"), start + place * size)
-                f.store(highest(f, isa, start, BLOCK, bits), peaks + block * size)
+                f.store(f.constant(lowest_of(bits), f"i{bits}"), start + inside * size)
+                for above in peaks:
+                    f.store(highest(f, isa, start, BLOCK, bits), above + place * size)
+                    place = place.divided(BLOCK)
+                    start = above + place * (size * BLOCK)
 
-    def _make_keys(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Value) -> None:
-        size = self.bits // 8
-        if self.blocks < self.peaks:
-            lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
-            for behind in range(self.blocks // isa.lanes * isa.lanes, self.peaks, isa.lanes):
-                f.store(lowest, peaks + behind * size)
+    def _make_peaks(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Sequence[Value]) -> None:
+        """The keys of all blocks, one over the other where there is no room for them, and the peaks of every level."""
+        size, late = self.bits // 8, self.kept < self.blocks
+        self._fill(f, isa, peaks[0], self.blocks, self.peaks[0])
         for start, count in f.tiles("block", self.width, BLOCK):
-            for first in range(0, BLOCK, isa.lanes):
-                at = x + (start + first) * self.problem.x.strides[-1]
-                f.store(self._keys(f, isa, at, count - first), keys + (start + first) * size)
-            f.store(highest(f, isa, keys + start * size, BLOCK, self.bits), peaks + start.divided(BLOCK) * size)
+            target = keys if late else keys + start * size
+            self._make_keys(f, isa, x + start * self.problem.x.strides[-1], count, target)
+            f.store(highest(f, isa, target, BLOCK, self.bits), peaks[0] + start.divided(BLOCK) * size)
+        for below, above, count, room in zip(peaks, peaks[1:], self.peaks, self.peaks[1:], strict=False):
+            self._fill(f, isa, above, count // BLOCK, room)
+            for i in f.loop("peak", count // BLOCK):
+                f.store(highest(f, isa, below + i * (size * BLOCK), BLOCK, self.bits), above + i * size)
+
+    def _fill(self, f: Function, isa: Isa, peaks: Value, count: int, room: int) -> None:
+        """The lowest behind `count` peaks."""
+        if count < room:
+            lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
+            for behind in range(count // isa.lanes * isa.lanes, room, isa.lanes):
+                f.store(lowest, peaks + behind * (self.bits // 8))
+
+    def _slot(self, isa: Isa, x: Value, keys: Value, slots: Value, block: Value) -> Value:
+        """The place of a block's keys among those that are kept; they are made there if they are not yet.
+
+        slots: how many have been made, then of each block which of these it was, counted from 1.
+        """
+        f, whole, bytes_ = x.f, self.width // BLOCK, BLOCK * self.bits // 8
+        at = slots + (block + 1) * 4
+        with f.when(f.load(I32, at, hint="slot").compare("eq", 0)):
+            made = f.load(I32, slots, hint="made")
+            f.store(made + 1, slots)
+            f.store(made + 1, at)
+            source = x + block * (BLOCK * self.problem.x.strides[-1])
+            target = keys + f.cast("zext", made, I64, "to") * bytes_
+            with f.when(block.below(whole)):
+                self._make_keys(f, isa, source, BLOCK, target)
+            if self.width % BLOCK:
+                with f.when(block.compare("eq", whole)):
+                    self._make_keys(f, isa, source, self.width % BLOCK, target)
+        return f.cast("zext", f.load(I32, at, hint="slot"), I64, "slot") - 1
+
+    def _make_keys(self, f: Function, isa: Isa, x: Value, count: int, target: Value) -> None:
+        """The keys of a block of so many elements."""
+        for first in range(0, BLOCK, isa.lanes):
+            keys = self._keys(f, isa, x + first * self.problem.x.strides[-1], count - first)
+            f.store(keys, target + first * (self.bits // 8))
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
         """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""

@@ -4,7 +4,8 @@ Four ways, chosen by the strides:
 
   runs         the innermost axis is contiguous in both: wide copies
   planes       y interleaves 2 to 4 planes of x (an NCHW image becomes NHWC): vectors of each plane, one byte shuffle
-  transpose    another axis is contiguous in x: blocks of n x n elements, transposed in registers by log2(n) zips
+  transpose    another axis is contiguous in x: blocks of n x n elements, transposed in registers by log2(n) zips; those
+               that share cache lines one after the other, for rows at a power of two fall into few sets of a cache
   elements     one by one
 """
 from __future__ import annotations
@@ -39,6 +40,7 @@ from engines.lowering.problems.view import View, joined
 
 _INTEGERS = {1: I8, 2: I16, 4: I32, 8: I64}
 _MOST_PLANES = 4
+_LINE = 64              # bytes of a cache line
 
 
 @solves(Permute)
@@ -100,8 +102,8 @@ class PermuteKernel(Kernel[Permute]):
         return [n for axis, n in enumerate(self.views[0].shape[:-1]) if axis != self.across]
 
     def _block(self, isa: Isa) -> int:
-        """Elements along `across` in a row of the grid: whole tiles."""
-        step = self._tile(isa)
+        """Elements along `across` in a row of the grid: whole steps."""
+        step = self._step(isa)
         return max(BLOCK // (self.views[0].shape[-1] * step), 1) * step
 
     def _blocks(self, isa: Isa) -> int:
@@ -111,6 +113,11 @@ class PermuteKernel(Kernel[Permute]):
     def _tile(self, isa: Isa) -> int:
         """Elements of a vector: of 128 bits where bytes are only moved, since zips are native there everywhere."""
         return 16 // self.problem.x.size if self.problem.raw else isa.lanes
+
+    def _step(self, isa: Isa) -> int:
+        """Elements along `across` that are taken at once: where x is transposed, two cache lines of it, which are
+        fetched together."""
+        return self._tile(isa) if self.way == "planes" else max(2 * _LINE // self.problem.x.size, self._tile(isa))
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
@@ -134,7 +141,7 @@ class PermuteKernel(Kernel[Permute]):
     def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
                body: Callable[[Value, Value, int], None]) -> None:
         """body(x, y, count) for every `count` neighbours along `across`, all of the innermost axis."""
-        across, block, step = self.across, self._block(isa), self._tile(isa)
+        across, block, step = self.across, self._block(isa), self._step(isa)
         assert across is not None
         extent, rows = self.views[0].shape[across], math.prod(self._outer) * self._blocks(isa)
         for row in f.range("row", begin, end):
@@ -202,22 +209,29 @@ class PermuteKernel(Kernel[Permute]):
 
     # ---- transpose
     def _transpose(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
-        (x_view, y_view), across, n = self.views, self.across, self._tile(isa)
+        (x_view, y_view), across, n, f = self.views, self.across, self._tile(isa), constants.f
         step = 0 if self.problem.uniform else 4     # bytes of constants of an index of the innermost axis
         assert across is not None
 
-        def tile(x: Value, y: Value, count: int) -> None:
-            f = x.f
-            for start, size in f.tiles("innermost", y_view.shape[-1], n):
-                here, there = x + start * x_view.strides[-1], y + start * y_view.size
-                rows = [self._load(isa, here + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
-                numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + start * step)
-                           for c in range(self.problem.program.constants)]
-                for i, value in enumerate(transposed(rows)[:count]):
-                    if not self.problem.raw:
-                        value = self.problem.program.run(isa, None, [value], numbers)
-                    self._store(isa, value, there + i * y_view.strides[across], size)
-        return tile
+        def tile(x: Value, y: Value, first: Value, size: int, count: int) -> None:
+            rows = [self._load(isa, x + min(i, size - 1) * x_view.strides[-1], count) for i in range(n)]
+            numbers = [f.load(isa.floats, constants + c * self._pitch(isa) * 4 + first * step)
+                       for c in range(self.problem.program.constants)]
+            for i, value in enumerate(transposed(rows)[:count]):
+                if not self.problem.raw:
+                    value = self.problem.program.run(isa, None, [value], numbers)
+                self._store(isa, value, y + i * y_view.strides[across], size)
+
+        def tiles(x: Value, y: Value, count: int) -> None:
+            """All of the innermost axis in steps of a cache line of y."""
+            line = max(_LINE // y_view.size, n)
+            for start, some in f.tiles("innermost", y_view.shape[-1], line):
+                for column, width in f.tiles("column", count, n):
+                    for row, size in f.tiles("line", some, n):
+                        first = start + row
+                        tile(x + (first * x_view.strides[-1] + column * x_view.size),
+                             y + (first * y_view.size + column * y_view.strides[across]), first, size, width)
+        return tiles
 
     def _pitch(self, isa: Isa) -> int:
         """Floats from one constant to the next."""
