@@ -4,7 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,18 @@ class ExecutionContext(Protocol):
         """Ends the context's threads, if it has any."""
 
 
+@runtime_checkable
+class PlacesTensors(Protocol):
+    """A context whose inputs and outputs may be arrays on the GPU that it executes on."""
+    @property
+    def binds_arrays(self) -> bool:
+        """Whether they really may."""
+
+    def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
+        """Take inputs from arrays on that GPU, and put outputs there, this once: for each such name the arrays, whose
+        items stand side by side. A number in the place of one: so many items are in their slots."""
+
+
 class Engine(Protocol):
     """A loaded model: code and weights, shared by any number of contexts."""
     @property
@@ -85,16 +97,6 @@ _LONG_NS = 500_000_000
 SPECIALISE = "background"       # what is done about shapes that an engine has not met; see engines.load_engine
 
 
-class GpuMemory(Protocol):
-    """Memory of a GPU that a client has made."""
-    @property
-    def byte_size(self) -> int: ...
-
-    def read(self, offset: int, byte_size: int) -> memoryview: ...
-
-    def write(self, offset: int, data: memoryview) -> None: ...
-
-
 class EngineLoader(Protocol):
     """Loads a plan file, for so many intra-op threads. Raises engines.errors.EngineError."""
 
@@ -126,21 +128,6 @@ def gpus_for(path: Path) -> list[Gpu]:
         return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
         return []
-
-
-def has_gpus() -> bool:
-    """Whether this machine has one, and a driver of it."""
-    from engines.backends.cuda.runtime.device import DEVICE
-
-    return bool(DEVICE.find())
-
-
-def gpu_memory(number: int, handle: bytes) -> GpuMemory:
-    """What another process has made on the GPU of that number, by CUDA's handle of it. Raises InputError of
-    engines.errors: it cannot be had; PlanError, when it is used: the GPU failed."""
-    from engines.backends.cuda.runtime.sharing import shared_memory
-
-    return shared_memory(number, handle)
 
 
 def is_open(engine: Engine) -> bool:

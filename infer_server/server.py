@@ -128,7 +128,8 @@ class Server:
             load_engine = partial(load_plan, cache=options.cache_dir)
         self._custom_metrics = CustomMetrics()
         loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
-                        self._compiler, ResponseCache(options.response_cache_bytes), options.threads, load_engine,
+                        lambda: self._service.models, self._compiler,
+                        ResponseCache(options.response_cache_bytes), options.threads, load_engine,
                         options.cores, options.kind_gpu,
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
                         custom_metrics=self._custom_metrics)

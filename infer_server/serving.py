@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, InSequence, Reply, Request, StreamReply
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
+from infer_server.config.sequences import sequence_of
 from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
+from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
 from infer_server.observing.tracing import Tracer
 from infer_server.protocol.codec import InputTensor
-from infer_server.protocol.parameters import Parameters, check_reserved, natural, typed
+from infer_server.protocol.parameters import Parameters, check_reserved, natural
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
@@ -67,6 +67,7 @@ class Call(ABC):
     protocol: str                   # for the access log
     early: Callable[[Any], None] | None = None      # see Request
     form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
+    rooms: Mapping[str, GpuRoom] = {}       # of outputs on GPUs; known when encoder() has been called
     lengthy: bool = False           # encoder()'s compresses the response, or copies outputs into shared memory
 
     @abstractmethod
@@ -95,8 +96,8 @@ class Call(ABC):
         Raises MemoryLimitError."""
 
     @abstractmethod
-    def contents(self, tensors: Sequence[InputTensor]) -> Mapping[str, NDArray[Any]]:
-        """The arrays of the inputs, which fit the model."""
+    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
+        """The arrays of the inputs, which fit the model; on these GPUs the very tensors of clients."""
 
     @abstractmethod
     def encoder(self, served: Served) -> Callable[[Arrays], Any]:
@@ -211,9 +212,10 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
             model.prepared[call.form] = prepared
     call.expect(prepared.answer_bytes, prepared.fit.decoded_bytes)
     return Request(
-        inputs=model.signature.to_model(call.contents(prepared.tensors)), items=prepared.fit.items,
+        inputs=model.signature.to_model(call.contents(prepared.tensors, model.reached), prepared.fit.items),
+        items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        early=call.early, lengthy=call.lengthy,
+        early=call.early, lengthy=call.lengthy, rooms=call.rooms if model.reached else {},
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)
@@ -229,15 +231,5 @@ def _prepare(call: Call, model: Model) -> Prepared:
     batched = model.config.batched
     return Prepared(tensors, fit, Served(model.name, model.version, outputs, batched, model.labels),
                     (fit.items if batched else 1) * sum(spec.item_bytes for spec in outputs), parameters,
-                    natural(parameters, "timeout"), natural(parameters, "priority"), _sequence(parameters),
+                    natural(parameters, "timeout"), natural(parameters, "priority"), sequence_of(parameters),
                     tuple(spec.name for spec in outputs))
-
-
-def _sequence(parameters: Parameters) -> InSequence | None:
-    """Where a request stands in its sequence; an id of 0 or "" is none."""
-    correlation = parameters.get("sequence_id", 0)
-    if type(correlation) not in (int, str):
-        raise InvalidRequestError("invalid value type for 'sequence_id' parameter: expected int or str, got "
-                                  f"{type(correlation).__name__}")
-    start, end = (typed(parameters, name, bool, False) for name in ("sequence_start", "sequence_end"))
-    return InSequence(correlation, start, end) if correlation else None

@@ -1,18 +1,24 @@
-"""Executes batches on an engine: items side by side in one context, run, taken apart."""
+"""Executes batches on an engine: items side by side in one context, run, taken apart.
+
+What lies on the GPU that the engine executes on is taken from there, and what is to lie there is put there.
+"""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.backend import ExecutionContext
+from infer_server.backend import ExecutionContext, PlacesTensors
 from infer_server.batching.request import Arrays, Outcome, Request
 from infer_server.batching.statistics import BatchExecution
+from infer_server.gpu_tensors import GpuTensor
 
+_NOWHERE: Mapping[str, Any] = MappingProxyType({})
 _FEW = 500                  # elements, for which numpy keeps the interpreter lock
 
 
@@ -30,6 +36,11 @@ def copy_into(slots: NDArray[Any], items: NDArray[Any]) -> None:
         slots.reshape(-1).view(np.uint8).data[:] = items.reshape(-1).view(np.uint8).data
     else:
         slots[...] = items.reshape(slots.shape)
+
+
+def _array(tensor: NDArray[Any] | GpuTensor) -> NDArray[Any]:
+    """In the host's memory."""
+    return tensor.array() if isinstance(tensor, GpuTensor) else tensor
 
 
 def _copied(computed: Arrays) -> Arrays:
@@ -59,11 +70,18 @@ class EngineExecutor:
             return self._execute_in_pieces(batch[0])
         started_ns = time.monotonic_ns()
         context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
-        self._gather(context, batch, items)
+        placed = self._gather(context, batch, items)
+        there = [self._in_rooms(context, request, items) if request.rooms else _NOWHERE for request in batch]
+        for name in {name for mine in there for name in mine}:
+            placed[name] = self._pieces([mine.get(name) for mine in there], batch)
         copied_ns = time.monotonic_ns()
-        context.execute(items)
+        if placed:
+            assert isinstance(context, PlacesTensors)
+            context.execute_with(items, placed)
+        else:
+            context.execute(items)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(context, batch, items)
+        outcomes = self._scatter(context, batch, items, there)
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
                                         time.monotonic_ns(), self._gpu)
 
@@ -72,10 +90,11 @@ class EngineExecutor:
         started_ns = time.monotonic_ns()
         copying_ns = computing_ns = 0
         pieces: list[Arrays] = []
+        arrays = {name: _array(tensor) for name, tensor in request.inputs.items()}
         for first in range(0, request.items, self._max_batch):
             end = min(first + self._max_batch, request.items)
-            inputs = {name: array[first:end] for name, array in request.inputs.items()}
-            part = replace(request, inputs=inputs, items=end - first, encode=_copied)
+            inputs = {name: array[first:end] for name, array in arrays.items()}
+            part = replace(request, inputs=inputs, items=end - first, encode=_copied, rooms=_NOWHERE)
             ((_, outputs),), took = self.execute([part])
             pieces.append(outputs)
             copying_ns += took.copied_ns - took.started_ns
@@ -90,26 +109,50 @@ class EngineExecutor:
         return {name: (items, *array.shape[1:]) if self._batched else array.shape
                 for name, array in request.inputs.items()}
 
-    def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> None:
-        """Copies the requests' inputs side by side into the context: the only copy between message and engine."""
+    def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
+        """Copies the requests' inputs side by side into the context: the only copy between message and engine. By name
+        what is taken where it lies: see PlacesTensors."""
+        placed: dict[str, list[Any]] = {}
         for name in batch[0].inputs:
             slots = context.input(name, items)
-            if not self._batched:
-                copy_into(slots, batch[0].inputs[name])
-                continue
-            first = 0
+            first, is_there = 0, False
             for request in batch:
-                copy_into(slots[first:first + request.items], request.inputs[name])
+                tensor = request.inputs[name]
+                if isinstance(tensor, GpuTensor) and tensor.gpu == self._gpu:
+                    is_there = True
+                else:
+                    copy_into(slots[first:first + request.items] if self._batched else slots, _array(tensor))
                 first += request.items
+            if is_there:
+                placed[name] = self._pieces([request.inputs[name] for request in batch], batch)
+        return placed
 
-    def _scatter(self, context: ExecutionContext, batch: list[Request], items: int) -> list[Outcome]:
-        """Encodes each request's items while the views of the outputs are valid."""
+    def _pieces(self, tensors: Sequence[Any], batch: list[Request]) -> list[Any]:
+        """The requests' tensors that lie on the engine's own GPU; in place of others the number of their items."""
+        return [tensor if isinstance(tensor, GpuTensor) and tensor.gpu == self._gpu else request.items
+                for tensor, request in zip(tensors, batch, strict=True)]
+
+    def _in_rooms(self, context: ExecutionContext, request: Request, items: int) -> dict[str, GpuTensor]:
+        """The outputs that are to be put where a request wants them, on the engine's own GPU."""
+        found: dict[str, GpuTensor] = {}
+        for name, room in request.rooms.items():
+            if room.gpu == self._gpu:
+                view = context.output(name, items)
+                shape = (request.items, *view.shape[1:]) if self._batched else view.shape
+                if tensor := room.tensor(shape, view.dtype):
+                    found[name] = tensor
+        return found
+
+    def _scatter(self, context: ExecutionContext, batch: list[Request], items: int,
+                 there: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """Encodes each request's items while the views of the outputs are valid. there: its outputs that are where it
+        wants them."""
         outputs = {name: context.output(name, items) for name in self._outputs}
         outcomes: list[Outcome] = []
         first = 0
-        for request in batch:
+        for request, own in zip(batch, there, strict=True):
             end = first + request.items
             mine = {name: view[first:end] for name, view in outputs.items()} if self._batched else outputs
-            outcomes.append((request, request.encode(mine)))
+            outcomes.append((request, request.encode({**mine, **own} if own else mine)))
             first = end
         return outcomes

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import Traced
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -81,7 +82,8 @@ class AwaitedReply:
 @dataclass(slots=True, eq=False)
 class Request:
     """One inference, of some items."""
-    inputs: Arrays                              # views of the received message: copied once, into the batch slots
+    inputs: Arrays                              # views of the received message: copied once, into the batch slots;
+                                                # or GpuTensors, on GPUs that the model's instances reach
     items: int                                  # items on the batch axis; 1 for a model without one
     shape_key: Hashable                         # the shapes of one item
     encode: Callable[[Arrays], Any]             # its items of the outputs -> its response; on an instance's thread
@@ -91,6 +93,7 @@ class Request:
     sequence: InSequence | None = None
     id: str = ""                                # the client's
     parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
+    rooms: Mapping[str, GpuRoom] = field(default_factory=dict)      # on GPUs, where outputs are to lie
     outputs: tuple[str, ...] = ()               # those asked for; none: all
     early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
     trace: Traced | None = None                 # told of its execution, where requests are traced

@@ -107,7 +107,7 @@ def _config(options: argparse.Namespace) -> BuildConfig:
         keep_float=tuple(options.keep_float or ()),
         pixels=load_preprocess(options.preprocess).pixels if options.uint8_input else None,
         timing=not options.no_timing, timing_cache=options.timing_cache or "", threads=options.threads,
-        profiles=_profiles(options), ragged=tuple(options.ragged or ()))
+        profiles=_profiles(options), ragged=tuple(options.ragged or ()), optional=tuple(options.optional or ()))
 
 
 def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
@@ -264,6 +264,9 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ragged", action="append", metavar="NAME",
                         help="an input of one open extent that holds what several requests have, one behind the "
                              "other (allow_ragged_batch of a config.pbtxt); no extent of the model is the batch then")
+    parser.add_argument("--optional", action="append", metavar="NAME",
+                        help="an input that has a value in the ONNX file (an initialiser of its name) and stays an "
+                             "input, which a run may leave out; without this option it is a constant")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
                         help="an input that has this value in every run (a number, or a list of numbers), and is none "
                              "of the engine's: what decides which branch is taken, say")

@@ -5,7 +5,7 @@ ModelConfig answers.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
                                    f"{', '.join(tensor.name for tensor in tensors)}")
     if ragged:
         added = _made_inputs(ragged, engine)
-    _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes)
+    _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes,
+                      _defaults_of(engine, completed))
     given = {spec.name for spec in completed.output}
     _complete_tensors("output", completed.output,
                       [each for each in engine.outputs if each.name not in kept - given], axes)
@@ -131,7 +132,18 @@ def _are_whole(completed: model_config.ModelConfig, engine: Engine) -> bool:
     return any(model_dims(spec) and len(model_dims(spec)) == ranks.get(spec.name) for spec in specs)
 
 
-def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes) -> None:
+def _defaults_of(engine: Engine, completed: model_config.ModelConfig) -> Collection[str]:
+    """The inputs that a request may leave out. Raises ModelConfigError: one that must not."""
+    values: Mapping[str, Any] = engine.metadata.get("defaults", {})
+    if missing := [spec.name for spec in completed.input if spec.optional and spec.name not in values]:
+        raise ModelConfigError(f"input '{missing[0]}': optional, but the plan has no value for it; rebuild it with "
+                               f"--optional {missing[0]}, of an ONNX file that has an initialiser of that name, or "
+                               "send it always and remove `optional`")
+    return values
+
+
+def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes,
+                      optional: Collection[str] = ()) -> None:
     """Checks the tensors that the configuration gives and appends those that it leaves out."""
     declared = {tensor.name: tensor for tensor in tensors}
     for spec in given:
@@ -157,6 +169,8 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _A
     for tensor in tensors:
         if tensor.name not in present:
             given.add(name=tensor.name, data_type=_datatype(kind, tensor), dims=axes.dims(kind, tensor))
+            if tensor.name in optional:
+                given[-1].optional = True
 
 
 def _check_flat(kind: str, spec: Any, tensor: Tensor) -> None:

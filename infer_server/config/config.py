@@ -107,7 +107,7 @@ class ModelConfig:
 
 
 # Of others than engines: those that get requests one by one.
-_OF_OTHERS = ("input.optional", "sequence_batching.iterative_sequence")
+_OF_OTHERS = ("sequence_batching.iterative_sequence",)
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
@@ -160,6 +160,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
 
 
 _LEVELS = 64                    # of priorities, at most
+_INSTANCES = 1024               # likewise: each has a thread, and memory
 
 
 def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
@@ -244,6 +245,9 @@ def _devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
     for group in message.instance_group:
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
+    if (count := sum(group.count * max(1, len(group.gpus)) for group in message.instance_group)) > _INSTANCES:
+        raise ModelConfigError(f"instance_group: {count} instances are more than the {_INSTANCES} that a model may "
+                               "have; write a lower count")
     found = devices(message)
     if message.dynamic_batching.preserve_ordering and len(found) > 1:
         raise ModelConfigError(f"preserve_ordering: {len(found)} instances answer in the order in which they are done; "

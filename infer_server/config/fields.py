@@ -68,9 +68,7 @@ TREATMENTS: dict[str, Treatment] = {
     "input.reshape": _SERVED,
     "input.is_shape_tensor": _advisory("the build finds by itself which inputs shapes follow from"),
     "input.allow_ragged_batch": _SERVED,
-    "input.optional": _refused("an engine needs all of its inputs but those that have a value in the ONNX file, an "
-                               "initialiser of their name, which is built in; send it always and remove `optional`, or "
-                               "remove an input that is built in"),
+    "input.optional": _SERVED,                          # where the model has a value for it
     "input.is_non_linear_format_io": _refused(_LAYOUT),
     "output": _SERVED,
     "output.is_shape_tensor": _advisory("outputs are alike, whatever is in them"),

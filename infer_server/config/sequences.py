@@ -9,13 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.policy import BatchPolicy
+from infer_server.batching.request import InSequence
 from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
 from infer_server.config.paths import INITIAL_STATE, inside
-from infer_server.errors import ModelConfigError
+from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
+from infer_server.protocol.parameters import Parameters, typed
 from protos import model_config
 
 _IDLE_US = 1_000_000
+_OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 _VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
 
@@ -71,10 +74,10 @@ def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control
                                    "TYPE_INT32 or TYPE_STRING")
         datatypes[name] = datatype
         return Control(name, kind, datatype.array)
-    for field, typed in _VALUES.items():
+    for field, of in _VALUES.items():
         values = getattr(control, field)
         if len(values) == 2:
-            datatypes[name] = next(each for each in FROM_CONFIG.values() if each.name == typed)
+            datatypes[name] = next(each for each in FROM_CONFIG.values() if each.name == of)
             return Control(name, kind, datatypes[name].array, values[0], values[1])
     raise ModelConfigError(f"control_input '{name}': give two values of int32_false_true, fp32_false_true or "
                            "bool_false_true")
@@ -106,3 +109,16 @@ def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -
         except (OSError, ValueError) as error:
             raise ModelConfigError(f"state '{name}': initial_state: {file}: {error}") from error
     return np.zeros(shape, datatype.array)
+
+
+def sequence_of(parameters: Parameters, otherwise: InSequence | None = None) -> InSequence | None:
+    """Where a request stands in its sequence, by its parameters; `otherwise`, where they say nothing of it. An id of 0
+    or "" is none. Raises InvalidRequestError."""
+    if parameters.keys().isdisjoint(_OF_SEQUENCES):
+        return otherwise
+    correlation = parameters.get("sequence_id", otherwise.id if otherwise else 0)
+    if type(correlation) not in (int, str):
+        raise InvalidRequestError("invalid value type for 'sequence_id' parameter: expected int or str, got "
+                                  f"{type(correlation).__name__}")
+    start, end = (typed(parameters, name, bool, False) for name in ("sequence_start", "sequence_end"))
+    return InSequence(correlation, start, end) if correlation else None

@@ -1,10 +1,12 @@
 """Whether the tensors of a request are those of the model: names, datatypes, shapes, batch size."""
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import InputError
@@ -31,14 +33,17 @@ class Items:
     most: int                               # that one may have
 
 
+_NONE: Arrays = MappingProxyType({})
 ANY_ITEMS = 1 << 62                         # as `most`: what one execution does not take is cut
 
 
 class Signature:
     """The inputs and outputs of a model, by name."""
 
-    def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None) -> None:
-        """check: what an engine with open extents has against shapes, an InputError."""
+    def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None,
+                 defaults: Arrays = _NONE) -> None:
+        """check: what an engine with open extents has against shapes, an InputError. defaults: what optional inputs
+        are where a request leaves them out, in the shapes that the model has; of others it has none then."""
         self._model = config.name
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._required = {spec.name for spec in config.inputs if not spec.is_optional}
@@ -46,7 +51,7 @@ class Signature:
         self._batched = config.batched
         self._items = items
         self._reshapes = any(spec.reshape is not None for spec in (*config.inputs, *config.outputs))
-        self._check = check
+        self._check, self._defaults = check, defaults
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
         """Checks the inputs of a request. Raises InvalidRequestError saying what was expected."""
@@ -58,7 +63,8 @@ class Signature:
         for name, spec in self._inputs.items():
             tensor = tensors.get(name)
             if tensor is None:
-                shapes.append(())
+                default = self._defaults.get(name)
+                shapes.append(() if default is None or spec.reshape else (1, *default.shape[self._batched:]))
                 continue
             if tensor.datatype != spec.datatype:
                 raise InvalidRequestError(f"unexpected datatype {tensor.datatype.name} for input '{name}' of model "
@@ -81,7 +87,8 @@ class Signature:
                                       f"model '{self._model}', got {items}")
         if self._check:
             try:
-                self._check({name: self._model_shape(tensor) for name, tensor in tensors.items()})
+                self._check({**{name: array.shape for name, array in self._left_out(tensors, items)},
+                             **{name: self._model_shape(tensor) for name, tensor in tensors.items()}})
             except InputError as error:
                 raise InvalidRequestError(str(error)) from error
         return Fit(items, tuple(shapes))
@@ -96,10 +103,17 @@ class Signature:
             chosen.append(self._outputs[name])
         return tuple(chosen or self._outputs.values())
 
-    def to_model(self, arrays: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """The inputs of a request that fits, in the shapes that the model has."""
-        if not self._reshapes:
-            return arrays
+    def to_model(self, arrays: Arrays, items: int) -> Arrays:
+        """The inputs of a request that fits, in the shapes that the model has, with those that it leaves out."""
+        given = self._reshaped(arrays) if self._reshapes else arrays
+        return {**given, **dict(self._left_out(given, items))} if self._defaults else given
+
+    def _left_out(self, given: Collection[str], items: int) -> Iterator[tuple[str, NDArray[Any]]]:
+        for name, array in self._defaults.items():
+            if name not in given:
+                yield name, np.broadcast_to(array, (items, *array.shape[1:])) if self._items.leading else array
+
+    def _reshaped(self, arrays: Arrays) -> Arrays:
         return {name: array if (spec := self._inputs[name]).reshape is None else array.reshape(
             *array.shape[:self._batched], *spec.reshaped(array.shape[self._batched:]))
                 for name, array in arrays.items()}

@@ -38,6 +38,7 @@ class ModelService:
         self._explicit_control = explicit_control       # clients may load and unload models
         self._on_demand = on_demand                     # None: models are loaded before they are asked for
         self._server_name = server_name
+        self.loads: dict[str, set[str]] = {}
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
         return inference.ServerLiveResponse(live=True)
@@ -90,30 +91,36 @@ class ModelService:
 
     async def RepositoryModelLoad(
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
-        self._check_control()
         _check_repository(request.repository_name)
-        parameters, name = from_messages(request.parameters), request.model_name
-        try:
-            await self._repository.load(name, _config_override(parameters), _files(parameters))
-        except ServeError as error:
-            said = f"failed to load '{name}'"           # which Triton's clients look for
-            raise error if str(error).startswith(said) else type(error)(f"{said}: {error}") from error
+        await self.load(request.model_name, from_messages(request.parameters))
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
             self, request: inference.RepositoryModelUnloadRequest) -> inference.RepositoryModelUnloadResponse:
-        self._check_control()
         _check_repository(request.repository_name)
-        parameters = from_messages(request.parameters)
+        await self.unload(request.model_name, from_messages(request.parameters))
+        return inference.RepositoryModelUnloadResponse()
+
+    async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
+        """For a client, or a Python model: see kinds.local.Control."""
+        self._check_control()
+        try:
+            await self._repository.load(name, _config_override(parameters), _files(parameters), at_once)
+        except ServeError as error:
+            said = f"failed to load '{name}'"           # which Triton's clients look for
+            raise error if str(error).startswith(said) else type(error)(f"{said}: {error}") from error
+
+    async def unload(self, name: str, parameters: Parameters) -> None:
+        """Likewise."""
+        self._check_control()
         if unknown := sorted(parameters.keys() - {_DEPENDENTS}):
             raise InvalidRequestError(f"parameter '{unknown[0]}' of a model unload is not served; only "
                                       f"'{_DEPENDENTS}' is")
         with_steps = typed(parameters, _DEPENDENTS, bool, False)
-        steps = self._steps_of(request.model_name) if with_steps else set()
-        await self._repository.unload(request.model_name)
-        for name in sorted(steps):
-            await self._repository.unload(name)
-        return inference.RepositoryModelUnloadResponse()
+        steps = self._steps_of(name) if with_steps else set()
+        await self._repository.unload(name)
+        for step in sorted(steps):
+            await self._repository.unload(step)
 
     async def _loaded(self, name: str, version: str) -> Model:
         if self._on_demand:

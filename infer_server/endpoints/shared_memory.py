@@ -12,9 +12,12 @@ import os
 import stat
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from infer_server.errors import (
     ExecutionError,
@@ -24,6 +27,7 @@ from infer_server.errors import (
     RegionExistsError,
     UnknownRegionError,
 )
+from infer_server.gpu_tensors import GpuRoom, GpuTensor
 
 OFF = "client shared memory is not allowed: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
@@ -45,6 +49,14 @@ class Region(ABC):
     @abstractmethod
     def write(self, offset: int, data: memoryview) -> None:
         """Raises InvalidRequestError, ExecutionError."""
+
+    def on_gpu(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any], gpus: Set[int]) -> GpuTensor | None:
+        """A tensor there, if that is on one of these GPUs."""
+        return None
+
+    def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
+        """Bytes of it as those of an output, if they are on a GPU."""
+        return None
 
     def check(self, offset: int, byte_size: int) -> None:
         """Raises InvalidRequestError: the bytes are not all within the region."""

@@ -5,7 +5,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.errors import InvalidRequestError
+from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
 from infer_server.protocol.parameters import NONE, Parameters, natural, typed
 from infer_server.serving import Served
@@ -35,13 +36,27 @@ def places(inputs: Iterable[Asked], regions: Regions) -> dict[int, Place]:
     return {i: place for i, place in found.items() if place}
 
 
-def read(found: Mapping[int, Place], tensors: Sequence[InputTensor], hold: Callable[[int], None]) -> dict[
-        int, memoryview]:
-    """What lies in those places. hold: takes the bytes of the copies. Raises ServeErrors."""
+def read(found: Mapping[int, Place], tensors: Sequence[InputTensor], hold: Callable[[int], None],
+         gpus: Set[int]) -> dict[int, memoryview | GpuTensor]:
+    """What lies in those places: a copy, or on these GPUs the very tensor, but of texts and of truths, whose bytes are
+    looked at. hold: takes the bytes of the copies. Raises ServeErrors."""
+    there: dict[int, memoryview | GpuTensor] = {}
     for i, place in found.items():
         check_bytes(tensors[i], place.byte_size)
-    hold(sum(place.byte_size for place in found.values()))
-    return {i: place.read() for i, place in found.items()}
+        datatype = tensors[i].datatype
+        if gpus and datatype.name not in ("BYTES", "BOOL") and (
+                tensor := place.region.on_gpu(place.offset, tensors[i].shape, datatype.array, gpus)):
+            there[i] = tensor
+    hold(sum(place.byte_size for i, place in found.items() if i not in there))
+    return {i: there[i] if i in there else place.read() for i, place in found.items()}
+
+
+def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
+    """The outputs that are to lie on GPUs as they are computed."""
+    found = {output.spec.name: output.place.region.room(
+        output.place.offset, output.place.byte_size, output.datatype.array)
+        for output in outputs if output.place and not output.classes}
+    return {name: room for name, room in found.items() if room}
 
 
 def place_of(name: str, parameters: Parameters, regions: Regions) -> Place | None:
@@ -68,14 +83,16 @@ class Output:
     def datatype(self) -> Datatype:
         return DATATYPES["BYTES"] if self.classes else self.spec.datatype
 
-    def array(self, computed: NDArray[Any]) -> NDArray[Any]:
+    def array(self, computed: Any) -> Any:
         """What is answered instead of the computed tensor."""
         return (classified(computed, self.spec, self.classes, self.batched, self.labels) if self.classes else
                 computed)
 
-    def place_raw(self, array: NDArray[Any]) -> memoryview | None:
-        """The raw contents of the answer; None: they were put where it is to lie. Raises InvalidRequestError,
+    def place_raw(self, array: NDArray[Any] | GpuTensor) -> memoryview | None:
+        """The raw contents of the answer; None: they are where it is to lie. Raises InvalidRequestError,
         ExecutionError."""
+        if isinstance(array, GpuTensor):
+            return None
         raw = encode_raw(array, self.datatype)
         if self.place is None:
             return raw

@@ -22,7 +22,7 @@ from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
-_NOWHERE: Mapping[int, memoryview] = MappingProxyType({})
+_NOWHERE: Mapping[int, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def declared_inputs(inputs: Iterable[Declared]) -> tuple[InputTensor, ...]:
 
 
 def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
-                  elsewhere: Mapping[int, memoryview] = _NOWHERE) -> dict[str, NDArray[Any]]:
+                  elsewhere: Mapping[int, Any] = _NOWHERE) -> dict[str, Any]:
     """The contents of `declared_inputs` by name, as views of the message where they were sent raw.
 
-    elsewhere: raw contents that are not in the message, by the position of their input. Raises InvalidRequestError
-    where contents do not fill the declared shape and datatype exactly.
+    elsewhere: by the position of their input, raw contents that are not in the message, or what stands for the array.
+    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
     """
     raw_inputs = request.raw_inputs
     if len(raw_inputs) == len(tensors) and not (elsewhere or request.packed or request.form.has_contents):
@@ -121,7 +121,7 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
     if raw_inputs and len(raw_inputs) != len(tensors) - len(elsewhere):
         raise InvalidRequestError(f"raw_input_contents holds {len(raw_inputs)} tensors for "
                                   f"{len(tensors) - len(elsewhere)} inputs; give one for each input")
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
     raws = iter(raw_inputs)
     for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
         if i not in elsewhere and not raw_inputs:
@@ -131,7 +131,8 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
             raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request, nor "
                                       "given beside shared memory")
         else:
-            arrays[tensor.name] = from_raw(tensor, elsewhere[i] if i in elsewhere else next(raws))
+            raw = elsewhere[i] if i in elsewhere else next(raws)
+            arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw, memoryview) else raw
     return arrays
 
 

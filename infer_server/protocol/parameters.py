@@ -10,6 +10,7 @@ from infer_server.errors import InvalidRequestError
 Parameters = Mapping[str, Any]          # bool, int, float or str; JSON also brings lists and objects
 NONE: Parameters = MappingProxyType({})
 
+_MOST_DIGITS = 20                       # of a number of 64 bits
 _RESERVED = "triton_"
 _OF_TRITON = ("triton_enable_empty_final_response",)
 
@@ -42,6 +43,11 @@ def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str
         raise InvalidRequestError(f"{what}invalid value type for '{name}' parameter: expected {kind.__name__}, got "
                                   f"{type(value).__name__}")
     return value
+
+
+def digits(text: str) -> int | None:
+    """The number that a client writes; None: it is none, or has more digits than any that counts."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def natural(parameters: Parameters, name: str, default: int = 0, what: str = "") -> int:

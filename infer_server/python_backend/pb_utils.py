@@ -13,9 +13,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.protocol.codec import DATATYPES, FROM_CONFIG, encode_raw
-from infer_server.python_backend.channel import datatype_of
-from protos import model_config
+from infer_server.protocol.codec import DATATYPES, encode_raw
+from infer_server.python_backend.channel import Tensors, Typed, datatype_of
+from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
+from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
+from infer_server.python_backend.pb_config import get_output_config_by_name as get_output_config_by_name
+from infer_server.python_backend.pb_config import numpy_to_triton_type as numpy_to_triton_type
+from infer_server.python_backend.pb_config import triton_string_to_numpy as triton_string_to_numpy
+from infer_server.python_backend.pb_config import triton_to_numpy_type as triton_to_numpy_type
+from infer_server.python_backend.pb_config import using_decoupled_model_transaction_policy as _is_decoupled
 
 _INT64 = range(-2**63, 2**63)           # what a parameter's message holds
 
@@ -39,7 +45,7 @@ class Server(Protocol):
 
     def log(self, level: str, text: str) -> None: ...
 
-    def ask(self, kind: str, **head: Any) -> Any: ...
+    def ask(self, kind: str, tensors: Tensors = ..., **head: Any) -> Any: ...
 
     def tell(self, kind: str, **head: Any) -> None: ...
 
@@ -282,7 +288,8 @@ class Metric:
     def __init__(self, family: MetricFamily, labels: Mapping[str, str] | None = None,
                  buckets: Sequence[float] | None = None) -> None:
         self._kind = family.kind
-        self._head = {"family": family.name, "labels": {key: str(value) for key, value in (labels or {}).items()}}
+        named = {key: str(value) for key, value in (labels or {}).items()}
+        self._head: dict[str, Any] = {"family": family.name, "labels": named}
         server.ask("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
             bound.item() if isinstance(bound, np.generic) else bound for bound in (() if buckets is None else buckets)])
 
@@ -320,37 +327,10 @@ class MetricFamily:
         return Metric(self, labels, buckets)
 
 
-class ModelConfig:
-    """What auto_complete_config completes."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
-
-    def as_dict(self) -> dict[str, Any]:
-        return self._config
-
-    def add_input(self, tensor: Mapping[str, Any]) -> None:
-        self._add("input", tensor)
-
-    def add_output(self, tensor: Mapping[str, Any]) -> None:
-        self._add("output", tensor)
-
-    def set_max_batch_size(self, size: int) -> None:
-        self._config["max_batch_size"] = size
-
-    def set_dynamic_batching(self) -> None:
-        self._config.setdefault("dynamic_batching", {})
-
-    def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
-        self._config["model_transaction_policy"] = dict(policy)
-
-    def _add(self, kind: str, tensor: Mapping[str, Any]) -> None:
-        tensors = self._config.setdefault(kind, [])
-        if tensor["name"] not in [given["name"] for given in tensors]:
-            tensors.append(dict(tensor))
-
-
 # ---- functions, by Triton's names
+using_decoupled_model_transaction_policy = _is_decoupled
+
+
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
 
@@ -359,29 +339,15 @@ def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor 
     return next((tensor for tensor in response.output_tensors() if tensor.name() == name), None)
 
 
-def get_input_config_by_name(config: Mapping[str, Any], name: str) -> Any:
-    return next((tensor for tensor in config.get("input", ()) if tensor["name"] == name), None)
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Loads or reloads a model, where clients may. config, files: instead of its folder, as in a client's request:
+    ModelConfig as JSON, {"file:1/model.onnx": its content}."""
+    contents = {path: Typed("UINT8", np.frombuffer(content, np.uint8)) for path, content in (files or {}).items()}
+    server.ask("load", contents, model=model_name, config=config)
 
 
-def get_output_config_by_name(config: Mapping[str, Any], name: str) -> Any:
-    return next((tensor for tensor in config.get("output", ()) if tensor["name"] == name), None)
-
-
-def using_decoupled_model_transaction_policy(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))
-
-
-def triton_to_numpy_type(data_type: int) -> Any:
-    datatype = FROM_CONFIG[data_type]
-    return np.bool_ if datatype.name == "BOOL" else datatype.array.type
-
-
-def numpy_to_triton_type(data_type: Any) -> int:
-    return datatype_of(np.empty(0, data_type)).config
-
-
-def triton_string_to_numpy(name: str) -> Any:
-    return triton_to_numpy_type(model_config.DataType.Value(name))
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    server.ask("unload", model=model_name, unload_dependents=unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:

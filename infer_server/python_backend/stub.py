@@ -15,13 +15,15 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
 
 from infer_server.python_backend import pb_utils
-from infer_server.python_backend.channel import Channel, ClosedError, Message, Typed, typed
+from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed, typed
 
+_NONE: Tensors = MappingProxyType({})
 _Responses = queue.SimpleQueue[Message | None]
 
 
@@ -83,11 +85,11 @@ class Process:
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled}, [tensors])
         return self._answers(number, answers)
 
-    def ask(self, kind: str, **head: Any) -> Any:
+    def ask(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
         """What the server says. Raises TritonModelException: that it refuses."""
         number, answers = next(self._numbers), _Responses()
         self._asked[number] = answers
-        self._channel.send({"kind": kind, "number": number, **head})
+        self._channel.send({"kind": kind, "number": number, **head}, [tensors])
         message = answers.get()
         del self._asked[number]
         if message is None or "error" in message.head:

@@ -91,6 +91,9 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
     ragged = source.config.ragged
     for name in sorted(ragged.inputs) if ragged else ():
         command += ["--ragged", name]
+    for spec in source.config.inputs:
+        if spec.is_optional:
+            command += ["--optional", spec.name]
     if not ragged and (source.message.max_batch_size > 0 or options.max_batch):
         command += ["--max-batch", str(source.message.max_batch_size or options.max_batch)]
     if not ragged and source.message.max_batch_size > 0:

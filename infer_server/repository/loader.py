@@ -23,7 +23,7 @@ from infer_server.repository.folders import Source, read_labels
 from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
-from infer_server.repository.kinds.local import Find
+from infer_server.repository.kinds.local import Control, Find
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
 
@@ -36,6 +36,7 @@ class Loader:
     """Loads models; load() blocks, and is called on a worker thread."""
     loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
     find: Find                                  # the models that ensembles and Python models call, on that loop
+    control: Callable[[], Control]              # how Python models load others, likewise
     compiler: Compiler                          # for what is no plan yet, or none for this machine
     cache: ResponseCache                        # of models that ask for one
     threads: int = 1                            # a model's own `threads` parameter goes before it
@@ -62,7 +63,7 @@ class Loader:
             raise RepositoryError(f"{source.file}: no such file")
         if source.config.kind is Kind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: PythonModel(
-                source, self.loop, self.find, self.limiter, self.custom_metrics)))
+                source, self.loop, self.find, self.limiter, self.custom_metrics, self.control)))
         return self._cached(source, self._guarded(source, lambda: self._engine_model(source, gpus, used)))
 
     def _cached(self, source: Source, model: QueuedModel) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +40,8 @@ class Model(ABC):
     memory_bytes: int = 0               # about what it holds; 0 where that is not known
     device_bytes: Mapping[int | None, int] = MappingProxyType({})   # the same by GPU; None: in the host's memory
     gpus: Sequence[Gpu] = ()            # that instances of it execute on
+    reached: Set[int] = frozenset()     # of them, by number, those whose instances take tensors in a client's memory on
+                                        # that GPU where they lie
     load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 
@@ -98,8 +100,8 @@ class QueuedModel(Model):
         self._cache_key = f"{name}/{version} {next(_LOADS)} ".encode()
 
     def use_cache(self, cache: ResponseCache) -> None:
-        """Keeps its responses there. Before the first request."""
-        self._cache = cache
+        """Keeps its responses there, by the contents of requests. Before the first request."""
+        self._cache, self.reached = cache, frozenset()
 
     @property
     def pending(self) -> int:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -24,6 +24,7 @@ from infer_server.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from infer_server.protocol.parameters import digits
 from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
@@ -98,9 +99,10 @@ class Repository:
                 raise UnavailableError(f"model '{name}' is not ready: {self._reasons[name]}")
             raise UnknownModelError(f"Request for unknown model: '{name}' is not found")
         if version:
-            if not version.isdecimal():
+            number = digits(version)
+            if number is None:
                 raise InvalidRequestError(f"model version must be a number, got '{version}'")
-            status = statuses.get(int(version))
+            status = statuses.get(number)
             if status is None:
                 known = ", ".join(map(str, sorted(statuses)))
                 raise UnknownModelError(
@@ -163,24 +165,27 @@ class Repository:
                 raise result
 
     async def load(self, name: str, message: model_config.ModelConfig | None = None,
-                   files: Mapping[str, bytes] | None = None) -> None:
+                   files: Mapping[str, bytes] | None = None, at_once: bool = False) -> None:
         """Loads or reloads a model; versions that are ready go on serving until their successors are.
 
-        `message` overrides its config.pbtxt, `files` all of its folder. Raises UnknownModelError; InvalidRequestError
-        for such files; RepositoryError, after all versions were tried.
+        `message` overrides its config.pbtxt, `files` all of its folder. at_once: however many are being loaded, for one
+        of those may wait for this. Raises UnknownModelError; InvalidRequestError for such files; RepositoryError, after
+        all versions were tried.
         """
+        turn = nullcontext() if at_once else self._loads
         if not files:
-            await self._load_from(name, lambda: self._read(name, message))
+            await self._load_from(name, lambda: self._read(name, message), turn)
             return
         with ExitStack() as until_loaded:
             folder = await in_daemon_thread(lambda: until_loaded.enter_context(written(name, files)))
-            await self._load_from(name, lambda: read_written(folder, name, message))
+            await self._load_from(name, lambda: read_written(folder, name, message), turn)
 
-    async def _load_from(self, name: str, read: Callable[[], Sequence[Source]]) -> None:
+    async def _load_from(self, name: str, read: Callable[[], Sequence[Source]],
+                         turn: AbstractAsyncContextManager[None]) -> None:
         async with self._alone(name):
             try:
                 for needed in await in_daemon_thread(lambda: self._steps_of(name, read, ())):
-                    await self._load_needed(needed)
+                    await self._load_needed(needed, turn is not self._loads)
                 sources = await in_daemon_thread(lambda: _told(read))
                 self.unfetched.discard(name)
             except RepositoryError as error:
@@ -197,7 +202,7 @@ class Repository:
             failures = []
             for source in sources:
                 try:
-                    await self._load_version(source)
+                    await self._load_version(source, turn)
                 except RepositoryError as error:
                     failures.append(f"version {source.version}: {error}")
             if len(failures) < len(sources):        # else what was there before is all there is
@@ -227,14 +232,14 @@ class Repository:
             needed += [*self._steps_of(step.model, partial(self._read, step.model), (*above, name)), step.model]
         return list(dict.fromkeys(needed))
 
-    async def _load_needed(self, name: str) -> None:
+    async def _load_needed(self, name: str, at_once: bool) -> None:
         """Loads what an ensemble calls, unless it is there or on its way; it says itself what is wrong with it."""
         if task := self._starting.get(name):
             await asyncio.wait([task])
         if self.versions(name):
             return
         try:
-            await self.load(name)
+            await self.load(name, at_once=at_once)
         except ServeError as error:
             log.debug("a step's model '%s' is not ready: %s", name, error)
 
@@ -280,11 +285,11 @@ class Repository:
                 del self._users[name], self._locks[name]
             self._changed()
 
-    async def _load_version(self, source: Source) -> None:
+    async def _load_version(self, source: Source, turn: AbstractAsyncContextManager[None]) -> None:
         statuses = self._versions[source.name]
         before = statuses[source.version]
         try:
-            async with self._loads:
+            async with turn:
                 began = time.monotonic()
                 model = await in_daemon_thread(lambda: _told(lambda: self._load(source)))
                 model.load_secs = time.monotonic() - began

@@ -27,12 +27,34 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[triton.Inferenc
     write_model(folder, "whole", config="max_batch_size: 0")
     write_model(folder, "whole_dependent", config="max_batch_size: 0", dependence="it normalises over the items")
     write_model(folder, "split", config='parameters { key: "split_requests" value { string_value: "true" } }')
+    write_model(folder, "optional", kind="two", metadata={"defaults": {"x2": [[1, 2, 3, 4]]}})
+    write_model(folder, "valueless", kind="two", config="""
+        input { name: "x2" data_type: TYPE_FP32 dims: 4 optional: true }""")
     write_model(folder, "reshaped", config="""
         max_batch_size: 8
         input { name: "x" data_type: TYPE_FP32 dims: [2, 2] reshape { shape: 4 } }
         output { name: "y" data_type: TYPE_FP32 dims: [1, 4] reshape { shape: 4 } }""")
     with serving(folder) as running, triton.InferenceServerClient(running.address) as connected:
         yield connected
+
+
+def test_an_optional_input_that_a_request_leaves_out_has_the_models_value(
+        client: triton.InferenceServerClient) -> None:
+    def ask_for_sum(*names: str) -> list[list[float]]:
+        tensors = []
+        for name in names:
+            tensors.append(triton.InferInput(name, [2, 4], "FP32"))
+            tensors[-1].set_data_from_numpy(np.full((2, 4), 10, np.float32))
+        total: list[list[float]] = client.infer("optional", tensors).as_numpy("sum").tolist()
+        return total
+
+    assert [tensor.optional for tensor in client.get_model_config("optional").config.input] == [False, True]
+    assert ask_for_sum("x") == [[11, 12, 13, 14]] * 2
+    assert ask_for_sum("x", "x2") == [[20] * 4] * 2
+    with pytest.raises(InferenceServerException, match="input 'x' is missing"):
+        ask_for_sum("x2")
+    with pytest.raises(InferenceServerException, match="'x2': optional, but the plan has no value for it"):
+        client.infer("valueless", [])
 
 
 def ask(client: triton.InferenceServerClient, model: str, x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -35,6 +35,8 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
+_MOST_CHARACTERS = 500          # of a status: with each byte of UTF-8 escaped 6000 bytes at most, of 8 KiB
+
 
 def status_of(error: ServeError) -> grpc.StatusCode:
     """The status of the nearest class in the tree of errors that has one."""
@@ -56,7 +58,12 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
     if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
         log.warning("%s: %s", peer, error)
-    return status_of(error), str(error)
+    return status_of(error), _clipped(str(error))
+
+
+def _clipped(text: str) -> str:
+    """What fits into the metadata that clients take by default; a name that they sent may be longer."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> Handler[T]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
+from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, wanted
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
@@ -103,19 +102,19 @@ class GrpcCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
+    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
         if not self._message.form.inputs_have_parameters:
             return decode_inputs(self._message, tensors)
         found = places(map(_asked, self._message.header.inputs), self._front.regions)
         return decode_inputs(self._message, tensors, read(
-            found, tensors, functools.partial(self._front.inflight.hold, self._held)))
+            found, tensors, functools.partial(self._front.inflight.hold, self._held), gpus))
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
             return functools.partial(_encoded, served, self.id)
         outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
-        self.lengthy = any(output.place for output in outputs)
+        self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
         return functools.partial(_encoded_as_wanted, served, outputs, self.id)
 
 

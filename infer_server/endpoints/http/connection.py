@@ -19,7 +19,7 @@ from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.errors import MemoryLimitError, ServeError
+from infer_server.errors import CancelledError, MemoryLimitError, ServeError
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,10 @@ class HttpConnection(asyncio.Protocol):
         self._keep_alive = True
         self._chunked = False                                   # pieces of a body say how long they are
         self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
+        self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
+        self._awaits_go_on = False                              # the client waits for its turn to send a body
         self._refused = False                                   # what comes is no longer looked at
+        self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
 
     # ---- the transport
@@ -156,10 +159,12 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- reading.Receiver
     def go_on(self) -> None:
-        if self._transport:
+        self._awaits_go_on = self.exchange is not None or bool(self._waiting)
+        if self._transport and not self._awaits_go_on:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
+        self._awaits_go_on = False
         if self.exchange is None and not self._waiting:
             self._take(request, held, keep_alive)
             return
@@ -173,8 +178,24 @@ class HttpConnection(asyncio.Protocol):
         self.exchange = exchange = Exchange(self, request, held)
         try:
             if coding := request.headers.get("content-encoding", ""):
-                exchange.request = decompressed(request, coding, self._limits.message_bytes)
-            self._handle(exchange)
+                task = asyncio.ensure_future(self._decompress(exchange, coding))
+                self._decompressing.add(task)
+                task.add_done_callback(self._decompressing.discard)
+            else:
+                self._handle(exchange)
+        except Exception as error:
+            exchange.fail(error)
+
+    async def _decompress(self, exchange: Exchange, coding: str) -> None:
+        def hold(count: int) -> None:
+            if exchange.gone:
+                raise CancelledError("its client has gone")
+            self._limits.inflight.hold(exchange.held, count)
+
+        try:
+            exchange.request = await decompressed(exchange.request, coding, self._limits.message_bytes, hold)
+            if not exchange.gone:
+                self._handle(exchange)
         except Exception as error:
             exchange.fail(error)
 
@@ -246,6 +267,10 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._waiting:
             self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
+        elif self._refusal:
+            self._say_last(self._refusal)
+        elif self._awaits_go_on:
+            self.go_on()
 
     def _next(self) -> None:
         if self._transport and self.exchange is None and self._waiting:
@@ -254,13 +279,18 @@ class HttpConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def _refuse(self, response: HttpResponse) -> None:
-        """Answers what is no request, or too large a one, and closes: where the next one begins is not known.
-
-        What the client goes on to send is read for a while: closing before it would reset the connection, and the
-        answer with it.
-        """
+        """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
+        is not known."""
         self._reader.drop()
         self._refused = True
+        if self.exchange or self._waiting:
+            self._refusal = response
+        else:
+            self._say_last(response)
+
+    def _say_last(self, response: HttpResponse) -> None:
+        """What the client goes on to send is read for a while: closing before it would reset the connection, and the
+        answer with it."""
         if self._transport and not self._transport.is_closing():
             self._transport.write(b"".join((response.head(keep_alive=False), *response.body)))
             if self._transport.can_write_eof():         # not where it is encrypted
@@ -279,6 +309,8 @@ class HttpConnection(asyncio.Protocol):
     def _look(self) -> None:
         self._timer = None
         left = self._closes_at - self._loop.time()
+        if left <= 0 and (self.exchange is not None or self._waiting):
+            left = _LOOKING_SECS            # who has an answer to come waits for us
         if left <= 0 and self._transport:
             self._transport.close()
         elif left < math.inf:

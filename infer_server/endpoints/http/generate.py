@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from numpy.typing import NDArray
@@ -83,7 +83,7 @@ class GenerateCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor]) -> Mapping[str, NDArray[Any]]:
+    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: from_json(tensor, self._values[tensor.name]) for tensor in tensors}
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,11 @@ from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
-from infer_server.endpoints.tensors import Asked, Output, places, read, wanted
+from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, wanted
 from infer_server.errors import InvalidRequestError, ServeError
+from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.codec import (
+    MAX_RANK,
     InputTensor,
     declared_inputs,
     encode_raw,
@@ -33,7 +35,7 @@ from infer_server.protocol.codec import (
     object_array,
     shaped,
 )
-from infer_server.protocol.parameters import Parameters
+from infer_server.protocol.parameters import Parameters, digits
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.serving import Call, Served
 
@@ -155,13 +157,14 @@ class HttpCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor]) -> dict[str, NDArray[Any]]:
-        arrays, at = {}, 0
+    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
+        arrays: dict[str, Any] = {}
+        at = 0
         found = self._said.places(self._front.regions)
-        placed = read(found, tensors, lambda count: self._front.inflight.hold(self._held, count)) if found else {}
+        placed = read(found, tensors, lambda count: self._front.inflight.hold(self._held, count), gpus) if found else {}
         for i, (tensor, given, size) in enumerate(zip(tensors, self._said.inputs, self._said.sizes, strict=True)):
             if i in placed:
-                arrays[tensor.name] = from_raw(tensor, placed[i])
+                arrays[tensor.name] = there if isinstance(there := placed[i], GpuTensor) else from_raw(tensor, there)
                 continue
             if size is None:
                 arrays[tensor.name] = from_json(tensor, given.data)
@@ -179,7 +182,7 @@ class HttpCall(Call):
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         encode = self._said.encoder_of(served, self._front.regions)
-        self.lengthy = bool(self._coding) or encode.has_places
+        self.lengthy, self.rooms = bool(self._coding) or encode.has_places, encode.rooms
         return functools.partial(_compressed, encode, self._coding) if self._coding else encode
 
 
@@ -200,6 +203,10 @@ class Encoder:
     def has_places(self) -> bool:
         """Whether outputs go into shared memory."""
         return any(output.place for output in self.outputs)
+
+    @functools.cached_property
+    def rooms(self) -> Mapping[str, GpuRoom]:
+        return rooms(self.outputs) if self.has_places else {}
 
     @functools.cached_property
     def _plain(self) -> frozenset[str]:
@@ -272,7 +279,7 @@ def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
     if not isinstance(data, list):
         raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
     values = flat(data)
-    count = int(np.prod(tensor.shape, dtype=np.int64)) if tensor.shape else 1
+    count = math.prod(tensor.shape)
     if len(values) != count:
         raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
@@ -297,10 +304,12 @@ def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
 
 
 def flat(data: list[Any]) -> list[Any]:
-    """A nested list as one; no recursion, however deep."""
-    while any(isinstance(value, list) for value in data):
+    """A nested list as one. Raises InvalidRequestError: it is nested deeper than any tensor."""
+    for _ in range(MAX_RANK):
+        if not any(isinstance(value, list) for value in data):
+            return data
         data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
-    return data
+    raise InvalidRequestError(f"'data': lists within lists, more than {MAX_RANK} deep")
 
 
 # ---- the message
@@ -309,10 +318,10 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
     length = request.headers.get(_JSON_BYTES)
     if length is None:
         return Form(_object(parsed(request.body), "the request")), memoryview(b"")
-    if not length.isdecimal() or int(length) > len(request.body):
+    size = digits(length)
+    if size is None or size > len(request.body):
         raise InvalidRequestError(f"Inference-Header-Content-Length '{length}' is not within the body of "
                                   f"{len(request.body)} bytes")
-    size = int(length)
     head = request.body[:size]
     return (_kept_form(head) if size <= KEPT_BYTES else Form(_object(parsed(head), "the request")),
             memoryview(request.body)[size:])

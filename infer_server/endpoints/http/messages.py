@@ -80,9 +80,13 @@ class HttpResponse(NamedTuple):
 
 
 def parsed(text: bytes) -> Any:
-    """JSON. Raises InvalidRequestError."""
+    """JSON. Raises InvalidRequestError: it is none, or has text in it that no UTF-8 is, halves of characters."""
     try:
-        return json.loads(text)
+        decoded = str(text, "utf-8")
+        value = json.loads(decoded)
+        if "\\ud" in decoded or "\\uD" in decoded:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise errors.InvalidRequestError(f"failed to parse the request JSON: {error}") from error
 

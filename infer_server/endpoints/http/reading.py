@@ -4,6 +4,7 @@ What their headers and bodies may have is bounded while they come, not when they
 """
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -15,8 +16,10 @@ import httptools
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
+from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
+_ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
 HEADER_SECS = 10.0              # for a client to say what it wants, once it has begun to
 IDLE_SECS = 120.0               # for it to begin on a connection that stays open, and between the pieces of a body
 
@@ -74,19 +77,25 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
-        incoming = self._incoming
-        try:
-            self._parser.feed_data(data)
+        while data:
+            incoming = self._incoming
+            rest = self._parse(data)
             if self._incoming is incoming and incoming.held is None:
                 incoming.unfinished_bytes += len(data)      # the parser tells of a header once all of it is there
                 if incoming.unfinished_bytes > MOST_HEADER_BYTES:
                     raise _too_long_a_head()
-            if secs := self._incoming.awaited_secs:
-                self._incoming.awaited_secs = 0.0
-                self._receiver.watch(secs)
-        except httptools.HttpParserUpgrade:
-            raise RefusedError(error_response(
-                HTTPStatus.NOT_IMPLEMENTED, "no other protocol than HTTP/1.1 is served here")) from None
+            data = rest
+        if secs := self._incoming.awaited_secs:
+            self._incoming.awaited_secs = 0.0
+            self._receiver.watch(secs)
+
+    def _parse(self, data: bytes) -> bytes:
+        """What is left to be parsed: the parser stops behind a request for another protocol."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            offset: int = upgrade.args[0]
+            return data[offset:]
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             if not isinstance(cause, RefusedError):
@@ -94,6 +103,7 @@ class RequestReader:
             raise cause from None
         except httptools.HttpParserError as error:
             raise RefusedError(error_response(HTTPStatus.BAD_REQUEST, f"not an HTTP request: {error}")) from error
+        return b""
 
     def drop(self) -> None:
         """Forgets the request that is being received."""
@@ -114,15 +124,23 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         incoming = self._incoming
-        incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        key, said = name.decode("latin-1").lower(), value.decode("latin-1")
+        if key == "transfer-encoding" and key in incoming.headers:
+            said = f"{incoming.headers[key]}, {said}"           # lines of one name are one list
+        incoming.headers[key] = said
         incoming.head_bytes += len(name) + len(value)
         if incoming.head_bytes > MOST_HEADER_BYTES:
             raise _too_long_a_head()
 
     def on_headers_complete(self) -> None:
         headers = self._incoming.headers
-        length = headers.get("content-length", "0")
-        self._expect(int(length) if length.isdecimal() else 0)
+        coding, length = headers.get("transfer-encoding", ""), headers.get("content-length", "0")
+        if coding.strip().lower() not in ("", "chunked"):
+            raise _not_served(f"Transfer-Encoding '{coding}' is not served; send chunked, or none")
+        # Other protocols are not taken up, and HTTP/1.1 goes on, but the parser takes a body for the other protocol's.
+        if self._parser.should_upgrade() and (coding or length.strip("0") or self._parser.get_method() == b"CONNECT"):
+            raise _not_served("no other protocol than HTTP/1.1 is served here; send it without Upgrade")
+        self._expect(digits(length) or 0)
         self._incoming.awaited_secs = IDLE_SECS
         if headers.get("expect", "").lower() == "100-continue":
             self._receiver.go_on()
@@ -140,7 +158,7 @@ class RequestReader:
         held = incoming.held
         assert held is not None
         self._receiver.watch(None)
-        path = incoming.url.partition(b"?")[0].decode("latin-1")
+        path = _ORIGIN.sub(b"", incoming.url).partition(b"?")[0].decode("latin-1")
         body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
         self._receiver.received(
             HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
@@ -161,6 +179,10 @@ class RequestReader:
         except MemoryLimitError as error:
             raise RefusedError(response_of(error)) from error
         incoming.expected_bytes = count
+
+
+def _not_served(why: str) -> RefusedError:
+    return RefusedError(error_response(HTTPStatus.NOT_IMPLEMENTED, why))
 
 
 def _too_long_a_head() -> RefusedError:

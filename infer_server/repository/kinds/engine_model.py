@@ -5,10 +5,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from infer_server.backend import Engine, Gpu, Shapes, is_open, warm_up
+import numpy as np
+
+from infer_server.backend import Engine, Gpu, PlacesTensors, Shapes, is_open, warm_up
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
+from infer_server.batching.request import Arrays
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, Signature
@@ -51,7 +54,8 @@ class EngineModel(QueuedModel):
         config = from_message(message, source.folder)
         opened = is_open(engine)
         checked = opened and not config.sequences       # else the shapes of states are missing
-        signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None)
+        signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None,
+                                   defaults_of(config, engine))
         super().__init__(source.name, source.version, message, config, signature, loop)
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
@@ -71,12 +75,21 @@ class EngineModel(QueuedModel):
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
+        if not (config.ragged or config.sequences):     # which are put together on the host
+            self.reached = {device for context, device in zip(contexts, config.devices, strict=True)
+                            if device is not None and isinstance(context, PlacesTensors) and context.binds_arrays}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {
             device: plan_bytes + config.devices.count(device) * each.threads * each.arena_bytes
             for device, (each, plan_bytes) in engines.loaded.items()}
         self.memory_bytes = sum(self.device_bytes.values())
         self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
+
+
+def defaults_of(config: ModelConfig, engine: Engine) -> Arrays:
+    """The values of optional inputs, as the model has them."""
+    values = engine.metadata.get("defaults", {})
+    return {spec.name: np.array(values[spec.name], spec.datatype.array) for spec in config.inputs if spec.is_optional}
 
 
 def items_of(config: ModelConfig, engine: Engine) -> Items:

@@ -2,18 +2,24 @@
 
 A decoupled step has any number of responses. For each of them a flow of its own goes through the steps behind it, and
 ends in a response of the ensemble; those are sent in the order of the step's.
+
+What a step leaves out is left out of the inputs of those behind it, and of the response. The parameters of its response
+are the ensemble's, and where they say another place in a sequence (sequence_id, sequence_start, sequence_end), that is
+the place of the steps that read its tensors.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.request import NO_MORE, Arrays, Request, StreamReply
+from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, parameters_of
+from infer_server.config.sequences import sequence_of
 from infer_server.config.steps import Step
 from infer_server.errors import ExecutionError, NotServedError, ServeError
+from infer_server.protocol.parameters import Parameters
 from infer_server.repository.kinds.local import Find, request_of
 from infer_server.repository.model import Model
 
@@ -24,7 +30,8 @@ class Run:
     def __init__(self, request: Request, absent: set[str], find: Find,
                  finish: Callable[[Request, Any], None]) -> None:
         """absent: the inputs that the client left out. finish: takes the response, an error, or NO_MORE."""
-        self.request, self.absent, self.find = request, absent, find
+        self.request, self.find = request, find
+        self._absent = absent
         self.ended = False
         self._finish = finish
         self._flows: dict[_Flow, None] = {}             # in the order of their responses
@@ -32,9 +39,11 @@ class Run:
         self._streams = False                           # there was one
 
     def begin(self, tensors: dict[str, NDArray[Any]], waiting: dict[int, Step]) -> None:
-        """Begins a flow: of the inputs through all steps; or of a decoupled step's response through those behind it."""
+        """Begins with the inputs, and all steps."""
+        self.add(_Flow(self, _Tensors(tensors, set(self._absent)), waiting))
+
+    def add(self, flow: _Flow) -> None:
         if not self.ended:
-            flow = _Flow(self, tensors, waiting)
             self._flows[flow] = None
             flow.advance()
 
@@ -60,7 +69,7 @@ class Run:
         while not self.ended and self._flows and (first := next(iter(self._flows))).is_complete:
             del self._flows[first]
             try:
-                result = self.request.encode(first.tensors)
+                result = self.request.encode(first.outputs(self.request.outputs))
             except Exception as error:          # of whatever protocol it came by
                 self._end(error)
                 return
@@ -81,20 +90,67 @@ class Run:
             self._finish(self.request, result)
 
 
-class _Flow:
-    """Tensors by name, and the steps that wait for them."""
+class _Tensors:
+    """Those that are there, by the ensemble's names, and what the responses with them said."""
 
-    def __init__(self, run: Run, tensors: dict[str, NDArray[Any]], waiting: dict[int, Step]) -> None:
-        self.tensors = tensors
+    def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str]) -> None:
+        """absent: those that there will not be."""
+        self.arrays, self._absent = arrays, absent
+        self._makers: dict[str, int] = {}               # the step that made each
+        self._said: dict[int, Parameters] = {}          # by the steps
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all are there that will be."""
+        return self.arrays.keys() | self._absent >= set(names)
+
+    def add(self, number: int, step: Step, outputs: Arrays) -> None:
+        """A step's response."""
+        for name, tensor in step.outputs.items():
+            if name in outputs:
+                self.arrays[tensor], self._makers[tensor] = outputs[name], number
+            else:
+                self._absent.add(tensor)
+        if parameters := parameters_of(outputs):
+            self._said[number] = parameters
+
+    def added(self, number: int, step: Step, outputs: Arrays) -> _Tensors:
+        """Others, with those of a response."""
+        others = _Tensors(dict(self.arrays), set(self._absent))
+        others._makers, others._said = dict(self._makers), dict(self._said)
+        others.add(number, step, outputs)
+        return others
+
+    def said_with(self, names: Iterable[str]) -> Parameters:
+        """The parameters that came with these; of steps that differ, the last one's."""
+        makers = {self._makers[name] for name in names if name in self._makers}
+        return _merged({number: said for number, said in self._said.items() if number in makers})
+
+    def outputs(self, asked: Iterable[str]) -> Arrays:
+        """The ensemble's."""
+        left_out = not self._absent.isdisjoint(asked)
+        return Outputs(self.arrays, _merged(self._said)) if self._said or left_out else self.arrays
+
+
+def _merged(said: Mapping[int, Parameters]) -> Parameters:
+    return {name: value for number in sorted(said) for name, value in said[number].items()}
+
+
+class _Flow:
+    """Tensors, and the steps that wait for them."""
+
+    def __init__(self, run: Run, tensors: _Tensors, waiting: dict[int, Step]) -> None:
         self.is_complete = False
-        self._run, self._waiting = run, waiting
+        self._run, self._tensors, self._waiting = run, tensors, waiting
         self._asked: dict[int, tuple[Model, Request]] = {}
+
+    def outputs(self, asked: Iterable[str]) -> Arrays:
+        return self._tensors.outputs(asked)
 
     def advance(self) -> None:
         """Begins the steps whose inputs are there; a decoupled one when nothing else is on its way."""
         decoupled = None
         for number, step in list(self._waiting.items()):
-            if self._run.ended or not self.tensors.keys() >= set(step.inputs.values()) - self._run.absent:
+            if self._run.ended or not self._tensors.has(step.inputs.values()):
                 continue
             try:
                 model = self._run.find(step.model, step.version)
@@ -116,14 +172,14 @@ class _Flow:
             self.is_complete = True
             self._run.advance()
 
-    def answered(self, number: int, tensors: Arrays) -> None:
+    def answered(self, number: int, step: Step, outputs: Arrays) -> None:
         del self._asked[number]
-        self.tensors.update(tensors)
+        self._tensors.add(number, step, outputs)
         self.advance()
 
-    def part(self, tensors: Arrays) -> None:
-        """Of a response of the decoupled step."""
-        self._run.begin({**self.tensors, **tensors}, dict(self._waiting))
+    def part(self, number: int, step: Step, outputs: Arrays) -> None:
+        """Of a response of the decoupled step: a flow of its own, through the steps behind it."""
+        self._run.add(_Flow(self._run, self._tensors.added(number, step, outputs), dict(self._waiting)))
 
     def end(self) -> None:
         self._asked.clear()
@@ -145,10 +201,12 @@ class _Flow:
     def _begin(self, number: int, step: Step, model: Model) -> None:
         del self._waiting[number]
         asked = self._run.request
-        inputs = {name: self.tensors[tensor] for name, tensor in step.inputs.items() if tensor in self.tensors}
+        arrays = self._tensors.arrays
+        inputs = {name: arrays[tensor] for name, tensor in step.inputs.items() if tensor in arrays}
+        sequence = sequence_of(self._tensors.said_with(step.inputs.values()), asked.sequence)
         request = request_of(
             model, inputs, list(step.outputs), _kept, _StepReply(self, number, step), deadline_ns=asked.deadline_ns,
-            timeout_us=asked.timeout_us, priority=asked.priority, sequence=asked.sequence, request_id=asked.id,
+            timeout_us=asked.timeout_us, priority=asked.priority, sequence=sequence, request_id=asked.id,
             parameters=asked.parameters)
         self._asked[number] = (model, request)
         model.submit(request)
@@ -165,31 +223,18 @@ class _StepReply:
         return self._flow.gone
 
     def send(self, response: Arrays) -> None:
-        try:
-            self._flow.answered(self._number, _named(self._step, response))
-        except ExecutionError as error:
-            self.fail(error)
+        self._flow.answered(self._number, self._step, response)
 
     def fail(self, error: Exception) -> None:
         self._flow.fail(self._number, self._step, error)
 
     def part(self, response: Arrays) -> None:
-        try:
-            self._flow.part(_named(self._step, response))
-        except ExecutionError as error:
-            self.fail(error)
+        self._flow.part(self._number, self._step, response)
 
     def end(self) -> None:
         self._flow.end()
 
 
-def _named(step: Step, outputs: Arrays) -> dict[str, NDArray[Any]]:
-    """A step's outputs by the names of the ensemble. Raises ExecutionError: one is missing."""
-    if missing := sorted(step.outputs.keys() - outputs.keys()):
-        raise ExecutionError(f"it gave no output '{missing[0]}'")
-    return {tensor: outputs[name] for name, tensor in step.outputs.items()}
-
-
 def _kept(computed: Arrays) -> Arrays:
     """The outputs of a step: an engine's are valid only until it executes again."""
-    return {name: np.array(array) for name, array in computed.items()}
+    return Outputs({name: np.array(array) for name, array in computed.items()}, parameters_of(computed))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from engines.errors import CalibrationError, ConfigError
 from engines.preprocess import Preprocess, load_preprocess, opened
 from infer_server.backend import Engine, Shapes
-from infer_server.batching.request import Request
+from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Fit, Items, Signature
@@ -110,8 +110,8 @@ class ImageSignature(Signature):
     """Counts files as the tensor that they become."""
 
     def __init__(self, image: ImageInput, config: ModelConfig, items: Items,
-                 check: Callable[[Shapes], None] | None = None) -> None:
-        super().__init__(config, items, check)
+                 check: Callable[[Shapes], None] | None, defaults: Arrays) -> None:
+        super().__init__(config, items, check, defaults)
         self._image = image
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:

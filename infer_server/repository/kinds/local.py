@@ -3,16 +3,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, InSequence, Reply, Request
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor
+from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 
 Find = Callable[[str, str], Model]      # a ready model, by name and version. Raises ServeErrors
+
+
+class Control(Protocol):
+    """Loads and unloads models as clients ask for it, with the parameters that they give; on the event loop. Raises
+    ServeErrors.
+
+    loads       of Python models that are loading others: which
+    """
+    loads: dict[str, set[str]]
+
+    async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
+        """at_once: it does not wait for other loads to end, one of which may wait for it."""
+
+    async def unload(self, name: str, parameters: Parameters) -> None: ...
 
 
 def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str],
@@ -25,7 +40,7 @@ def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequen
                                for name, array in arrays.items()])
     chosen = model.signature.choose_outputs(outputs)
     return Request(
-        inputs=model.signature.to_model(arrays), items=fit.items, shape_key=fit.shape_key,
+        inputs=model.signature.to_model(arrays, fit.items), items=fit.items, shape_key=fit.shape_key,
         encode=model.signature.to_client(encode), reply=reply, timeout_us=timeout_us, priority=priority,
         sequence=sequence, id=request_id, parameters=parameters or {}, outputs=tuple(spec.name for spec in chosen),
         received_ns=time.monotonic_ns(), deadline_ns=deadline_ns)

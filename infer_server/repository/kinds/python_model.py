@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,14 @@ from infer_server.errors import (
     ServeError,
 )
 from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess, refusal
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
-from infer_server.repository.kinds.local import Find, request_of
+from infer_server.repository.kinds.local import Control, Find, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
 from infer_server.workers import post
@@ -36,6 +38,7 @@ from protos import model_config
 
 _START_SECS = 600.0
 _EXECUTE_SECS = 300.0
+_UNLOADING_SECS = 1.0        # that a model which unloads another waits for its end
 
 
 class PythonModel(QueuedModel):
@@ -43,8 +46,10 @@ class PythonModel(QueuedModel):
     platform = "python"
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
-                 limiter: RateLimiter | None, metrics: CustomMetrics) -> None:
-        self._find, self._metrics, self._owner = find, metrics, Owner()
+                 limiter: RateLimiter | None, metrics: CustomMetrics,
+                 control: Callable[[], Control]) -> None:
+        self._find, self._metrics, self._owner, self._control = find, metrics, Owner(), control
+        self._unloading: set[asyncio.Future[None]] = set()
         process, message = self._first(source, loop)
         config = from_message(message, source.folder)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
@@ -117,8 +122,9 @@ class PythonModel(QueuedModel):
         return process, message
 
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
+        change = partial(self._change, loop, launch.arguments["model_name"])
         asked: Asked = {"infer": partial(_Asked, self._find, loop), "metric": self._of_metric,
-                        "ready": partial(_answer_ready, self._find, loop)}
+                        "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
         process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
                                partial(post, loop))
         if initialize:
@@ -139,6 +145,54 @@ class PythonModel(QueuedModel):
             metrics.change(name, labels, what, head["value"])
             return
         answer({"final": True, "value": metrics.value(name, labels)}, {})
+
+    def _change(self, loop: asyncio.AbstractEventLoop, asking: str, message: Message, answer: Answer) -> None:
+        """Loads or unloads a model that this one, `asking`, asks for."""
+        head, name = message.head, message.head["model"]
+        if name == asking:
+            raise InvalidRequestError(f"model '{name}' cannot {head['kind']} itself: that waits until it has executed")
+        if head["kind"] == "unload":
+            change = self._unload(name, {"unload_dependents": head["unload_dependents"]})
+        else:
+            given = {"config": head["config"]} if head["config"] != "" else {}
+            files = {path: content.tobytes() for path, content in message.tensors[0].items()}
+            change = self._load(asking, name, {**given, **files})
+
+        async def changed() -> None:
+            try:
+                await change
+            except Exception as error:
+                answer(refusal(error), {})
+            else:
+                answer({"final": True, "value": None}, {})
+
+        asyncio.run_coroutine_threadsafe(changed(), loop)
+
+    async def _unload(self, name: str, parameters: Parameters) -> None:
+        """As in Triton it need not have come to its end: what the model still answers may wait for who asks."""
+        unloading = asyncio.ensure_future(self._control().unload(name, parameters))
+        self._unloading.add(unloading)
+        unloading.add_done_callback(self._unloading.discard)
+        done, _ = await asyncio.wait({unloading}, timeout=_UNLOADING_SECS)
+        for one in done:
+            one.result()
+
+    async def _load(self, asking: str, name: str, parameters: Parameters) -> None:
+        """Raises InvalidRequestError: the model waits for `asking` to be loaded itself."""
+        loads = self._control().loads
+        seen, waiting = set[str](), [name]
+        while waiting:
+            one = waiting.pop()
+            if one == asking:
+                raise InvalidRequestError(f"model '{asking}' cannot load '{name}', which is loading it: each would "
+                                          "wait for the other")
+            waiting += loads.get(one, set()) - seen
+            seen.add(one)
+        loads.setdefault(asking, set()).add(name)
+        try:
+            await self._control().load(name, parameters, at_once=True)
+        finally:
+            loads[asking].discard(name)
 
 
 def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:

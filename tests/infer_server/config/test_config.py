@@ -68,6 +68,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
      "no level 3 of the 2"),
     ("instance_group { passive: true }", "remove its group"),
+    ("instance_group { count: 1000 } instance_group { count: 25 }", "1025 instances are more than the 1024"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
@@ -246,3 +247,6 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
         'max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }')
     command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
     assert command[command.index("--threads"):] == ["--threads", "2", "--ragged", "x"], "no extent is the batch"
+    (folder / "config.pbtxt").write_text('input { name: "x" data_type: TYPE_FP32 optional: true }')
+    command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
+    assert command[command.index("--threads"):] == ["--threads", "2", "--optional", "x"]

@@ -1,8 +1,10 @@
 """The HTTP/REST protocol, through Triton's own client and over plain sockets."""
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import math
 import re
 import socket
 from collections.abc import Iterator
@@ -15,6 +17,11 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.endpoints.http.compression import decompressed
+from infer_server.endpoints.http.infer import from_json
+from infer_server.endpoints.http.messages import HttpRequest
+from infer_server.errors import InvalidRequestError
+from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.server import Server
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
@@ -183,6 +190,12 @@ CLOSE = "Connection: close"
     (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 503, "when it is decompressed"),
     (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
     (b"[" * 100_000, (), 400, "failed to parse"),
+    (b'{"id": "\\ud800", ' + body_of()[1:], (), 400, "failed to parse"),
+    (body_of().decode().encode("utf-16"), (), 400, "failed to parse"),
+    (b'{"id": "\\ud83d\\ude00", ' + body_of()[1:], (), 200, "\\ud83d\\ude00"),
+    (body_of(data=json.loads("[" * 40 + "1" + "]" * 40)), (), 400, "more than 32 deep"),
+    (body_of(), (f"Inference-Header-Content-Length: {'9' * 5000}",), 400, "is not within the body"),
+    (body_of(), ("Connection: upgrade", "Upgrade: h2c"), 501, "send it without Upgrade"),
 ], ids=count())
 def test_every_body_is_answered_with_a_status(server: RunningServer, body: bytes, headers: tuple[str, ...], status: int,
                                               said: str) -> None:
@@ -208,6 +221,9 @@ def test_methods_and_paths_that_are_none_are_told_apart(server: RunningServer) -
     head = status("HEAD /v2")
     assert head.startswith(b"HTTP/1.1 200") and head.endswith(b"\r\n\r\n")
     assert status("GET /v2/models/%61ffine/ready").startswith(b"HTTP/1.1 200")
+    assert status("GET http://here:80/v2/models/affine/ready").startswith(b"HTTP/1.1 200")
+    for version in ("9" * 5000, "%D9%A1"):              # the latter a digit, too
+        assert status(f"GET /v2/models/affine/versions/{version}/ready").startswith(b"HTTP/1.1 400")
 
 
 def test_requests_sent_together_are_answered_in_their_order(server: RunningServer) -> None:
@@ -219,11 +235,42 @@ def test_requests_sent_together_are_answered_in_their_order(server: RunningServe
     assert found == [2.0 * i + 1 for i in range(21)]
 
 
+def test_what_comes_behind_a_request_is_answered_behind_it_whatever_it_is(server: RunningServer) -> None:
+    first, body = post("/v2/models/affine/infer", body_of()), body_of()
+    refused = ask(server, first + first + b"no request\r\n\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+)", refused) == [b"200", b"200", b"400"]
+    upgrade = b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    assert re.findall(rb"HTTP/1.1 (\d+)", ask(server, first + upgrade * 2 + b"no request\r\n\r\n")) == [
+        b"200", b"200", b"200", b"400"]
+    expects = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\nExpect: 100-continue\r\n".encode()
+    answers = ask(server, first + expects + f"Content-Length: {len(body)}\r\n\r\n".encode(), body)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) in ([b"200", b"100", b"200"], [b"200", b"200"])
+
+
+def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
+    request = HttpRequest("POST", "/", body=gzip.compress(bytes(9 << 20)))
+    counted: list[int] = []
+    assert asyncio.run(decompressed(request, "gzip", 9 << 20, counted.append)).body == bytes(9 << 20)
+    assert len(counted) == 3 and sum(counted) == 9 << 20
+    with pytest.raises(InvalidRequestError, match="no whole gzip"):
+        asyncio.run(decompressed(request._replace(body=request.body[:-1]), "gzip", 9 << 20, counted.append))
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_shape_of_more_elements_than_64_bits_count_is_no_list_of_values() -> None:
+    for shape in ((2**32, 2**32), (2**70, 1)):
+        with pytest.raises(InvalidRequestError, match=f"expected {math.prod(shape)} values"):
+            from_json(InputTensor("x", DATATYPES["FP32"], shape), [])
+
+
 def test_a_body_in_pieces_and_one_that_waits_to_be_asked_for_are_taken(server: RunningServer) -> None:
     head = f"POST /v2/models/affine/infer HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n".encode()
     body = body_of()
     pieces = b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in (body[:10], body[10:], b""))
     assert b"HTTP/1.1 200" in ask(server, head + b"Transfer-Encoding: chunked\r\n\r\n", pieces)
+    for codings in (b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked"):
+        gzipped = head + b"Transfer-Encoding: " + codings + b"\r\n\r\n"
+        assert b"'gzip, chunked' is not served" in ask(server, gzipped, pieces)
     asked = ask(server, head + f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
     assert asked.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
 

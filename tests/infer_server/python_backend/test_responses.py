@@ -38,11 +38,23 @@ class TritonPythonModel:
         response = asyncio.run(request.async_exec()) if self.awaits else request.exec()
         return [pb_utils.InferenceResponse(response.output_tensors(), parameters=json.loads(response.parameters()))]
 """
+PLACE = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("at", np.array([
+            request.correlation_id(), request.flags(), len(request.inputs())], np.int32))], None, {"reason": "last"})
+                for request in requests]
+"""
 TENSORS = """ input { name: "what" data_type: TYPE_STRING dims: 1 }
 output { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
 """
 ENSEMBLE = TENSORS + """ platform: "ensemble" ensemble_scheduling { step { model_name: "replies"
 input_map { key: "what" value: "what" } output_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }"""
+CHAIN = TENSORS + """ output { name: "at" data_type: TYPE_INT32 dims: 3 } platform: "ensemble" ensemble_scheduling {
+step { model_name: "place" input_map { key: "x" value: "x" } input_map { key: "y" value: "y" }
+       output_map { key: "at" value: "at" } }
+step { model_name: "replies" input_map { key: "what" value: "what" }
+       output_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }"""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     python_model(folder, "cached", REPLIES, 'backend: "python" response_cache { enable: true }' + TENSORS)
     python_model(folder, "calls", CALLS, 'backend: "python"' + TENSORS)
     python_model(folder, "awaits", CALLS, 'backend: "python"' + TENSORS)
+    python_model(folder, "place", PLACE, """backend: "python" output { name: "at" data_type: TYPE_INT32 dims: 3 }
+        input { name: "x" data_type: TYPE_FP32 dims: 1 }
+        input { name: "y" data_type: TYPE_FP32 dims: 1 optional: true }""")
     write_model(folder, "ensemble", config=ENSEMBLE)
+    write_model(folder, "chain", config=CHAIN)
     with serving(folder) as running:
         yield running
 
@@ -82,6 +98,31 @@ def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningSe
         assert json.load(answer) == {**given, "model_name": model, "model_version": "1", "x": 1.0, "y": 1.0}
 
 
+def test_parameters_of_a_steps_response_are_the_ensembles_and_say_the_next_steps_place_in_a_sequence(
+        server: RunningServer) -> None:
+    def ask(outputs: str, **parameters: object) -> tuple[list[int], dict[str, object]]:
+        result = client.infer("chain", inputs(asked(outputs, **parameters)), sequence_id=3, sequence_start=True)
+        said = result.get_response().parameters.items()
+        return result.as_numpy("at").tolist(), {
+            name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in said}
+
+    with triton.InferenceServerClient(server.address) as client:
+        assert ask("xy", tokens=7, reason="length") == ([3, 1, 2], {"tokens": 7, "reason": "length"})
+        place = {"sequence_id": 5, "sequence_end": True}
+        assert ask("xy", **place) == ([5, 2, 2], {**place, "reason": "last"})
+        with pytest.raises(InferenceServerException, match="step 0 .*invalid value type for 'sequence_start'"):
+            ask("xy", sequence_start="yes")
+
+
+def test_what_a_step_leaves_out_is_no_input_of_the_next_and_no_output_of_the_ensemble(server: RunningServer) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        result = client.infer("chain", inputs(asked("x")))
+        assert [output.name for output in result.get_response().outputs] == ["x", "at"]
+        assert result.as_numpy("at").tolist() == [0, 0, 1]
+        with pytest.raises(InferenceServerException, match=r"step 0 \('place'\): input 'x' is missing"):
+            client.infer("chain", inputs(asked("y")))
+
+
 def test_a_response_may_have_no_output_at_all(server: RunningServer) -> None:
     with triton.InferenceServerClient(server.address) as client:
         for model in ("replies", "calls", "awaits"):
@@ -105,14 +146,12 @@ def test_what_a_cached_model_leaves_out_is_left_out_when_it_is_asked_again(serve
     assert [[output.name for output in response.outputs] for response in asked_twice] == [["y"], ["y"]]
 
 
-def test_a_model_may_leave_an_output_out_unless_a_step_of_an_ensemble_waits_for_it(server: RunningServer) -> None:
+def test_a_model_may_leave_an_output_out(server: RunningServer) -> None:
     with triton.InferenceServerClient(server.address) as client:
-        for model in ("replies", "calls"):
+        for model in ("replies", "calls", "ensemble"):
             result = client.infer(model, inputs(asked("y")))
             assert [output.name for output in result.get_response().outputs] == ["y"]
             np.testing.assert_array_equal(result.as_numpy("y"), np.ones(1, np.float32))
-        with pytest.raises(InferenceServerException, match=r"step 0 \('replies'\): it gave no output 'x'"):
-            client.infer("ensemble", inputs(asked("y")))
 
 
 def test_what_a_model_asks_of_another_is_counted_there(server: RunningServer) -> None:
