@@ -6,8 +6,9 @@
     python -m benchmarks.gpu --emulated sm_80 --models trial --batches 1,2  # without a GPU: whether all of this works
 
 What fails says so in the results, and the next part runs; results are written as they come. A kernel's fault costs its
-process the GPU: so a problem of a family runs in a process of its own, and this one starts anew after such a fault,
-behind what failed. Then, by hand: compute-sanitizer on `--steps right --match NAME`, and ncu on the slowest steps.
+process the GPU, and one that never ends its thread: so a problem of a family runs in a process of its own, and this
+one starts anew after such a fault, or when a part has taken --part-seconds, behind what failed. Then, by hand:
+compute-sanitizer on `--steps right --match NAME`, and ncu on the slowest steps.
 
 What the machine needs is this tree, the driver, Python 3.11 or later, and as wheels, if it has no network: numpy, onnx,
 ml_dtypes, llvmlite (0.45 or later), protobuf, onnxruntime (for the statistics of random networks), pytest, and the
@@ -21,14 +22,16 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +65,7 @@ from engines.runtime.engine import Engine
 RANGE = (-4.0, 6.0)         # of every tensor: it changes no time, and integers are exact for any
 RELATIVE = 2e-2             # to the largest output: what halves may be off from the CPU's plan
 CHECKED, TUNED_FOR = 3, (1, 128)        # items; batches that tactics are timed for
+AT_ONCE = 8                 # problems of families, each in its process
 REPEATS, SLOWEST = 20, 25
 COPIED, SIDE = 1 << 30, 4096            # of the peaks: bytes, and couts and channels of a product
 
@@ -99,17 +103,37 @@ class Results:
         return not {key, f"FAILED {key}"} & self.found.keys() and time.monotonic() < self.end
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Whatever goes wrong is said, and the next part runs: time at a GPU is short."""
+    def part(self, name: str, seconds: float | None = None) -> Iterator[None]:
+        """Whatever goes wrong is said, and the next part runs: time at a GPU is short.
+
+        seconds: after which it is given up, for a kernel that never ends keeps the thread that waits for it; None: no
+        such end.
+        """
         begin = time.monotonic()
+        watch = threading.Timer(seconds or 0, self._give_up, (name, seconds, threading.get_ident()))
+        watch.daemon = True
+        if seconds:
+            watch.start()
         try:
             yield
         except Exception:
             self(f"FAILED {name}", traceback.format_exc())
-            if self.path and self.lost():
-                left = str(max(self.end - time.monotonic(), 0) / 60)
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--minutes", left])
+            if self.lost():
+                self._start_anew()
+        finally:
+            watch.cancel()
         self(f"seconds for {name}", round(time.monotonic() - begin, 1))
+
+    def _give_up(self, name: str, seconds: float, thread: int) -> None:
+        where = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+        self(f"FAILED {name}", f"no end after {seconds:g} s, in\n{where}")
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Behind what failed, which only a file knows."""
+        if self.path:
+            left = str(max(self.end - time.monotonic(), 0) / 60)
+            os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--minutes", left])
 
 
 @dataclass(frozen=True)
@@ -140,6 +164,9 @@ class Bench:
         graph = builder.graph(model)
         return builder.plan(graph, dict.fromkeys(builder.edges(graph), RANGE))
 
+    def part(self, key: str) -> AbstractContextManager[None]:
+        return self.results.part(key, self.options.part_seconds)
+
     def each(self) -> Iterator[tuple[str, str]]:
         for name in self.options.models:
             for precision in self.options.precisions:
@@ -155,10 +182,33 @@ def right(bench: Bench) -> None:
         for name in wanted:
             bench.results(f"right: {name}", checked(name, bench.options.emulated, bench.options.tactics))
         return
-    with ProcessPoolExecutor(8, get_context("spawn"), max_tasks_per_child=1) as pool:
-        futures = {name: pool.submit(checked, name, "", bench.options.tactics) for name in wanted}
-        for name, future in futures.items():
-            bench.results(f"right: {name}", future.result())
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        alone = partial(_alone, bench.options.tactics, bench.options.part_seconds)
+        for name, found in zip(wanted, threads.map(alone, wanted), strict=True):
+            bench.results(f"right: {name}", found)
+
+
+def _alone(most: int | None, seconds: float, name: str) -> str:
+    """What `checked` says in a process of its own, or how that ended."""
+    context = get_context("spawn")
+    ours, its = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(its, name, most))
+    process.start()
+    its.close()         # so that its end is an end of file here
+    try:
+        if not ours.poll(seconds):
+            process.kill()
+            return f"NO: no end after {seconds:g} s"
+        return str(ours.recv())
+    except EOFError:
+        process.join()
+        return f"NO: its process ended with {process.exitcode}"
+    finally:
+        process.join()
+
+
+def _answer(to: Connection, name: str, most: int | None) -> None:
+    to.send(checked(name, "", most))
 
 
 def checked(name: str, emulated: str, most: int | None) -> str:
@@ -186,7 +236,7 @@ def networks(bench: Bench) -> None:
     for name, precision in bench.each():
         if not bench.results.wants(key := f"network: {name} {precision}"):
             continue
-        with bench.results.part(key):
+        with bench.part(key):
             model = SMALL[name]()
             feeds = feeds_for(model, CHECKED)
             theirs = Engine(bench.plan(name, precision, "", small=True)).run(feeds)
@@ -228,7 +278,7 @@ def speed(bench: Bench) -> None:
             how = f"tuned for {tuned}" if tuned else "by the model"
             if not bench.results.wants(key := f"speed: {name} {precision} {how}"):
                 continue
-            with bench.results.part(key):
+            with bench.part(key):
                 plan = bench.plan(name, precision, bench.target, tuned)
                 context = Engine(plan).create_context()
                 for batch in bench.options.batches:
@@ -272,7 +322,7 @@ def steps(bench: Bench) -> None:
     for name, precision in bench.each():
         if not bench.results.wants(key := f"steps: {name} {precision}"):
             continue
-        with bench.results.part(key):
+        with bench.part(key):
             plan = bench.plan(name, precision, bench.target)
             session = CudaSession(bench.target, TimingCache())
             graph = bench.graph(MODELS[name](), precision)
@@ -319,6 +369,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--match", default="", help="of `right`, only cases with this in their name")
     parser.add_argument("--tactics", type=int, metavar="N", help="of `right`, so many of each kernel's; default: all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which nothing is begun")
+    parser.add_argument("--part-seconds", type=float, default=300, metavar="S", help="after which a part is given up")
     parser.add_argument("--results", type=Path, metavar="FILE.json")
     parser.add_argument("--timing-cache", default="", metavar="FILE")
     parser.add_argument("--emulated", default="", metavar="sm_80", help="the GPU that the PTX machine plays")

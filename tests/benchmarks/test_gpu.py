@@ -2,6 +2,11 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,18 @@ import pytest
 from benchmarks import gpu
 from engines.backends.cuda import tuner
 from engines.backends.cuda.runtime.device import DEVICE
+
+
+def _tells(to: Connection, name: str, most: int | None) -> None:
+    to.send("yes")
+
+
+def _dies(to: Connection, name: str, most: int | None) -> None:
+    os._exit(3)
+
+
+def _sleeps(to: Connection, name: str, most: int | None) -> None:
+    time.sleep(600)
 
 
 def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
@@ -34,3 +51,29 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
         monkeypatch.setattr(gpu, name, None)        # the second run finds all there
     gpu.main(arguments)
     assert json.loads((tmp_path / "found.json").read_text()).keys() == found.keys()
+
+
+def test_what_has_no_end_is_given_up_and_the_rest_starts_anew_behind_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    anew, begun = threading.Event(), []
+
+    def start(program: str, arguments: list[str]) -> None:
+        begun.append(arguments)
+        anew.set()
+
+    monkeypatch.setattr(os, "execv", start)
+    results = gpu.Results(tmp_path / "found.json", minutes=5)
+    with results.part("endless", seconds=0.01):
+        assert anew.wait(60)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "no end after 0.01 s" in found["FAILED endless"] and "anew.wait" in found["FAILED endless"]
+    assert begun[0][1:3] == ["-m", "benchmarks.gpu"] and 4.9 < float(begun[0][-1]) <= 5
+    assert not results.wants("endless")
+
+
+@pytest.mark.parametrize(("answer", "said"), [(_tells, "yes"), (_dies, "NO: its process ended with 3"),
+                                              (_sleeps, "NO: no end after 2 s")])
+def test_a_case_that_costs_its_process_says_how(
+        answer: Callable[[Connection, str, int | None], None], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_answer", answer)
+    assert gpu._alone(None, 2 if answer is _sleeps else 60, "a case") == said
