@@ -339,15 +339,21 @@ class Code:
             half = (len(pairs) + 1) // 2
             pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair
                      for i, pair in enumerate(pairs[:half])]
-        (value, where), width = pairs[0], self.words.lanes
+        pair, width = pairs[0], self.words.lanes
+        # By halves, each a shorter vector: of one whose first lane alone is read, LLVM 22 compares the wrong floats
+        # (x86 with AVX-512: a packed comparison becomes a scalar one without the shuffle before it).
         while self._across and width > 1:
             width //= 2
-            mask = [(lane + width) % self.words.lanes for lane in range(self.words.lanes)]
-            other = (self.f.shuffle(value, None, mask, "fold"),
-                     None if where is None else self.f.shuffle(where, None, mask, "fold"))
-            value, where = self._merged(how, kind, (value, where), other)
+            pair = self._merged(how, kind, self._part(pair, 0, width), self._part(pair, width, width))
+        value, where = pair
         value = value if where is None else where
         return self.f.shuffle(value, None, [0] * self.words.lanes, "all") if self._across else value
+
+    def _part(self, pair: tuple[Value, Value | None], first: int, lanes: int) -> tuple[Value, Value | None]:
+        value, where = pair
+        picked = range(first, first + lanes)
+        return (self.f.shuffle(value, None, picked, "half"),
+                None if where is None else self.f.shuffle(where, None, picked, "half"))
 
     def _merged(self, how: str, kind: str, a: tuple[Value, Value | None],
                 b: tuple[Value, Value | None]) -> tuple[Value, Value | None]:
