@@ -30,7 +30,6 @@ from benchmarks.reports.document import DOCUMENT, write_section
 from benchmarks.reports.report import every_build, report
 from benchmarks.runtimes.builds import Workshop
 
-CHART, EVERY_BUILD = DOCUMENT.with_name("peers.png"), DOCUMENT.with_name("peers.md")
 PRECISIONS = tuple(LEAST_COSINE)
 FOLDERS = re.compile(r"[^\s=]*/")       # of paths in the command, which mean nothing on another machine
 
@@ -63,8 +62,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="build into --cache, measure nothing")
     parser.add_argument("--seconds", type=float, default=10.0, help="of taking turns, for each case")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, report them all")
-    parser.add_argument("--write", action="store_true",
-                        help="the report into docs/benchmarks.md, with a chart, and docs/peers.md")
+    parser.add_argument("--write", nargs="?", const="peers", metavar="NAME",
+                        help="the report into docs/benchmarks.md as a section of that name (peers), with a chart "
+                             "NAME.png, and every build into NAME.md; peers-OTHER for another machine's")
     options = parser.parse_args(arguments)
     if options.prepare and not options.cache:
         parser.error("--prepare needs --cache: what is built into a temporary folder goes with it")
@@ -116,12 +116,13 @@ def main(arguments: Sequence[str]) -> None:
     text, roof = report(cases), peaks.section(counter)
     print(f"{text}\n\n{roof}")
     if options.write:
-        write_chart(cases, CHART)
+        chart, every = (DOCUMENT.with_name(options.write + suffix) for suffix in (".png", ".md"))
+        write_chart(cases, chart)
         command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         earlier = ", and what earlier runs added to the same results" if options.results else ""
-        write_section("peers", f"`{command}`{earlier}\n\n![{CHART.stem}]({CHART.name})\n\n{text}")
-        write_section("peers", every_build(cases), EVERY_BUILD)
-        write_section(peaks.SECTION, roof)
+        write_section(options.write, f"`{command}`{earlier}\n\n![{chart.stem}]({chart.name})\n\n{text}")
+        write_section(options.write, every_build(cases), every)
+        write_section(peaks.SECTION + options.write.removeprefix("peers"), roof)
 
 
 if __name__ == "__main__":
