@@ -3,11 +3,12 @@
     python -m benchmarks.zoo resnet50 bert_large --int8                 # float32 and INT8
     python -m benchmarks.zoo --int8 --cache built --prepare             # all of them: build and compare, time nothing
     python -m benchmarks.zoo --int8 --cache built --write               # ... and then time what was built
+    python -m benchmarks.zoo unet3d --cache built --beside OpenVINO --turns 1       # where an inference takes a minute
 
-One thread, each runtime in turn. In INT8 a peer runs our exported Q/DQ model, or the float32 one (and the row says so)
-where that is faster: recurrent layers are unfolded in the former. Weights and inputs are seeded random
-numbers, ranges those of four such inputs (minmax). Whatever is finished is kept in --cache, and in the table at once.
-Needs the extra "bench".
+One thread, our plan and one build of a peer by turns. In INT8 a peer runs our exported Q/DQ model and the float32 one,
+and has the time of the faster (the row says so of the latter: recurrent layers are unfolded in the former). Weights and
+inputs are seeded random numbers, ranges those of four such inputs (minmax). Whatever is finished is kept in --cache and
+in the table at once; what failed, or took longer than --limit, is tried again. Needs the extra "bench".
 """
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ from statistics import median, quantiles
 
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from benchmarks.runtimes.builds import sources_digest
-from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS, versions
-from benchmarks.zoo.trial import Facts, Folder
+from benchmarks.runtimes.runtimes import versions
+from benchmarks.zoo.trial import BUILDS, FLOAT, PEERS, Beside, Facts, Folder
 from benchmarks.zoo.workloads import WORKLOADS
+from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import did_you_mean
 
-PRECISIONS = ("fp32", "int8")
-HEADER = ("model", "precision", "steps", "by reference, of the time", "error", "SQNR, dB", "ms", "ONNX Runtime",
-          "OpenVINO", "turns", "build s")
+PRECISIONS = tuple(BUILDS)
+FEWEST_TURNS = 3
+HEADER = ("model", "precision", "steps", "by reference, of the time", "error", "SQNR, dB", "ms", *PEERS,
+          "turns", "build s")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -40,8 +43,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built; else a temporary folder")
     parser.add_argument("--prepare", action="store_true", help="build and compare, time nothing")
     parser.add_argument("--no-timing", action="store_true", help="choose tactics by cost: a fraction of the time")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of taking turns, for each row")
-    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="of a build, at most")
+    parser.add_argument("--beside", choices=PEERS, action="append", help="time this peer only; again for another")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of taking turns, for each build of a peer")
+    parser.add_argument("--turns", type=int, default=FEWEST_TURNS, metavar="N", help="at least, whatever --seconds is")
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS",
+                        help="of a build, and of timing one build of a peer")
     parser.add_argument("--write", action="store_true", help="the table into docs/benchmarks.md, row by row")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in WORKLOADS]:
@@ -49,44 +55,78 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def trial(verb: str, folder: Folder, name: str, precision: str, root: Path, limit: float, *more: object) -> None:
-    """A part of a trial, in a process of its own; what ends it is a fact like others."""
-    command = [sys.executable, "-m", "benchmarks.zoo.trial", verb, name, precision, root, *more]
+def trial(verb: str, folder: Folder, limit: float, *arguments: object) -> str:
+    """A part of a trial, in a process of its own; why it did not end well, or ""."""
+    command = ("-m", "benchmarks.zoo.trial", verb, folder.name, folder.precision, folder.root, *arguments)
     try:
-        subprocess.run([*map(str, command)], check=True, timeout=limit, stdout=sys.stderr)
+        subprocess.run([sys.executable, *map(str, command)], check=True, timeout=limit, stdout=sys.stderr)
     except subprocess.TimeoutExpired:
-        folder.write(Facts(name, precision, failure=f"not {verb}ed within {limit:.0f} s"))
+        return f"not {verb} within {limit:.0f} s"
     except subprocess.CalledProcessError as error:
-        folder.write(Facts(name, precision, failure=f"{verb} ended with {error.returncode}"))
+        return f"ended with {error.returncode}"
+    return ""
+
+
+def build(folder: Folder, options: argparse.Namespace) -> Facts:
+    """The facts of a plan, made if there is none."""
+    facts = folder.read()
+    if facts is None or facts.failure:
+        if why := trial("built", folder, options.limit, *["by-cost"] * options.no_timing):
+            folder.write(Facts(folder.name, folder.precision, failure=why))
+        facts = folder.read()
+    assert facts is not None
+    return facts
+
+
+def time(folder: Folder, facts: Facts, options: argparse.Namespace) -> Facts:
+    """The facts with the times beside those peers, as far as they are missing."""
+    for peer in options.beside or PEERS:
+        for kind in BUILDS[folder.precision]:
+            known = facts.beside.get(peer, {}).get(kind)
+            if known is None or known.failure:
+                if why := trial("timed", folder, options.limit, peer, kind, options.seconds, options.turns):
+                    folder.write(facts.timed(peer, kind, Beside(failure=why)))
+                facts = folder.read() or facts
+    return facts
 
 
 def row(facts: Facts) -> list[Cell]:
     if facts.failure:
-        return [facts.name, facts.precision, "-", facts.failure, *["-"] * 7]
+        return [facts.name, facts.precision, "-", facts.failure, *["-"] * (len(HEADER) - 4)]
     reference = f"{100 * facts.reference_share:.1f} %: {', '.join(facts.operators)}" if facts.by_reference else "-"
-    ours = facts.turns.get(OURS)
+    chosen = [fastest(facts, peer) for peer in PEERS]
+    ours = [cost for beside in chosen for cost in beside.ours]
     spread = f"{median(ours):.3g} ({min(ours):.3g})" if ours else "-"
+    turns = ", ".join(str(len(beside.ours) or "-") for beside in chosen) if ours else "-"
     return [facts.name, facts.precision, facts.steps, reference, f"{facts.error:.1e}", f"{facts.sqnr_db:.0f}", spread,
-            *(ratio(facts, peer) for peer in (ORT, OPENVINO)), len(ours or ()) or "-",
-            f"{facts.build_seconds:.0f}{', by cost' * facts.by_cost}"]
+            *(ratio(facts, peer) for peer in PEERS), turns, f"{facts.build_seconds:.0f}{', by cost' * facts.by_cost}"]
+
+
+def fastest(facts: Facts, peer: str) -> Beside:
+    """A peer's times by that build of it which took the least beside ours; none where no build has any."""
+    finished = [beside for beside in facts.beside.get(peer, {}).values() if beside.ours]
+    return min(finished, key=lambda beside: median(beside.ratios), default=Beside())
 
 
 def ratio(facts: Facts, peer: str) -> str:
-    """The peer's time over ours, turn by turn: the median and the quartiles."""
-    if OURS not in facts.turns or peer not in facts.turns:
-        return "failed" if peer in facts.notes else "-"
-    kind = ", fp32" if (facts.precision, facts.notes.get(peer)) == ("int8", "fp32") else ""
-    ratios = [a / b for a, b in zip(facts.turns[peer], facts.turns[OURS], strict=True)]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f} to {high:.2f}{kind})"
+    """The peer's time over ours, turn by turn: the median and the quartiles; and which of its builds have no times."""
+    builds, best = facts.beside.get(peer, {}), fastest(facts, peer)
+    failures = "; ".join(f"{kind}: {beside.failure}" for kind, beside in builds.items() if beside.failure)
+    if not best.ours:
+        return failures or ("not asked for" if facts.beside else "-")
+    low, middle, high = quantiles(best.ratios, n=4, method="inclusive") if best.ratios[1:] else best.ratios * 3
+    remarks = [f"{low:.2f} to {high:.2f}"] if best.ratios[1:] else []
+    if facts.precision == "int8" and best == builds.get(FLOAT):
+        remarks.append(FLOAT)
+    return f"{middle:.2f}" + f" ({', '.join(remarks)})" * bool(remarks) + f"; {failures}" * bool(failures)
 
 
 def report(every: Sequence[Facts]) -> str:
-    unit = next((facts.unit for facts in every if facts.unit), "")
+    unit, target = next((facts.unit for facts in every if facts.unit), "not timed"), Builder(BuildConfig()).target
     packages = ", ".join(f"{package} {number}" for package, number in versions().items())
-    return (f"{machine()}; {packages}; one thread, batch 1. ms: the median of all turns (the least), "
-            f"{unit or 'not timed'}; of the peers, their time over ours, median and quartiles turn by turn; "
-            "fp32: faster so than by our Q/DQ model\n\n"
+    return (f"{machine()}, kernels for {target}; {packages}; one thread, batch 1. ms: the median of all turns (the "
+            f"least), {unit}; of the peers, their time over ours, median and quartiles turn by turn, or why there is "
+            "none; fp32: faster so than by our Q/DQ model; turns: beside the one peer, the other\n\n"
             + markdown_table(HEADER, [row(facts) for facts in every]))
 
 
@@ -104,15 +144,13 @@ def main(arguments: Sequence[str]) -> None:
         for name in options.names or WORKLOADS:
             for precision in PRECISIONS[:1 + options.int8]:
                 files = Folder(root, name, precision)
-                if files.read() is None:
-                    trial("build", files, name, precision, root, options.limit, *["by-cost"] * options.no_timing)
-                known = files.read()
-                if not options.prepare and known and not known.failure and not known.turns:
-                    trial("time", files, name, precision, root, options.limit, options.seconds)
-                if (known := files.read()):
-                    print(*row(known), sep=" | ", flush=True)
+                facts = build(files, options)
+                if not options.prepare and not facts.failure:
+                    facts = time(files, facts, options)
+                print(*row(facts), sep=" | ", flush=True)
                 if options.write:
-                    write_section("zoo", f"`python -m benchmarks.zoo --int8 --write`\n\n{report(found(root))}")
+                    write_section(f"zoo {Builder(BuildConfig()).target}",
+                                  f"`python -m benchmarks.zoo --int8 --write`\n\n{report(found(root))}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One workload in one precision: built, compared with ONNX Runtime, and timed beside its peers, each in a process of
 its own, so that what a large model leaves in memory meets no other.
 
-    python -m benchmarks.zoo.trial build NAME PRECISION FOLDER [by-cost]    # model, plan, Q/DQ model, facts
-    python -m benchmarks.zoo.trial time NAME PRECISION FOLDER SECONDS       # adds the times
+    python -m benchmarks.zoo.trial built NAME PRECISION FOLDER [by-cost]    # model, plan, Q/DQ model, facts
+    python -m benchmarks.zoo.trial timed NAME PRECISION FOLDER PEER BUILD SECONDS TURNS      # adds the times beside one
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import onnx
 
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.measuring import WorkClock, interleaved
-from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, Feed, OnnxRuntime, Session
+from benchmarks.runtimes.runtimes import LOADERS, OPENVINO, ORT, OURS, OnnxRuntime
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.workloads import WORKLOADS
 from calibration import Calibration
@@ -31,12 +31,27 @@ from engines.ir.graph import Array
 
 CALIBRATION_ITEMS = 4
 SEED = 1000                 # of what is compared and timed; calibration has the seeds from 0 on
-FEWEST_TURNS = 3            # of models that take seconds
+PEERS = (ORT, OPENVINO)
+QDQ, FLOAT = "our Q/DQ", "fp32"
+BUILDS = {"fp32": (FLOAT,), "int8": (QDQ, FLOAT)}       # what a peer runs: our exported model, and the float one
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Our plan and one build of a peer in turns, as many of each; or why there are none."""
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def ratios(self) -> list[float]:
+        """The peer's time over ours, by turn."""
+        return [theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a trial. Times are of one inference, of one thread, in `unit`, by runtime and turn."""
+    """What is known of a trial. Times are of one inference, of one thread, in `unit`, by peer and its build."""
     name: str
     precision: str
     failure: str = ""                       # why there is no engine
@@ -49,14 +64,19 @@ class Facts:
     error: float = 0.0                      # greatest |difference| over greatest |reference|, the worst of all outputs
     sqnr_db: float = 0.0                    # the least of all outputs
     unit: str = ""
-    turns: dict[str, list[float]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)     # the model that a peer ran, or why none
+    beside: dict[str, dict[str, Beside]] = field(default_factory=dict)      # without those that nobody asked for
+
+    def timed(self, peer: str, kind: str, result: Beside, unit: str = "") -> Facts:
+        """These, and what a peer's build gave."""
+        builds = {**self.beside.get(peer, {}), kind: result}
+        return replace(self, unit=unit or self.unit, beside={**self.beside, peer: builds})
 
 
 class Folder:
     """The files of a trial."""
 
     def __init__(self, root: Path, name: str, precision: str) -> None:
+        self.root, self.name, self.precision = root, name, precision
         self.model = root / f"{name}.onnx"
         self.plan, self.exported, self.facts = (root / f"{name}-{precision}.{suffix}"
                                                 for suffix in ("plan", "onnx", "json"))
@@ -65,7 +85,9 @@ class Folder:
         if not self.facts.exists():
             return None
         known = json.loads(self.facts.read_text())
-        return Facts(**{**known, "operators": tuple(known["operators"])})
+        beside = {peer: {kind: Beside(**turns) for kind, turns in builds.items()}
+                  for peer, builds in known["beside"].items()}
+        return Facts(**{**known, "operators": tuple(known["operators"]), "beside": beside})
 
     def write(self, facts: Facts) -> None:
         self.facts.write_text(json.dumps(asdict(facts), indent=1))
@@ -126,37 +148,30 @@ def compared(expected: Sequence[Array], found: Sequence[Array]) -> tuple[float, 
     return max(errors), min(decibels)
 
 
-def timed(facts: Facts, folder: Folder, seconds: float) -> Facts:
-    """With the times of all runtimes, which take turns; of the peers in INT8, by the faster of both their models."""
-    feed: Feed = folder.feed()
-    clock, notes = WorkClock(Counter()), dict(facts.notes)
-    sessions = {OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
-    models = [path for path in (folder.exported, folder.model) if path.exists()]
-    for peer in (ORT, OPENVINO):
-        loaded: list[tuple[float, str, Session]] = []
-        for path in models:
-            kind = "our Q/DQ" if path == folder.exported else "fp32"
-            try:
-                session = LOADERS[peer](path, feed, "fp32" if kind == "fp32" else facts.precision, 1)
-                cost, = interleaved(clock, {peer: session.infer}, 0, fewest=1)[peer]
-                loaded.append((cost, kind, session))
-            except Exception as error:      # whatever a runtime raises at a model that it does not like
-                notes[peer] = f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if loaded:
-            _, notes[peer], sessions[peer] = min(loaded, key=lambda found: found[0])
-    turns = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds,
-                        FEWEST_TURNS)
-    return replace(facts, unit=clock.unit, turns=turns, notes=notes)
+def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, turns: int) -> Facts:
+    """With the times of our plan and of one build of a peer, by turns."""
+    model = folder.exported if kind == QDQ else folder.model
+    if not model.exists():
+        return facts.timed(peer, kind, Beside(failure="no Q/DQ model"))
+    feed, clock = folder.feed(), WorkClock(Counter())
+    try:
+        sessions = {peer: LOADERS[peer](model, feed, "fp32" if kind == FLOAT else facts.precision, 1),
+                    OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
+        costs = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds, turns)
+    except Exception as error:      # whatever a runtime raises at a model that it does not like
+        return facts.timed(peer, kind, Beside(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+    return facts.timed(peer, kind, Beside(costs[OURS], costs[peer]), clock.unit)
 
 
 def main(arguments: Sequence[str]) -> None:
     verb, name, precision, root, *more = arguments
     folder = Folder(Path(root), name, precision)
     known = folder.read()
-    if verb == "build":
+    if verb == "built":
         folder.write(build(name, precision, folder, "by-cost" in more))
     elif known and not known.failure:
-        folder.write(timed(known, folder, float(*more)))
+        peer, kind, seconds, turns = more
+        folder.write(timed(known, folder, peer, kind, float(seconds), int(turns)))
 
 
 if __name__ == "__main__":
