@@ -57,6 +57,8 @@ SHAPES = {
     "wider than a panel, values wider than keys": Shape(1, 7, 150, 6, 70, "full"),
     "keys transposed in memory": Shape(2, 9, 37, 20, 33, "heads", k_first=True),
     "one query": Shape(2, 1, 70, 16, 16, "keys"),
+    "a few queries, an odd depth": Shape(2, 3, 61, 21, 35, "full"),
+    "a few queries, keys transposed": Shape(1, 2, 39, 12, 9, k_first=True),
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 

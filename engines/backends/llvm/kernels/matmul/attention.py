@@ -1,6 +1,6 @@
 """The kernel of an Attention (problems/matmul.py): the scores of a block of queries live and die in the cache.
 
-    for head:                                   k' and v are packed, once a call
+    for head:                                   k' and v are packed, once a call; a few queries read them as they lie
       for block of queries:
         tiles of k' :  x                        -> scratch
         rows of x   :  p, 1 / sum of p          -> scratch
@@ -14,7 +14,7 @@ fits a cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from engines.backends.llvm.kernels.common.access import item_addresses, offset, 
 from engines.backends.llvm.kernels.common.pixels import load_channels, load_constants, pack_panels, run_program
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.backends.llvm.kernels.matmul.dots import dots, has_columns
 from engines.backends.llvm.kernels.matmul.operands import (
     Left,
     Matrix,
@@ -42,6 +43,8 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
 from engines.lowering.problems.view import SIZES
 
+FEW_QUERIES = 4         # packing k and v costs as much as their products with so many, or more
+
 
 @dataclass(frozen=True)
 class Tiles(Tactic):
@@ -49,9 +52,11 @@ class Tiles(Tactic):
     scores: tuple[int, int]
     mix: tuple[int, int]
     block: int
+    packed: bool = True     # k and v, before they are multiplied
 
     def __str__(self) -> str:
-        return f"tiles {self.scores[0]}x{self.scores[1]}, {self.mix[0]}x{self.mix[1]} block {self.block}"
+        tiles = f"tiles {self.scores[0]}x{self.scores[1]}, {self.mix[0]}x{self.mix[1]} block {self.block}"
+        return tiles + " unpacked" * (not self.packed)
 
 
 @solves(Attention)
@@ -64,11 +69,19 @@ class AttentionKernel(Kernel[Attention]):
         for scores in self._shapes(isa, self.problem.keys)[:3]:
             for mix in self._shapes(isa, self.problem.v.shape[-1])[:2]:
                 found[Tiles(scores, mix, self._block(scores[0], 2))] = None
-        return tuple(found)
+        return (*self._unpacked(isa), *found)
+
+    def _unpacked(self, isa: Isa) -> Sequence[Tiles]:
+        """Of a few queries: all of them by one vector of keys, and by a row of values as wide as registers allow."""
+        queries, width = self.problem.queries, isa.vectors_for(self.problem.v.shape[-1])
+        k, v = factors(self.problem, isa)
+        if queries > FEW_QUERIES or not (readable(k) or readable(v)):
+            return ()
+        return (Tiles((queries, 1), (queries, min((isa.registers - 4) // queries, width)), queries, packed=False),)
 
     def refinements(self, isa: Isa, best: Tiles) -> Sequence[Tiles]:
         """The best tiles with other blocks."""
-        return [Tiles(best.scores, best.mix, self._block(best.scores[0], n)) for n in (1, 4, 8)]
+        return [replace(best, block=self._block(best.scores[0], n)) for n in (1, 4, 8)] if best.packed else []
 
     def _block(self, rows: int, tiles: int) -> int:
         return min(rows * tiles, self.problem.queries)
@@ -93,6 +106,18 @@ class AttentionKernel(Kernel[Attention]):
         _Emitter(self.problem, module, name, isa, tactic).emit()
 
 
+def factors(problem: Attention, isa: Isa, vectors: tuple[int, int] = (1, 1)) -> tuple[Right, Right]:
+    """k' and v, packed in panels of so many vectors."""
+    arithmetic = product_arithmetic(problem.precision, isa)
+    return (Right(Matrix.of(problem.k).transposed, arithmetic, isa, vectors[0]),
+            Right(Matrix.of(problem.v), arithmetic, isa, vectors[1]))
+
+
+def readable(factor: Right) -> bool:
+    """Whether there is a product with it as it lies."""
+    return factor.direct or has_columns(factor)
+
+
 @dataclass(frozen=True)
 class _Head:
     """The addresses of one head's factors, mask and result."""
@@ -110,8 +135,8 @@ class _Emitter:
         self.problem, self.module, self.name, self.isa, self.tiles = problem, module, name, isa, tiles
         self.arithmetic = product_arithmetic(problem.precision, isa)
         self.q = Left(Matrix.of(problem.q), self.arithmetic, isa)
-        self.k = Right(Matrix.of(problem.k).transposed, self.arithmetic, isa, tiles.scores[1])
-        self.v = Right(Matrix.of(problem.v), self.arithmetic, isa, tiles.mix[1])
+        self.k, self.v = (replace(factor, packed=tiles.packed or not readable(factor)) for factor in factors(
+            problem, isa, (tiles.scores[1], tiles.mix[1])))
         self.exact = self.q.exact
         self.adds_zero = self.exact and problem.mask is not None       # to the mean of a query that sees no key
 
@@ -130,8 +155,8 @@ class _Emitter:
     def scratch(self) -> dict[str, tuple[int, int]]:
         """{what: (offset, bytes)}"""
         block = self.tiles.block
-        sizes = {"k": self.k.bytes, "v": self.v.bytes, "x": block * self.pitch * 4, "peaks": block * 4,
-                 "totals": block * self.isa.bytes, "inverse": block * 4,
+        sizes = {"k": self.k.bytes * self.k.packed, "v": self.v.bytes * self.v.packed, "x": block * self.pitch * 4,
+                 "peaks": block * 4, "totals": block * self.isa.bytes, "inverse": block * 4,
                  "added": block * 4 if self.adds_zero else 0,
                  "p": 0 if self.arithmetic.dtype == "float32" else block * self.weight_pitch,
                  "q": 0 if self.q.direct else block * self.q.pitch,
@@ -164,8 +189,9 @@ class _Emitter:
                 self._block(f, _Head(q, k, v, mask[0] if mask else None, result), block * self.tiles.block)
 
     def _pack(self, k: Value, v: Value) -> None:
-        self.k.pack(k, self.at["k"], self.zeros[1])
-        self.v.pack(v, self.at["v"], self.zeros[2])
+        for what, factor, source, zero in (("k", self.k, k, self.zeros[1]), ("v", self.v, v, self.zeros[2])):
+            if factor.packed:
+                factor.pack(source, self.at[what], zero)
         if self.exact:
             self._start_sums(k.f)
 
@@ -200,8 +226,9 @@ class _Emitter:
             self.q.copy(q, count, self.at["q"], self.zeros[0])
             q = self.at["q"]
         mask = offset(head.mask, [first], problem.mask.strides[-2:-1]) if problem.mask and head.mask else None
-        for t, columns in f.tiles("panel of keys", self.k.padded_columns, self.k.width):
-            panel = self.at["k"] + t.divided(self.k.width) * self.k.panel_bytes
+        keys = self.k.padded_columns if self.k.packed else problem.keys
+        for t, columns in f.tiles("panel of keys", keys, self.k.width, anyhow=not self.k.packed):
+            panel = self._panel(self.k, head.k, "k", t)
             here = offset(mask, [t], problem.mask.strides[-1:]) if problem.mask and mask else self.at["x"]
             for row, rows in f.tiles("row of scores", count, scores, anyhow=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
@@ -211,12 +238,18 @@ class _Emitter:
         f.run(self._softmax(), *scratch, self.numbers, f.constant(count, "i64"))
         y = offset(head.y, [first], problem.y.strides[-2:-1])
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
-            panel = self.at["v"] + e.divided(self.v.width) * self.v.panel_bytes
+            panel = self._panel(self.v, head.v, "v", e)
             constants = self.constants + e * (4 * problem.program.constants)
             for row, rows in f.tiles("row of values", count, mix, anyhow=True):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
                       self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
                       y + row * problem.y.strides[-2] + e * problem.y.strides[-1])
+
+    def _panel(self, factor: Right, source: Value, packed: str, column: Value) -> Value:
+        """Where the panel from a column on lies."""
+        if factor.packed:
+            return self.at[packed] + column.divided(factor.width) * factor.panel_bytes
+        return factor.matrix.at(source, 0, column)
 
     # ---- the micro-kernels
     def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
@@ -234,7 +267,10 @@ class _Emitter:
         isa, mask, lanes = self.isa, self.problem.mask, Lanes(self.isa, columns, packed=False)
         q, k, numbers, start, added, x = f.parameters.values()
         begin = [f.load(isa.ints, start + v * isa.bytes, isa.bytes, "start") for v in range(lanes.vectors)]
-        sums = self.k.multiply(q, self.q.pitch, k, (rows, columns), [begin] * rows if self.exact else ())
+        if self.k.packed or self.k.direct:
+            sums = self.k.multiply(q, self.q.pitch, k, (rows, columns), [begin] * rows if self.exact else ())
+        else:
+            sums = dots(self.k, q, self.q.pitch, k, (rows, columns))
         scale = f.splat(f.load(FLOAT, numbers, hint="scale"), isa.lanes)
         others: list[Value] = []
         for m in range(rows):
@@ -242,7 +278,9 @@ class _Emitter:
                 others = load_channels(lanes, mask, added + m * mask.strides[-2])
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
-                f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes)
+                if not self.k.packed:       # a tail may be several panels, and only the last has room behind it
+                    value = f.shuffle(value, None, range(min(columns - v * isa.lanes, isa.lanes)), "scores")
+                f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes if self.k.packed else 4)
         return name
 
     def _softmax(self) -> str:
