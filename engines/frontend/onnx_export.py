@@ -29,8 +29,15 @@ from engines.ops.blocks import in_blocks, unpacked
 from engines.ops.recurrent import GATES
 from engines.version import COMPILER_VERSION
 
-_TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)        # perms: NHWC -> NCHW and back
-_FIRST_AXIS = (0, 2, 3, 1)                              # axis of NHWC -> the same axis of NCHW
+
+def _to_first(rank: int) -> tuple[int, ...]:
+    """The perm NHWC -> NCHW, of images or volumes."""
+    return (0, rank - 1, *range(1, rank - 1))
+
+
+def _to_last(rank: int) -> tuple[int, ...]:
+    """The perm NCHW -> NHWC; and for each axis of NHWC the same one of NCHW."""
+    return (0, *range(2, rank), 1)
 
 
 def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
@@ -121,7 +128,7 @@ class Writer:
         """One canonical node, in the layout that its inputs are in."""
         perm = tuple(node.attrs.get("perm", ()))
         place = self.names.get(node.inputs[0]) if node.inputs else None
-        if node.op == "Transpose" and place and perm == (_TO_FIRST if place.first else _TO_LAST):
+        if node.op == "Transpose" and place and perm == (_to_first if place.first else _to_last)(len(perm)):
             self.names[node.outputs[0]] = Position(place.name, not place.first)
             return
         if self._joins_integers(node):
@@ -131,9 +138,10 @@ class Writer:
             first = bool(node.attrs.get("channels_last"))
             inputs = [self.tensor(node.inputs[0], first), *(self.tensor(name) for name in node.inputs[1:])]
         elif first := self._channels_first(node):
+            rank = len(self.graph.shape(node.outputs[0]))
             inputs = ([self.tensor(node.inputs[0], first), self.tensor(node.inputs[1])] if node.op == "Gather" else
-                      [self.operand(name) for name in node.inputs])
-            node = replace(node, attrs=op_of(node.op).renumbered(node, 4, _FIRST_AXIS.__getitem__))
+                      [self.operand(name, rank) for name in node.inputs])
+            node = replace(node, attrs=op_of(node.op).renumbered(node, rank, _to_last(rank).__getitem__))
         else:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
@@ -151,16 +159,17 @@ class Writer:
         quantised once more behind it."""
         output, first = node.outputs[0], self._channels_first(node)
         inputs = [self._turned(f"{name}.stored", self.integers[name], first) for name in node.inputs]
-        axis = _FIRST_AXIS[node.attrs["axis"]] if first else node.attrs["axis"]
+        axis = node.attrs["axis"]
+        axis = _to_last(len(self.graph.shape(output)))[axis] if first else axis
         stored = self.emit("Concat", inputs, [f"{output}.stored"], node.name, axis=axis)
         self._dequantise(output, Position(stored, first))
 
     def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
         output = node.outputs[0]
-        types = [self.graph.types[name] if name else None for name in node.inputs]
+        types, rank = [self.graph.types[name] if name else None for name in node.inputs], len(self.graph.shape(output))
 
         def constant(label: str, array: Array) -> str:
-            array = array.reshape(-1, 1, 1) if first and _per_channel(array, node) else array
+            array = array.reshape(-1, *[1] * (rank - 2)) if first and _per_channel(array, node) else array
             return self.initialiser(f"{output}.{label}", array)
 
         domain = {"domain": node.attrs["onnx_domain"]} if "onnx_domain" in node.attrs else {}
@@ -170,7 +179,8 @@ class Writer:
         indices = self.graph.constants.get(node.inputs[1]) if node.op == "Gather" else None
         if indices is not None and (groups := shuffled_groups(indices)):
             shape = self.graph.shape(node.inputs[0])
-            parts = channel_shuffle(written, [shape[axis] for axis in _TO_FIRST] if first else shape, groups, constant)
+            shape = tuple(shape[axis] for axis in _to_first(rank)) if first else shape
+            parts = channel_shuffle(written, shape, groups, constant)
         for op, names, outputs, attrs in parts:
             if op in GATES and node.precision == "int8":
                 self.integer_states.append(outputs[0])
@@ -184,7 +194,7 @@ class Writer:
             return len(self.graph.shape(node.inputs[1])) == 1
         ranks = {len(self.graph.shape(name)) for name in (*node.inputs, *node.outputs)
                  if name and name not in self.graph.constants}
-        return op_of(node.op).along is not None and ranks <= {0, 4}         # 0: a number beside an image
+        return op_of(node.op).along is not None and len(ranks - {0}) == 1       # 0: a number beside an image
 
     # ---- tensors
     def tensor(self, name: str, first: bool = False) -> str:
@@ -200,18 +210,19 @@ class Writer:
             return place.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
         if not any(turned in node.output for node in self.nodes):
-            self.emit("Transpose", [place.name], [turned], perm=_TO_FIRST if first else _TO_LAST)
+            self.emit("Transpose", [place.name], [turned],
+                      perm=(_to_first if first else _to_last)(len(self.graph.shape(name))))
         return turned
 
-    def operand(self, name: str) -> str:
+    def operand(self, name: str, rank: int) -> str:
         """An operand of a node that works channels first: images are turned, constants per channel become [C, 1, 1]."""
         constant = self.graph.constants.get(name)
         if constant is None or self.graph.types[name].quant:
-            return self.tensor(name, first=len(self.graph.shape(name)) == 4) if name else ""
+            return self.tensor(name, first=len(self.graph.shape(name)) == rank) if name else ""
         if constant.ndim < 2 and constant.size == 1:
             return self.tensor(name)
-        padded = constant.reshape((1,) * (4 - constant.ndim) + constant.shape).transpose(_TO_FIRST)
-        return self.initialiser(f"{name}.nchw", padded if constant.ndim == 4 else padded[0])
+        padded = constant.reshape((1,) * (rank - constant.ndim) + constant.shape).transpose(_to_first(rank))
+        return self.initialiser(f"{name}.nchw", padded if constant.ndim == rank else padded[0])
 
     def _constant(self, name: str) -> str:
         quant = self.graph.types[name].quant
@@ -225,15 +236,19 @@ class Writer:
         quant, place = self.graph.types[name].quant, self.names[name]
         if quant is None or name in self.integers:
             return
-        stored = self._convert("QuantizeLinear", place.name, name, _placed(quant, place), f"{name}.stored")
+        stored = self._convert("QuantizeLinear", place.name, name, self._placed(name, place), f"{name}.stored")
         self._dequantise(name, Position(stored, place.first))
 
     def _dequantise(self, name: str, stored: Position) -> None:
         """Its readers find it where its integers are made real numbers again."""
-        quant = self.graph.types[name].quant
-        assert quant is not None
-        rounded = self._convert("DequantizeLinear", stored.name, name, _placed(quant, stored), f"{name}.rounded")
+        rounded = self._convert("DequantizeLinear", stored.name, name, self._placed(name, stored), f"{name}.rounded")
         self.integers[name], self.names[name] = stored, Position(rounded, stored.first)
+
+    def _placed(self, name: str, place: Position) -> QParams:
+        """How it is quantised, for the tensor as it is written there."""
+        quant, rank = self.graph.types[name].quant, len(self.graph.shape(name))
+        assert quant is not None
+        return replace(quant, axis=_to_last(rank)[quant.axis]) if quant.axis is not None and place.first else quant
 
     def _convert(self, op: str, source: str, name: str, quant: QParams, output: str) -> str:
         """Adds a QuantizeLinear or DequantizeLinear of the tensor `name`."""
@@ -259,11 +274,6 @@ class Writer:
                 names[:] = [new if name == old else name for name in names]
         self.names = {key: replace(place, name=new) if place.name == old else place
                       for key, place in self.names.items()}
-
-
-def _placed(quant: QParams, place: Position) -> QParams:
-    """The same for the tensor as it is written there."""
-    return replace(quant, axis=_FIRST_AXIS[quant.axis]) if quant.axis is not None and place.first else quant
 
 
 def _per_channel(array: Array, node: Node) -> bool:

@@ -8,6 +8,8 @@ import onnx.parser
 import onnxruntime
 import pytest
 
+from benchmarks.zoo.pictures import feeds_for
+from benchmarks.zoo.workloads import WORKLOADS
 from calibration.accuracy.measures import sqnr_db
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
@@ -161,6 +163,19 @@ def test_onnx_runtime_takes_an_int8_model_with_its_default_optimisations(name, o
         exact_in_peers()
     for name, expected in run(graph, feeds).items():
         assert sqnr_db(expected, values[name]) > OTHER_ROUNDING_DB
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_volumes_are_written_channels_first_like_images(in_bytes):
+    """Before, they were turned by the perms of images, and no runtime read the model."""
+    model = WORKLOADS["unet3d"].tiny()
+    feeds = feeds_for(model)
+    graph = quantised(model, feeds) if in_bytes else optimise(simplify(graph_from_onnx(model)))
+    exported = onnx_from_graph(graph)
+    onnx.checker.check_model(exported, full_check=True)
+    assert all(len(node.attribute[0].ints) == 5 for node in exported.graph.node if node.op_type == "Transpose")
+    (expected,), (found,) = run(graph, feeds).values(), run_onnx(exported, feeds, optimised=False).values()
+    assert sqnr_db(expected, found) > (OTHER_ROUNDING_DB if in_bytes else 100)
 
 
 @pytest.mark.parametrize("name", ["densenet", "shufflenet_v1", "shufflenet_v2"])
