@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.ir.graph import BATCH, Node
+from engines.ir.graph import BATCH, Node, QParams
 from engines.lowering.calls.body import BoundProgram, call_of, write_body
 from engines.lowering.calls.broadcast import broadcast, image, is_image
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
@@ -29,7 +29,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     groups, taps = int(conv.attrs.get("group", 1)), tuple(map(int, weights.shape[2:]))
     depthwise = groups > 1 and weights.shape[:2] == (groups, 1) and len(taps) == 2
     if not depthwise:
-        weights, groups = _merge_small_groups(weights, groups, ctx.lanes)
+        weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     body = write_body(ctx, node, accumulator_of(ctx, node, sum_of_couts(weights)))
     y, border = ctx.placements[node.outputs[0]], _border(ctx, conv, x.view)
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
@@ -130,14 +130,20 @@ def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, .
     bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
     x, w = ctx.type(anchor.inputs[0]).quant, ctx.type(anchor.inputs[1]).quant
     if x is None:
-        return np.asarray(w.scale, np.float64) if w else 1.0, bias.astype(np.float64)
+        return _scales(w, len(weight_sums)) if w else 1.0, bias.astype(np.float64)
     if w is None:
         raise Refused("only its input is quantised")
-    scale = x.scale[0] * np.asarray(w.scale, np.float64)
+    scale = x.scale[0] * _scales(w, len(weight_sums))
     shift, bias = x.zero_point[0] * weight_sums, bias.astype(np.float64)
     if np.max(np.abs(scale * shift)) * np.finfo(np.float32).eps > _finest_step(ctx, node):
         return scale, bias, shift
     return scale, bias - scale * shift
+
+
+def _scales(weights: QParams, couts: int) -> Array:
+    """One, or one for each cout. Those of a transposed convolution are of a group's couts, alike in all groups."""
+    scales = np.asarray(weights.scale, np.float64)
+    return scales if len(scales) == 1 else np.tile(scales, couts // len(scales))
 
 
 def _finest_step(ctx: Context, node: Node) -> float:
@@ -147,7 +153,7 @@ def _finest_step(ctx: Context, node: Node) -> float:
     return min([*rounded, *(quant.scale if quant else ())], default=math.inf)
 
 
-def _merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:
+def merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:
     """Groups of fewer couts than a vector, several as one: its weights are block diagonal.
 
     [groups * cout, cin, p, q] -> [merged * (k * cout), k * cin, p, q], k groups in one. The zeros cost multiplications

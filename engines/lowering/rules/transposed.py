@@ -1,9 +1,9 @@
 """ConvTranspose -> a Contraction for each phase of the output's rows (of volumes, of planes and rows), and of its
-columns or of all of those together.
+columns or of all of those together; of an image whose channels make one each of their own, a Depthwise.
 
 The phases of the columns lie beside each other in memory: an output of n of them, c channels each, is an image of a
 column in n whose pixels have n * c channels. Where they read much the same pixels, one Contraction makes all of them:
-few channels then fill a vector better, and x is read once.
+few channels then fill a vector better, and x is read once. So it is without groups, whose channels would lie apart.
 """
 from __future__ import annotations
 
@@ -19,33 +19,46 @@ from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
-from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array
-from engines.lowering.rules.contraction import accumulator_of, sum_of_couts
+from engines.lowering.rules.contraction import accumulator_of, merge_small_groups, sum_of_couts
 
 
 @lowers("ConvTranspose", images=True, volumes=True)
 def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
-    weights = ctx.constant(conv.inputs[1])          # [cin, cout, *kernel]
-    grouped, dilated = conv.attrs.get("group", 1) != 1, set(conv.attrs.get("dilations") or (1,)) != {1}
-    if grouped or dilated:
-        raise Refused("only a transposed convolution without groups or dilation is compiled")
+    groups = int(conv.attrs.get("group", 1))
+    weights = _as_of_conv(ctx.constant(conv.inputs[1]), groups)
+    if set(conv.attrs.get("dilations") or (1,)) != {1}:
+        raise Refused("only a transposed convolution without dilation is compiled")
+    if not _alone(weights, groups):
+        weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     *outer, columns = axes = phases(ctx.graph, conv)
     if not all(phase.taps for phase in chain(*axes)):
         raise Refused("its kernel is smaller than its stride")
     calls: list[Call] = []
     for place in product(*outer):
-        apart = [_phase(ctx, node, weights, (*place, column)) for column in columns]
-        together = _together(ctx.lanes, apart, columns)
+        apart = [_phase(ctx, node, weights, groups, (*place, column)) for column in columns]
+        together = _together(ctx.lanes, apart, columns) if groups == 1 else None
         calls += [together] if together else apart
     return calls
 
 
-def _phase(ctx: Context, node: Node, weights: Array, place: Sequence[Phase]) -> Call:
-    """place: the phase along each axis."""
+def _as_of_conv(weights: Array, groups: int) -> Array:
+    """[groups * cin, cout, *kernel] -> [groups * cout, cin, *kernel]"""
+    cin, cout, *kernel = weights.shape
+    blocks = weights.reshape(groups, cin // groups, cout, *kernel).swapaxes(1, 2)
+    return blocks.reshape(groups * cout, cin // groups, *kernel)
+
+
+def _alone(weights: Array, groups: int) -> bool:
+    """Whether each channel of an image makes one of its own."""
+    return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
+
+
+def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequence[Phase]) -> Call:
+    """weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
     conv, output = node.anchor, node.outputs[0]
-    weights = weights.swapaxes(0, 1)
     for axis, phase in enumerate(place, 2):
         weights = np.take(weights, phase.taps, axis)
     body = write_body(ctx, node, accumulator_of(ctx, node, sum_of_couts(weights)))
@@ -55,8 +68,9 @@ def _phase(ctx: Context, node: Node, weights: Array, place: Sequence[Phase]) -> 
     y = _part(ctx.placements[output], place)
     others = [_part(replace(ctx.placements[name], view=broadcast(ctx, name, output)), place) for name in body.operands]
     ones = (1,) * len(place)
-    problem = Contraction(x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
-                          tuple(len(phase.taps) for phase in place), ones, ones)
+    seen = (x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
+            tuple(len(phase.taps) for phase in place), ones, ones)
+    problem = Depthwise(*seen) if _alone(weights, groups) else Contraction(*seen, groups)
     return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 

@@ -85,10 +85,8 @@ def computes_by(graph: Graph, node: Node) -> bool:
         return False
     if not graph.constants[anchor.inputs[1]].size:
         return False
-    if anchor.op == "Conv":
+    if anchor.op in ("Conv", "ConvTranspose"):
         return bool(anchor.attrs.get("channels_last"))
-    if anchor.op == "ConvTranspose":
-        return bool(anchor.attrs.get("channels_last")) and anchor.attrs.get("group", 1) == 1
     return graph.constants[anchor.inputs[1]].ndim == 2
 
 

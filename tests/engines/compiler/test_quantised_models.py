@@ -388,6 +388,23 @@ def test_a_convolution_of_integers_is_one_kernel_between_conversions(zero: Any, 
     assert_same_steps(made, wanted, 0.1)
 
 
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_transposed_convolution_of_integers_may_have_groups(group: int) -> None:
+    """Its weights [cin, cout of a group, ...] have a scale for each cout of a group."""
+    scales = np.linspace(0.01, 0.03, 8 // group)
+    numbers = scaled(x=(0.03, np.uint8(100)), w=(list(scales), np.zeros(8 // group, np.int8)), y=(0.1, np.uint8(11)))
+    nodes = [node("QuantizeLinear", "x x.s x.z", "q"), node("DequantizeLinear", "q x.s x.z", "r"),
+             node("DequantizeLinear", "w w.s w.z", "v", axis=1),
+             node("ConvTranspose", "r v", "c", strides=[2, 2], pads=[1, 0, 1, 0], group=group),
+             node("QuantizeLinear", "c y.s y.z", "d"), node("DequantizeLinear", "d y.s y.z", "y")]
+    constants = {**numbers, "w": weights(4, 8 // group, 3, 3, steps=60)}
+    model = small_model(nodes, {"x": ["N", 4, 9, 9]}, ["y"], constants)
+    feeds = {"x": np.random.default_rng(1).standard_normal((4, 4, 9, 9), np.float32)}
+    build = built(model)
+    assert set(precisions(build)) == {"int8"} and not fallbacks(build.engine())
+    assert_same_steps(build.engine().run(feeds)["y"], literally(model, feeds)["y"], 0.1)
+
+
 @pytest.mark.parametrize("between", ["pool", "reshape"])
 def test_integers_may_be_moved_between_two_layers(between: str) -> None:
     numbers = scaled(x=(0.03, np.uint8(130)), w=(0.01, np.int8(0)), y=(0.1, np.uint8(110)), z=(0.2, np.uint8(100)))

@@ -63,6 +63,12 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
         {"w": (12, 5, 3, 4), "b": (5,)}),
     "transposed, stride 1": ("ConvTranspose", IMAGE, {"kernel_shape": (3, 3), "pads": (1, 1, 1, 1)},
                              {"w": (12, 5, 3, 3)}),
+    "transposed, groups": ("ConvTranspose", IMAGE, {"kernel_shape": (3, 3), "strides": (2, 1), "pads": (1, 1, 0, 1),
+                                                    "group": 2}, {"w": (12, 17, 3, 3), "b": (34,)}),
+    "transposed, groups that are merged": ("ConvTranspose", IMAGE, {
+        "kernel_shape": (2, 3), "strides": (2, 2), "group": 4}, {"w": (12, 5, 2, 3)}),
+    "transposed, a channel to itself": ("ConvTranspose", IMAGE, {
+        "kernel_shape": (4, 3), "strides": (2, 2), "pads": (1, 0, 1, 1), "group": 12}, {"w": (12, 1, 4, 3)}),
     "space to depth": ("SpaceToDepth", IMAGE, {"blocksize": 2}, {}),
 }
 ANY_RANK = ("Reduce", "Slice", "Expand", "Pad", "Softmax", "LogSoftmax", "LayerNormalization", "LpNormalization")
