@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from infer_server.config.paths import is_name
 from infer_server.errors import RepositoryError, UnknownModelError
 
 
@@ -18,6 +19,10 @@ class Place(ABC):
     @abstractmethod
     def names(self) -> list[str]:
         """The models that are there. Raises RepositoryError: the place cannot be read."""
+
+    def has(self, name: str) -> bool:
+        """Whether a model is there, and named as one can be. Raises RepositoryError: the place cannot be read."""
+        return name in self.names()
 
     @abstractmethod
     def fetch(self, name: str) -> None:
@@ -55,6 +60,9 @@ class LocalFolder(Place):
         except OSError as error:
             raise RepositoryError(f"model repository {self.path}: {error.strerror}") from error
 
+    def has(self, name: str) -> bool:
+        return is_name(name) and os.path.isdir(self.path / name)     # without a look at all others, for each of them
+
     def fetch(self, name: str) -> None:
         """It is here."""
 
@@ -84,7 +92,7 @@ def names_in(places: Iterable[Place]) -> list[str]:
 
 def place_of(places: Sequence[Place], name: str) -> Place:
     """The place that has a model. Raises UnknownModelError; RepositoryError if more than one has it."""
-    found = [place for place in places if name in place.names()]        # keeps "../x" inside
+    found = [place for place in places if place.has(name)]              # keeps "../x" inside
     if not found:
         raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
                                 f"{', '.join(map(str, places))}")

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
 _LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
+_READS = 16             # likewise, of folders, or copies of them: of thousands of models, not thousands of threads
 
 
 class State(Enum):
@@ -77,7 +78,7 @@ class Repository:
         self._users = Counter[str]()                        # of each lock
         self._drains = set[asyncio.Future[None]]()          # that are under way
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
-        self._loads = asyncio.Semaphore(_LOADS)
+        self._loads, self._reads = asyncio.Semaphore(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -184,10 +185,11 @@ class Repository:
                          turn: AbstractAsyncContextManager[None]) -> None:
         async with self._alone(name):
             try:
-                for needed in await in_daemon_thread(lambda: self._steps_of(name, read, ())):
-                    await self._load_needed(needed, turn is not self._loads)
-                sources = await in_daemon_thread(lambda: _told(read))
+                async with self._reads:
+                    sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
                 self.unfetched.discard(name)
+                for step in steps:
+                    await self._load_needed(step, turn is not self._loads)
             except RepositoryError as error:
                 if isinstance(error, FetchError):
                     self.unfetched.add(name)
@@ -216,20 +218,25 @@ class Repository:
         place.fetch(name)
         return read_model(place.path, name, message)
 
-    def _steps_of(self, name: str, read: Callable[[], Sequence[Source]], above: tuple[str, ...]) -> list[str]:
+    def _with_steps(self, name: str, read: Callable[[], Sequence[Source]]) -> tuple[Sequence[Source], list[str]]:
+        """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
+        sources = _told(read)
+        return sources, self._steps_of(name, sources, ())
+
+    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...]) -> list[str]:
         """The models that an ensemble calls, each after those that it calls itself. Blocks.
 
-        Raises RepositoryError: it calls itself. What cannot be read is found out when it is loaded.
+        Raises RepositoryError: it calls itself. Which of them cannot be read is found out when they are loaded.
         """
         if name in above:
             raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
-        try:
-            steps = _told(read)[0].config.steps
-        except RepositoryError:
-            return []
         needed: list[str] = []
-        for step in steps:
-            needed += [*self._steps_of(step.model, partial(self._read, step.model), (*above, name)), step.model]
+        for step in sources[0].config.steps if sources else ():
+            try:
+                called = _told(partial(self._read, step.model))
+            except RepositoryError:
+                called = []
+            needed += [*self._steps_of(step.model, called, (*above, name)), step.model]
         return list(dict.fromkeys(needed))
 
     async def _load_needed(self, name: str, at_once: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,11 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.errors import RepositoryError
+from infer_server.repository.folders import Source
+from infer_server.repository.model import Model
+from infer_server.repository.places import LocalFolder
+from infer_server.repository.repository import Repository
 from protos import health
 from tests.infer_server.endpoints.test_serving import eventually, infer, page
 from tests.infer_server.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model
@@ -288,3 +294,30 @@ def test_probes_of_models_over_http_are_answered(server: RunningServer, tmp_path
     assert list(statuses.values()) == [200, 200, 200, 404, 400, 404]
     server.run(server.server.repository.unload("good"))
     assert page(server, "/v2/models/good/ready") == 503
+
+
+def test_a_load_reads_the_model_once_and_does_not_look_at_all_others(tmp_path: Path) -> None:
+    class Counting(LocalFolder):
+        listings, read = 0, Counter[str]()
+
+        def names(self) -> list[str]:
+            self.listings += 1
+            return super().names()
+
+        def fetch(self, name: str) -> None:
+            self.read[name] += 1
+
+    async def load_all() -> None:
+        await repository.load_all()
+        assert len(repository.failures()) == len(place.read), "it loads nothing here"
+
+    def load(source: Source) -> Model:
+        raise RepositoryError(f"{source.name} is only read")
+
+    place = Counting(tmp_path)
+    names = {f"m{i}" for i in range(40)}
+    for name in names:
+        write_model(tmp_path, name)
+    repository = Repository([place], load)
+    asyncio.run(load_all())
+    assert place.listings == 1 and place.read == dict.fromkeys(names, 1)
