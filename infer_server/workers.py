@@ -9,9 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from infer_server.errors import RepositoryError
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOOKING_SECS = 0.02            # between two looks at what nobody tells of
+
+
+def start(thread: threading.Thread) -> None:
+    """Raises RepositoryError: there are no more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RepositoryError("the system gives this process no more threads (ulimit -u, pids.max of its cgroup, "
+                              "kernel.pid_max): serve fewer models, or fewer instances of each (--cores)") from error
 
 
 def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
@@ -35,7 +46,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     """Runs a function on a thread of its own and returns (or raises) what it did.
 
     Unlike an executor's threads it is not joined at exit: a load that hangs in native code, which nothing can cancel,
-    must not keep the process alive after everything accepted is answered.
+    must not keep the process alive after everything accepted is answered. Raises RepositoryError: there are no more.
     """
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()      # from here on, who gives up waiting does not stop it
@@ -46,5 +57,5 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
         except BaseException as error:          # raised where it is awaited
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True).start()
+    start(threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True))
     return await asyncio.wrap_future(outcome)

@@ -134,7 +134,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "calibration": ("calibration.accuracy", "calibration.calibrators", "calibration.data.sources"),
     # the server
     "infer_server.backend": (), "infer_server.errors": (), "infer_server.version": (), "infer_server.process": (),
-    "infer_server.lifecycle": (), "infer_server.workers": (), "infer_server.gpu_tensors": ("infer_server.errors",),
+    "infer_server.lifecycle": (),
+    "infer_server.workers": ("infer_server.errors",), "infer_server.gpu_tensors": ("infer_server.errors",),
     "infer_server.protocol": ("infer_server.errors",),
     "infer_server.observing": ("infer_server.workers",),
     "infer_server.batching": ("infer_server.backend", "infer_server.gpu_tensors", "infer_server.observing"),

@@ -12,6 +12,7 @@ from infer_server.batching.batcher import Admission, Batcher
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError
+from infer_server.workers import start
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class Instance:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RepositoryError: there are no more threads."""
+        start(self._thread)
 
     def join(self) -> None:
         self._thread.join()
@@ -62,6 +64,10 @@ class Instance:
             os.sched_setaffinity(0, {self._cpu})
         while self._serve_batch():
             pass
+        self.end()
+
+    def end(self) -> None:
+        """Lets go of what it executes with. For its thread, or who could not start that."""
         if self._gate:
             self._gate.close()
         with self._executing:

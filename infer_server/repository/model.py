@@ -20,7 +20,7 @@ from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Signature
-from infer_server.errors import DeadlineExceededError, QueueFullError, ServeError, UnavailableError
+from infer_server.errors import DeadlineExceededError, QueueFullError, RepositoryError, ServeError, UnavailableError
 from infer_server.observing.closing import why_closed
 from infer_server.rate_limiter import RateLimiter
 from infer_server.workers import post
@@ -116,18 +116,25 @@ class QueuedModel(Model):
               cpus: Sequence[int | None] = (), short: ShortBatches | None = None) -> None:
         """Gives it its instances, one for each executor. limiter: lets those execute that have a rate_limiter; cpus:
         what their threads are pinned to, if given; short: the batches that need not wait for the threads of those on
-        the CPU. Raises ModelConfigError: one could never execute."""
+        the CPU. Raises ModelConfigError: one could never execute; RepositoryError: there are no more threads."""
         batchers = [self.queues[i % len(self.queues)].batcher for i in range(len(executors))]
         limits = self.config.rate_limits
         gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
             [None] * len(executors))
-        self._instances = [
+        instances = [
             Instance(f"{self.name}/{self.version} instance {i}" + ("" if device is None else f" on GPU {device}"),
                      batchers[i], executor, self.deliver, cpus[i] if cpus else None, gates[i],
                      short if device is None else None)
             for i, (executor, device) in enumerate(zip(executors, self.config.devices, strict=True))]
-        for instance in self._instances:
-            instance.start()
+        for instance in instances:
+            try:
+                instance.start()
+            except RepositoryError:
+                for other in instances[len(self._instances):]:
+                    other.end()
+                self.drain()
+                raise
+            self._instances.append(instance)
 
     def submit(self, request: Request) -> None:
         if self._cache and self._is_cached(request, self._cache):

@@ -1,10 +1,12 @@
-"""What happens to the machine and must not happen to clients: a disk that takes no more, a clock that is set."""
+"""What happens to the machine and must not happen to clients: a disk that takes no more, threads that are refused, a
+clock that is set."""
 from __future__ import annotations
 
 import re
 import resource
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -17,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 import infer_server
 from tests.infer_server.endpoints.test_serving import eventually, infer
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.serving import serving
 
 KIB = 1 << 10
 # What may ask for the time of day, which can be set: it is told to people, and nothing is decided by it.
@@ -52,3 +55,30 @@ def test_nothing_is_decided_by_a_clock_that_can_be_set() -> None:
     found = {path.relative_to(root).as_posix(): count for path in root.rglob("*.py")
              if (count := len(asks.findall(path.read_text())))}
     assert found == TOLD
+
+
+def test_threads_that_the_system_refuses_end_a_load_and_nothing_else(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where in the load that is: at its worker, at the model's first instance, at its second."""
+    started, begin = [0], Thread.start
+
+    def refused(thread: Thread) -> None:
+        if started[0] <= 0:
+            raise RuntimeError("can't start new thread")
+        started[0] -= 1
+        begin(thread)
+
+    write_model(tmp_path, "m")
+    write_model(tmp_path, "new", config="instance_group { count: 2 }")
+    with (serving(tmp_path, explicit_control=True, load_models=("m",)) as running,
+          triton.InferenceServerClient(running.address) as client):
+        for more in range(4):
+            started[0] = more               # a worker reads the model, and another one loads it
+            with monkeypatch.context() as patch:
+                patch.setattr(Thread, "start", refused)
+                with pytest.raises(InferenceServerException, match="no more threads .* serve fewer models"):
+                    client.load_model("new")
+                np.testing.assert_array_equal(infer(client), 3 * np.ones((1, 4), np.float32))
+            assert eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("new/")])
+        client.load_model("new")
+        np.testing.assert_array_equal(infer(client, "new"), 3 * np.ones((1, 4), np.float32))
