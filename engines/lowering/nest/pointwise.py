@@ -187,6 +187,13 @@ def _step(x: Term) -> Term:
     return _bounded(_bounded(x, "max", 0.0), "min", 1.0)
 
 
+def _fake_quantize(node: Node, x: Term) -> Term:
+    """By a quotient, as its reference: a product with 1 / scale rounds some halves the other way."""
+    scale, zero_point, low, high = (node.attrs[key] for key in ("scale", "zero_point", "low", "high"))
+    stored = (x / float(scale)).unary("rint") + float(zero_point)
+    return (_bounded(_bounded(stored, "max", float(low)), "min", float(high)) - float(zero_point)) * float(scale)
+
+
 def _extreme(op: str) -> Formula:
     def write(node: Node, first: Term, *others: Term) -> Term:
         for other in others:
@@ -234,5 +241,5 @@ FORMULAS: Mapping[str, Formula] = {
     "Softplus": _softplus, "Mish": lambda node, x: x * TANH(node, _softplus(node, x)), "Gelu": _gelu,
     "Softsign": lambda node, x: x / (x.unary("abs") + 1.0),
     "ThresholdedRelu": lambda node, x: _where(x, x > node.attrs.get("alpha", 1.0), x, 0.0),
-    "Shrink": _shrink,
+    "Shrink": _shrink, "FakeQuantize": _floats(_fake_quantize),
 }

@@ -43,7 +43,9 @@ def slides_along_rows(graph: Graph, node: Node) -> bool:
         weights = graph.constants.get(node.inputs[1])
         if weights is None or weights.shape[:2] != (node.attrs.get("group", 1), 1) or shape[1] != len(weights):
             return False
-        return window.strides[1] == 1
+        maker = graph.producer.get(node.inputs[0])
+        rounded = maker is not None and maker.op == "FakeQuantize"      # in bytes it is vectors of channels
+        return window.strides[1] == 1 and not rounded
     padded = any(map(any, window.pads))
     if node.op == "AveragePool" and padded:     # a quotient for each pixel
         return False

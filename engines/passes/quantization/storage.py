@@ -67,9 +67,12 @@ def stored_by(graph: Graph, node: Node) -> Stored:
 
 
 def _by_nests(graph: Graph, node: Node) -> bool:
-    """A window, or another operator on images, over those with their channels first, or over volumes."""
+    """A window, or another operator on images, over those with their channels first, or over volumes; a transposed
+    convolution that is dilated."""
     if not issubclass(op_of(node.op), LayoutOp):
         return False
+    if node.op == "ConvTranspose" and set(node.attrs.get("dilations") or (1,)) != {1}:
+        return True
     return not node.attrs.get("channels_last") or len(graph.shape(node.inputs[0])) > 4 and node.op not in _OF_VOLUMES
 
 
@@ -86,7 +89,7 @@ def computes_by(graph: Graph, node: Node) -> bool:
     if not graph.constants[anchor.inputs[1]].size:
         return False
     if anchor.op in ("Conv", "ConvTranspose"):
-        return bool(anchor.attrs.get("channels_last"))
+        return not _by_nests(graph, anchor)
     return graph.constants[anchor.inputs[1]].ndim == 2
 
 

@@ -228,3 +228,14 @@ def test_long_ranges_are_kernels_and_right() -> None:
     outputs = [helper.make_empty_tensor_value_info(f"{dtype}_sum") for dtype in feeds]
     graph = helper.make_graph(nodes, "ranges", inputs, outputs, constants)
     assert_kernels_and_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), feeds)
+
+
+def test_what_is_rounded_behind_a_nest_is_a_part_of_it_and_right() -> None:
+    nodes = [node("ConvTranspose", "x w", "c", group=2), node("QuantizeLinear", "c scale zero", "q"),
+             node("DequantizeLinear", "q scale zero", "y")]
+    constants = [numpy_helper.from_array(array, name) for name, array in (
+        ("w", floats(4, 3, 3, 3, seed=1)), ("scale", np.float32(0.3)), ("zero", np.uint8(100)))]
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4, 5, 6])
+    graph = helper.make_graph(nodes, "rounded", [x], [helper.make_empty_tensor_value_info("y")], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    assert_kernels_and_right(model, {"x": floats(1, 4, 5, 6)})

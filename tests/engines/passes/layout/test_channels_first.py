@@ -46,6 +46,13 @@ def test_a_depthwise_convolution_alone_slides_along_rows_if_it_goes_by_single_co
     assert made == [False, True, True]
 
 
+def test_a_depthwise_convolution_of_a_quantised_image_takes_vectors_of_channels() -> None:
+    net = Build()
+    x = net("FakeQuantize", net.input("x", CHANNELS, SIZE, SIZE), scale=0.5, zero_point=128, low=0, high=255)
+    graph = net.graph(net.conv(x, CHANNELS, 3, group=CHANNELS))
+    assert ops(keeps(to_channels_last, graph)) == ["Transpose", "FakeQuantize", "Conv", "Transpose"]
+
+
 def test_beside_convolutions_it_takes_their_images() -> None:
     net = Build()
     x = net("MaxPool", net.input("x", CHANNELS, SIZE, SIZE), kernel_shape=(3, 3), pads=(1, 1, 1, 1))
