@@ -8,6 +8,9 @@
 A row is so read once, and each of the k costs as much as reading FEW + BLOCK * levels numbers. An element of the k is
 in one of the k first blocks in the order of their peaks: of rows too wide for their keys to be kept, a block's keys are
 made when it is first searched, and there is room for those of k blocks.
+
+One alone is found in registers: each lane has the highest key that it met and where that was, and the first of the
+lanes' highest is the answer.
 """
 from __future__ import annotations
 
@@ -69,9 +72,42 @@ class TopKKernel(Kernel[TopK]):
 
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
-        problem, bits = self.problem, self.bits
-        views, element, size = (*problem.inputs, *problem.outputs), ELEMENTS[problem.x.dtype], bits // 8
+        problem = self.problem
+        views = (*problem.inputs, *problem.outputs)
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
+        if problem.indices.shape[-1] == 1:
+            for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
+                self._store(x, self._greatest(f, isa, x), values, indices)
+            return
+        self._largest(f, isa, addresses, begin, end)
+
+    def _store(self, x: Value, index: Value, values: Sequence[Value], indices: Value) -> None:
+        """One of the k, if its value is wanted with that."""
+        f, element = x.f, ELEMENTS[self.problem.x.dtype]
+        for target in values:
+            f.store(f.load(element, x + index * self.problem.x.strides[-1], hint="value"), target)
+        f.store(index, indices)
+
+    def _greatest(self, f: Function, isa: Isa, x: Value) -> Value:
+        """Where the first of the highest keys of a row is."""
+        lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
+        state = {"best": lowest, "place": f.constant(0, isa.ints), "here": lane_numbers(f, isa)}
+        for start, count in f.tiles("part", self.width, isa.lanes, state=state):
+            keys = self._keys(f, isa, x + start * self.problem.x.strides[-1], count)
+            higher = keys.compare("sgt", state["best"])
+            # One vector's best waits for the one's before in one instruction: a select would wait for the comparison.
+            state["best"] = f.call(keys.type, f"llvm.smax.v{isa.lanes}i{self.bits}", state["best"], keys, hint="best")
+            state["place"] = f.select(higher, state["here"], state["place"])
+            state["here"] = state["here"] + isa.lanes
+        best = f.call(f"i{self.bits}", f"llvm.vector.reduce.smax.v{isa.lanes}i{self.bits}", state["best"], hint="best")
+        highest_lanes = state["best"].compare("eq", f.splat(best, isa.lanes))
+        places = f.select(highest_lanes, state["place"], f.constant(FAR, isa.ints))
+        first = f.call(I32, f"llvm.vector.reduce.smin.v{isa.lanes}i32", places, hint="first")
+        return f.cast("zext", first, I64, "place")
+
+    def _largest(self, f: Function, isa: Isa, addresses: Sequence[Value], begin: Value, end: Value) -> None:
+        problem, bits, size = self.problem, self.bits, self.bits // 8
+        views = (*problem.inputs, *problem.outputs)
         keys, *peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
                         for count, hint in ((self.kept * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
         slots = f.room(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
@@ -88,11 +124,9 @@ class TopKKernel(Kernel[TopK]):
                 block = self._slot(isa, x, keys, slots, place) if slots else place
                 start = keys + block * (size * BLOCK)
                 inside = first_of(f, isa, start, BLOCK, wanted)
-                index = place * BLOCK + inside
-                if problem.values:
-                    value = f.load(element, x + index * problem.x.strides[-1], hint="value")
-                    f.store(value, values[0] + turn * problem.values.strides[-1])
-                f.store(index, indices + turn * problem.indices.strides[-1])
+                self._store(x, place * BLOCK + inside,
+                            [a + turn * v.strides[-1] for a, v in zip(values, problem.outputs, strict=False)],
+                            indices + turn * problem.indices.strides[-1])
                 f.store(f.constant(lowest_of(bits), f"i{bits}"), start + inside * size)
                 for above in peaks:
                     f.store(highest(f, isa, start, BLOCK, bits), above + place * size)
@@ -171,12 +205,16 @@ def highest(f: Function, isa: Isa, address: Value, count: int, bits: int = 32) -
     return f.call(f"i{bits}", f"llvm.vector.reduce.smax.v{isa.lanes}i{bits}", best["best"], hint="highest")
 
 
+def lane_numbers(f: Function, isa: Isa) -> Value:
+    """0, 1, ... as a vector."""
+    return Value(f, isa.ints, f"<{', '.join(f'{I32} {lane}' for lane in range(isa.lanes))}>")
+
+
 def first_of(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
     """Where the first of `count` integers is that is `wanted`; one is. An i64."""
     everywhere, far = f.splat(wanted, isa.lanes), f.constant(FAR, isa.ints)
     size = isa.lanes * int(wanted.type[1:]) // 8
-    lanes = ", ".join(f"{I32} {lane}" for lane in range(isa.lanes))
-    state = {"place": Value(f, isa.ints, f"<{lanes}>"), "found": far}
+    state = {"place": lane_numbers(f, isa), "found": far}
     for i in f.loop("part", count // isa.lanes, state=state):
         same = f.load(everywhere.type, address + i * size, hint="keys").compare("eq", everywhere)
         here = f.select(same, state["place"], far)
