@@ -82,12 +82,21 @@ def _columns(call: Call) -> list[Node]:
 
 @ml("FeatureVectorizer")
 def _side_by_side(call: Call) -> list[Node]:
-    """The first columns of each input, as many as it is said to have."""
+    """The first columns of each input, as many as it is said to have, zeros among them where it has fewer."""
     w, widths = StandardParts(call), call.attr("inputdimensions") or ()
     if len(widths) != len(call.node.inputs):
         raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
-    parts = [w.cut(as_float(w, call, index), 1, 0, width) for index, width in enumerate(widths)]
-    return w.finish("Concat", *parts, axis=1)
+    return w.finish("Concat", *(_columns(w, call, index, width) for index, width in enumerate(widths)), axis=1)
+
+
+def _columns(w: StandardParts, call: Call, index: int, width: int) -> str:
+    """An input as rows of so many columns. One of a single axis is a row, as ONNX Runtime has it."""
+    shape = call.type(index).shape
+    x, found = as_float(w, call, index), math.prod(fixed(shape[1:] or shape))
+    rows = x if len(shape) == 2 else w("Flatten", x, axis=min(len(shape) - 1, 1))
+    if found < width:
+        return w("Pad", rows, w.ints(0, 0, 0, width - found))
+    return w.cut(rows, 1, 0, width)
 
 
 @ml("OneHotEncoder")

@@ -43,9 +43,11 @@ def test_columns_are_taken_out(shape, places):
     check("ArrayFeatureExtractor", [normal(*shape), np.array(places)], (1,), **ML)
 
 
-@pytest.mark.parametrize("widths", [[3, 2], [2, 1]])
-def test_columns_of_several_tensors_stand_side_by_side(widths):
-    check("FeatureVectorizer", [normal(4, 3), normal(4, 2)], inputdimensions=widths, **ML)
+@pytest.mark.parametrize("widths", [[3, 2], [2, 1], [4, 3]], ids=["all", "fewer", "with zeros behind"])
+@pytest.mark.parametrize("shapes", [[(4, 3), (4, 2)], [(4, 1, 3), (4, 2, 1)], [(3,), (2,)]],
+                         ids=["rows", "rows of several axes", "one row"])
+def test_columns_of_several_tensors_stand_side_by_side(shapes, widths):
+    check("FeatureVectorizer", [normal(*shape) for shape in shapes], inputdimensions=widths, **ML)
 
 
 @pytest.mark.parametrize("x", [np.array([[1, 3], [5, 1]]), np.float32([[5], [2]]), np.array([5, 1])])
