@@ -18,15 +18,15 @@ _AGGREGATES: Mapping[str, Callable[..., Array]] = {"SUM": np.sum, "AVERAGE": np.
 class Forest(Op):
     """What the leaves that a row of x ends at weigh, over all trees: their sum, average, minimum or maximum.
 
-    x [N, columns]; of each node its column, threshold, flags, left and right child (int32; of a leaf itself), and
-    weights, [nodes, targets]; the roots [trees]. A row goes left where x <= threshold, or, by the flags, where the two
-    are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
+    x [N, columns]; of each node its column, threshold, flags, children [nodes, 2] (int32: right and left; of a leaf
+    itself), and weights [nodes, targets]; the roots [trees]. A row goes left where x <= threshold, or, by the flags,
+    where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
     """
 
     @classmethod
     def types(cls, node: Node, x: TensorType, columns: TensorType, thresholds: TensorType, flags: TensorType,
-              left: TensorType, right: TensorType, roots: TensorType, weights: TensorType) -> Types:
-        if len(x.shape) != 2 or any(table.shape != columns.shape for table in (thresholds, flags, left, right)):
+              children: TensorType, roots: TensorType, weights: TensorType) -> Types:
+        if len(x.shape) != 2 or any(table.shape[:1] != columns.shape for table in (thresholds, flags, children)):
             raise GraphError("its tables are not of the same nodes, or its rows no matrix")
         return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
 
@@ -43,12 +43,12 @@ class Forest(Op):
         return np.concatenate(parts)
 
     @classmethod
-    def _rows(cls, node: Node, x: Array, columns: Array, thresholds: Array, flags: Array, left: Array, right: Array,
+    def _rows(cls, node: Node, x: Array, columns: Array, thresholds: Array, flags: Array, children: Array,
               roots: Array, weights: Array) -> Array:
         place = np.broadcast_to(roots, (len(x), len(roots)))
         for _ in range(node.attrs["depth"]):
             value, threshold, flag = np.take_along_axis(x, columns[place], 1), thresholds[place], flags[place]
             goes_left = np.where(flag & LEFT_IF_EQUAL, value == threshold, value <= threshold)
             goes_left |= np.isnan(value) & (flag & LEFT_IF_MISSING > 0)
-            place = np.where(goes_left, left[place], right[place])
+            place = children[place, goes_left.astype(np.intp)]
         return np.asarray(_AGGREGATES[node.attrs["aggregate"]](weights[place], axis=1), weights.dtype)

@@ -86,10 +86,10 @@ def _side_by_side(call: Call) -> list[Node]:
     w, widths = StandardParts(call), call.attr("inputdimensions") or ()
     if len(widths) != len(call.node.inputs):
         raise GraphError(f"it has {len(call.node.inputs)} inputs, and the widths of {len(widths)}")
-    return w.finish("Concat", *(_columns(w, call, index, width) for index, width in enumerate(widths)), axis=1)
+    return w.finish("Concat", *(_wide(w, call, index, width) for index, width in enumerate(widths)), axis=1)
 
 
-def _columns(w: StandardParts, call: Call, index: int, width: int) -> str:
+def _wide(w: StandardParts, call: Call, index: int, width: int) -> str:
     """An input as rows of so many columns. One of a single axis is a row, as ONNX Runtime has it."""
     shape = call.type(index).shape
     x, found = as_float(w, call, index), math.prod(fixed(shape[1:] or shape))

@@ -46,14 +46,19 @@ class _Table:
         return steps
 
     def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
-        """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0."""
+        """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0. In a
+        sum, trees of one leaf, as boosting ends with, are a part of the base: all trees take as many steps."""
         nothing, dtype = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0), self.weights.dtype
         weights = np.where(np.isnan(self.weights), np.array(nothing, dtype), self.weights)
-        tables = (self.columns, self.thresholds, self.flags, self.left, self.right, self.roots, weights)
+        added, roots, grown = np.asarray(base, dtype), self.roots, self.left[self.roots] != self.roots
+        if aggregate == "SUM" and grown.any():
+            added, roots = added + weights[roots[~grown]].sum(axis=0), roots[grown]
+        children = np.stack([self.right, self.left], axis=1)
+        tables = (self.columns, self.thresholds, self.flags, children, roots, weights)
         y = w("Forest", x, *map(w.constant, tables), depth=self.depth, aggregate=aggregate)
         if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
             y = w("Where", w("IsInf", y), w.number(0, dtype), y)
-        return w("Add", y, floats(w, base)) if any(base) else y
+        return w("Add", y, w.constant(added)) if added.any() else y
 
 
 def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,
@@ -74,6 +79,7 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
     left, right = np.where(opposite, right, left), np.where(opposite, left, right)
     flags = (LEFT_IF_EQUAL * np.isin(kind, ("BRANCH_EQ", "BRANCH_NEQ"))
              + LEFT_IF_MISSING * (true_if_missing != opposite)).astype(np.uint8)
+    flags[leaves] = flags[~leaves][:1].max(initial=0)       # which decide nothing: those of all nodes are often alike
     columns = np.where(leaves, 0, columns)
     whole = [array.astype(np.int32) for array in (columns, left, right, roots)]
     return _Table(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)

@@ -32,16 +32,23 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
-    """From each node to one of its children. What no node's flags say is not asked."""
-    x, columns, thresholds, flags, left, right, *_ = node.inputs
-    said = int(np.bitwise_or.reduce(w.ctx.constant(flags).ravel(), initial=0))
+    """From each node to one of its children. Flags that all nodes have are not read, and what none has is not asked."""
+    x, columns, thresholds, flags, children, *_ = node.inputs
+    known = np.unique(w.ctx.constant(flags))
+    said = int(np.bitwise_or.reduce(known, initial=0))
     value, threshold = w.at(x, [row, w.at(columns, [place]).to("i64")]), w.at(thresholds, [place])
     if value.kind != threshold.kind:
         value, threshold = value.to("f64"), threshold.to("f64")
     goes_left = value <= threshold
-    flag = w.at(flags, [place]).to("i32") if said else None
-    if flag is not None and said & LEFT_IF_EQUAL:
-        goes_left = w.where(flag.binary("and", LEFT_IF_EQUAL).differs(0), value.equals(threshold), goes_left)
-    if flag is not None and said & LEFT_IF_MISSING:
-        goes_left = goes_left | (value.differs(value) & flag.binary("and", LEFT_IF_MISSING).differs(0))
-    return w.where(goes_left, w.at(left, [place]), w.at(right, [place])).to("i64")
+    flag = w.at(flags, [place]).to("i32") if len(known) > 1 else None
+    if said & LEFT_IF_EQUAL:
+        equal = value.equals(threshold)
+        goes_left = w.where(_has(flag, LEFT_IF_EQUAL), equal, goes_left) if flag else equal
+    if said & LEFT_IF_MISSING:
+        missing = value.differs(value)
+        goes_left = goes_left | (missing & _has(flag, LEFT_IF_MISSING) if flag else missing)
+    return w.at(children, [place, goes_left.to("i64")]).to("i64")
+
+
+def _has(flags: Term, bit: int) -> Term:
+    return flags.binary("and", bit).differs(0)

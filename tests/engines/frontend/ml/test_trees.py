@@ -107,9 +107,31 @@ def test_rows_may_be_of_other_types(dtype):
           **forest(targets=3, prefix="class"), **ML)
 
 
-@pytest.mark.parametrize("shape", [(7, COLUMNS), (2500, COLUMNS)])
-def test_an_engine_runs_trees(shape):
-    x = normal(*shape)
+@pytest.mark.parametrize("modes", [(LEQ,), (LT,), (EQ,), (NEQ,), (GT, EQ)])
+@pytest.mark.parametrize("missing", [[0], [1], [0, 1]], ids=["to the right", "to the left", "either way"])
+def test_an_engine_runs_trees(modes, missing):
+    """Those of nodes whose flags are alike, and others."""
+    x, trees = rows(missing=True), forest(modes, targets=2, trees=10)
+    nodes = len(trees["nodes_modes"])
+    trees["nodes_missing_value_tracks_true"] = [missing[node % len(missing)] for node in range(nodes)]
+    model = model_of("TreeEnsembleRegressor", [x], n_targets=2, **trees, **ML)
+    (y,) = EngineBackend.run_model(model, [x])
+    np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+def test_trees_that_are_one_leaf_take_no_steps():
+    x = rows()
+    attrs = {"n_targets": 2, **forest(targets=2, trees=10, ids=[0, 1]), **ML}
+    graph = graph_from_onnx(model_of("TreeEnsembleRegressor", [x], **attrs))
+    grown = set(attrs["nodes_treeids"][at] for at, mode in enumerate(attrs["nodes_modes"]) if mode != "LEAF")
+    (node,) = (node for node in graph.nodes if node.op == "Forest")
+    assert len(graph.constants[node.inputs[5]]) == len(grown) < 10
+    check("TreeEnsembleRegressor", [x], **attrs)
+
+
+@pytest.mark.parametrize("height", [7, 2500])
+def test_an_engine_runs_trees_on_many_rows(height):
+    x = normal(height, COLUMNS)
     model = model_of("TreeEnsembleRegressor", [x], n_targets=2, **forest(targets=2, trees=10), **ML)
     (y,) = EngineBackend.run_model(model, [x])
     np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
