@@ -95,7 +95,7 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
         found: Sequence[int] = node.attrs.get(name, (0,) * length)
         return found
 
-    slices = [(np.moveaxis(source, axis, 0) if axis else source)[::-1 if backward else 1]
+    slices = [_moved(source, axis, 0)[::-1 if backward else 1]
               for source, axis, backward in zip(sources, attribute("scan_input_axes", scanned),
                                                 attribute("scan_input_directions", scanned), strict=True)]
     steps = Iteration(node, carried, slices, len(slices[0]))
@@ -121,12 +121,21 @@ def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], a
 def _stacked(values: Sequence[Value] | Array, kind: Kind, axis: int) -> Array:
     """values: of all steps, a list or an array."""
     if isinstance(values, np.ndarray):
-        return np.ascontiguousarray(np.moveaxis(values, 0, axis) if axis else values)
+        return np.ascontiguousarray(_moved(values, 0, axis))
     if values:
         return np.stack(values, axis)
     shape = [extent if isinstance(extent, int) else 0 for extent in kind.shape]
     shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
     return np.zeros(shape, memory_dtype(kind.dtype or "float32"))
+
+
+def _moved(array: Array, axis: int, place: int) -> Array:
+    """np.moveaxis, which takes longer than a small step."""
+    if axis == place:
+        return array
+    order = list(range(array.ndim))
+    order.insert(place % array.ndim, order.pop(axis))
+    return array.transpose(order)
 
 
 def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:

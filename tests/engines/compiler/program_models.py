@@ -157,7 +157,7 @@ def scanned() -> onnx.ModelProto:
                   [("sum", FLOAT, [3]), ("column", FLOAT, [3])], "next square")
     return small_model(
         [node("Scan", "start x", "y squares", body=body, num_scan_inputs=1, scan_input_axes=[1],
-              scan_input_directions=[1], scan_output_axes=[1])],
+              scan_input_directions=[1], scan_output_axes=[-1])],
         {"x": [3, "T"]}, ["y", "squares"], {"start": np.zeros(3, np.float32)})
 
 
