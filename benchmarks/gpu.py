@@ -18,16 +18,12 @@ Peers are measured if they are there: torch with torchvision and transformers.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import get_context
@@ -39,6 +35,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from benchmarks.measure.findings import Findings
 from benchmarks.runtimes.gpu_peers import peers
 from benchmarks.zoo import TINY, ZOO, Net, Tensor, architecture
 from benchmarks.zoo.pictures import feeds_for
@@ -84,63 +81,11 @@ SMALL: Mapping[str, Callable[[], onnx.ModelProto]] = {
     **MODELS, **{name: TINY[name] for name in ("resnet50", "mobilenet_v2")}, "minilm": partial(minilm, length=16)}
 
 
-class Results:
-    """What has been found so far, on the screen and in a file."""
-
-    def __init__(self, path: Path | None, minutes: float) -> None:
-        self.path, self.end = path, time.monotonic() + 60 * minutes
-        self.lost: Callable[[], bool] = lambda: False       # whether the GPU is, for this process
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
-
-    def __call__(self, key: str, value: Any) -> None:
-        self.found[key] = value
-        print(f"{key:60s} {value}", flush=True)
-        if self.path:
-            self.path.write_text(json.dumps(self.found, indent=1, default=str))
-
-    def wants(self, key: str) -> bool:
-        """Whether there is time for it, and it was neither found nor failed."""
-        return not {key, f"FAILED {key}"} & self.found.keys() and time.monotonic() < self.end
-
-    @contextmanager
-    def part(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Whatever goes wrong is said, and the next part runs: time at a GPU is short.
-
-        seconds: after which it is given up, for a kernel that never ends keeps the thread that waits for it; None: no
-        such end.
-        """
-        begin = time.monotonic()
-        watch = threading.Timer(seconds or 0, self._give_up, (name, seconds, threading.get_ident()))
-        watch.daemon = True
-        if seconds:
-            watch.start()
-        try:
-            yield
-        except Exception:
-            self(f"FAILED {name}", traceback.format_exc())
-            if self.lost():
-                self._start_anew()
-        finally:
-            watch.cancel()
-        self(f"seconds for {name}", round(time.monotonic() - begin, 1))
-
-    def _give_up(self, name: str, seconds: float, thread: int) -> None:
-        where = "".join(traceback.format_stack(sys._current_frames().get(thread)))
-        self(f"FAILED {name}", f"no end after {seconds:g} s, in\n{where}")
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        """Behind what failed, which only a file knows."""
-        if self.path:
-            left = str(max(self.end - time.monotonic(), 0) / 60)
-            os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--minutes", left])
-
-
 @dataclass(frozen=True)
 class Bench:
     """The GPU, and what is asked of it."""
     options: argparse.Namespace
-    results: Results
+    results: Findings
     device: GpuDriver
     target: str
 
@@ -386,7 +331,7 @@ def lost(device: GpuDriver) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    results = Results(options.results, options.minutes)
+    results = Findings(options.results, options.minutes)
     if options.emulated:
         from tests.gpu.emulated import EmulatedGpu
         played = EmulatedGpu(options.emulated)
