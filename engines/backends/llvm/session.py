@@ -19,7 +19,7 @@ from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Tuner
-from engines.ir.graph import BATCH, Graph
+from engines.ir.graph import BATCH, Graph, Node
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
@@ -72,6 +72,9 @@ class LlvmSession:
     @property
     def processor(self) -> str:
         return self.tuner.processor
+
+    def by_reference(self, graph: Graph) -> list[Node]:
+        return lower(graph, self.isa.lanes).by_reference
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CpuChosen:
