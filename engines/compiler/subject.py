@@ -155,7 +155,7 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
             builder.forget()
             builder.config = config         # without the batch of profiles
             continue
-        if each is types and len(tries) > 1 and subject.graph.dependence:
+        if each is types and len(tries) > 1 and not config.opt_batch and subject.graph.dependence:
             return _with_kernels(subject, alone, seen)
         if each is alone:
             builder.notices.append("each number of items has a specialisation of its own, for the batch cannot be left "

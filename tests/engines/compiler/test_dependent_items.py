@@ -121,7 +121,8 @@ def test_what_computes_across_items_has_kernels_for_each_number_of_them(nodes):
         x = random(items, 4)
         want, = ReferenceEvaluator(proto).run(None, {"x": x})
         np.testing.assert_allclose(engine.run({"x": x})["y"], want, rtol=1e-5)
-    assert build_engine(proto, timing=False, cache=False, max_batch=8).plan.max_batch == 8
+    for asked in ({"max_batch": 8}, {"opt_batch": 4}):
+        assert build_engine(proto, timing=False, cache=False, **asked).plan.max_batch, asked
 
 
 def test_a_batch_stays_open_where_little_is_computed_across_its_items():
