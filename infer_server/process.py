@@ -1,9 +1,12 @@
-"""Settings of this process: its limit of open files, and glibc's allocator tuned for messages as large as images."""
+"""Settings of this process: its limit of open files, and glibc's allocator tuned for messages as large as images; and
+the memory that it has."""
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import resource
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,11 @@ def trim() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def tune_malloc() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
-from infer_server.process import trim
+from infer_server.process import resident_bytes, trim
 from infer_server.workers import in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ _ANSWER_COPIES = 2              # ours, and the one that gRPC sends from
 _MUCH_BYTES = 64 << 20          # worth being given back to the system ...
 _LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
 _QUIET_SECS = 1.0               # ... for so long
+_LOOKING_SECS = 20.0            # between two looks at what is left by messages that no call came of
 
 
 class Client(Protocol):
@@ -51,6 +52,8 @@ class Inflight:
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None
+        self._least_bytes = resident_bytes()    # of the process, since then
+        self._loop.call_later(_LOOKING_SECS, self._look)
         self.held_bytes = 0
 
     async def wait_sent(self, timeout_secs: float) -> None:
@@ -114,4 +117,17 @@ class Inflight:
         self._trimming = None
         if self.held_bytes <= _LITTLE_BYTES:
             self._peak_bytes = self.held_bytes
-            self._trim_task = self._loop.create_task(in_daemon_thread(trim))
+            self._giving_back = self._loop.create_task(self._give_back())
+
+    def _look(self) -> None:
+        """Gives back what transports have freed of messages that were cancelled, cut off, or none when decompressed: of
+        them nobody tells, and the allocator keeps it."""
+        self._loop.call_later(_LOOKING_SECS, self._look)
+        resident = resident_bytes()
+        self._least_bytes = min(self._least_bytes, resident)
+        if resident - self._least_bytes >= _MUCH_BYTES:
+            self._trim()
+
+    async def _give_back(self) -> None:
+        await in_daemon_thread(trim)
+        self._least_bytes = resident_bytes()

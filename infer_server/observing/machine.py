@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from infer_server.process import resident_bytes
+
 _PROC = Path("/proc")
 _IDLE = (3, 4)                  # columns of /proc/stat: idle, and waiting for a disk
 _KIB = 1024
@@ -29,7 +31,7 @@ class Machine:
         yield "nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", total - memory.get("MemAvailable", total)
         times = os.times()
         yield "process_cpu_seconds_total", "CPU time of this server, in seconds", times.user + times.system
-        yield "process_resident_memory_bytes", "Memory of this server, in bytes", _resident()
+        yield "process_resident_memory_bytes", "Memory of this server, in bytes", resident_bytes()
         yield "process_open_fds", "Open files and sockets of this server", len(os.listdir(_PROC / "self" / "fd"))
 
 
@@ -46,7 +48,3 @@ def _ticks() -> tuple[int, int]:
 def _memory() -> dict[str, int]:
     lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
     return {name.rstrip(":"): int(value) * _KIB for name, value, *_ in lines}
-
-
-def _resident() -> int:
-    return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import tracemalloc
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,15 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.endpoints import inflight
 from infer_server.endpoints.grpc.errors import answering
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
 from tests.infer_server.endpoints.test_serving import eventually, executions, infer
 from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
 ONE_CALL = 3 * 4 * VALUES                       # what the server counts: an input, and an answer twice
@@ -155,3 +158,61 @@ def test_a_refused_request_is_let_go_of_at_once() -> None:
         assert asyncio.run(ask(context))() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_an_idle_server_keeps_nothing_of_the_last_request(front: str, tmp_path: Path) -> None:
+    values = 4 << 20
+    write_model(tmp_path, "large", shape=[values], max_batch=1)
+    with (serving(tmp_path, grpc_front=front) as server,
+          grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel):
+        ask = channel.unary_unary(INFER)
+        ask(request("large", values))               # what stays of a first one is the model's
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                ask(request("large", values))
+            answer_bytes = 4 * values               # which pygrpc-native lets go of when it is called the next time
+            assert eventually(lambda: tracemalloc.get_traced_memory()[0] < 1.5 * answer_bytes)
+        finally:
+            tracemalloc.stop()
+
+
+def test_memory_that_no_call_tells_of_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transports free of messages that were cancelled, or are none when decompressed, the allocator keeps."""
+    resident, trimmed_at = [100 << 20], list[int]()
+
+    def trim() -> None:
+        trimmed_at.append(resident[0] >> 20)
+        resident[0] = 130 << 20
+
+    async def grow() -> None:
+        limits = Inflight(1 << 30, 60.0)
+
+        async def look(mib: int) -> list[int]:
+            resident[0] = mib << 20
+            await asyncio.sleep(0.05)
+            return trimmed_at
+
+        assert await look(150) == [], "it is not much"
+        call = limits.begin(Nobody(), 2 << 20)
+        assert await look(170) == [], "something is held"
+        limits.end(call)
+        assert await look(170) == [170]
+        assert await look(180) == [170], "not much has come since"
+        assert await look(195) == [170, 195]
+
+    monkeypatch.setattr(inflight, "trim", trim)
+    monkeypatch.setattr(inflight, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(inflight, "_LOOKING_SECS", 0.001)
+    asyncio.run(grow())
+
+
+class Nobody:
+    """A client whose call ends by itself."""
+
+    def peer(self) -> str:
+        return ""
+
+    def disconnect(self) -> None:
+        raise AssertionError("it is not late")

@@ -99,8 +99,16 @@ class FastServer:
 
     def _receive(self) -> None:
         """Hands calls over to the event loop, until the front is closed."""
-        while (events := self.native.recv_batch_details(_AT_A_TIME)) is not None:
-            post(self._loop, self._take_all, events)
+        while self._hand_over():
+            pass
+
+    def _hand_over(self) -> bool:
+        """Waits for calls, and keeps no reference to what they brought while it waits for the next."""
+        events = self.native.recv_batch_details(_AT_A_TIME)
+        if events is None:
+            return False
+        post(self._loop, self._take_all, events)
+        return True
 
     def _take_all(self, events: list[Any]) -> None:
         for _, number, _, data, _, details in events:
