@@ -108,6 +108,7 @@ class ModelConfig:
 
 # Of others than engines: those that get requests one by one.
 _OF_OTHERS = ("sequence_batching.iterative_sequence",)
+_ENVIRONMENT = "EXECUTION_ENV_PATH"         # a packed environment of the model's own
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
@@ -123,6 +124,9 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError(*refused)
     build, ours = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
+    if kind is Kind.PYTHON and _ENVIRONMENT in message.parameters:
+        ours = [f"parameters.{_ENVIRONMENT}: a Python model runs in this server's interpreter; install there what it "
+                "imports"]
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),

@@ -25,9 +25,10 @@ _NAMES = {
 }
 _PLATFORMS = {"infer_server": "infer_server_plan", "onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _ONNX = 'export the model to ONNX as model.onnx, and write backend: "onnxruntime"'
+_PYTHON = 'write it as a Python model, model.py, and backend: "python"'
 _REMEDIES = {
     "tensorflow": _ONNX, "tensorflow_graphdef": _ONNX, "tensorflow_savedmodel": _ONNX, "pytorch": _ONNX,
-    "pytorch_libtorch": _ONNX,
+    "pytorch_libtorch": _ONNX, "fil": _ONNX, "dali": _PYTHON, "vllm": _PYTHON, "tensorrtllm": _PYTHON,
 }
 
 
@@ -36,7 +37,7 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
     for field in ("backend", "platform"):
         name: str = getattr(message, field)
         if name and name not in _NAMES:
-            remedy = _REMEDIES.get(name, f"served are {', '.join(_NAMES)}{nearest(name, _NAMES)}; {_ONNX}")
+            remedy = _REMEDIES.get(name, f"served are {', '.join(_NAMES)}.{nearest(name, _NAMES)} Or {_ONNX}")
             raise ModelConfigError(f"{field}: '{name}' is not served: {remedy}")
     if message.HasField("ensemble_scheduling"):
         return Kind.ENSEMBLE

@@ -74,7 +74,8 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
     ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
     ('platform: "tensorflow_savedmodel"', "export the model to ONNX"),
-    ('backend: "onnxruntim"', "Did you mean 'onnxruntime'?"),
+    ('backend: "onnxruntim"', r"ensemble\. Did you mean 'onnxruntime'\? Or export the model to ONNX"),
+    ('backend: "tensorrtllm"', "'tensorrtllm' is not served: write it as a Python model, model.py"),
     ("model_repository_agents {} model_operations {}", "model_operations: .*; model_repository_agents: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
     ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
@@ -211,6 +212,12 @@ def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:
     assert versions("version_policy { specific { versions: [1, 12] } }") == [12, 1]
     with pytest.raises(ModelConfigError, match=r"asks for versions \[2\]; the folder has \[1, 3, 12\]"):
         versions("version_policy { specific { versions: 2 } }")
+
+
+def test_a_python_model_with_an_environment_of_its_own_is_told_where_its_packages_go() -> None:
+    environment = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "env.tar.gz" } }'
+    (notice,) = from_message(parsed(f'backend: "python" {environment}')).notices
+    assert notice.startswith("parameters.EXECUTION_ENV_PATH: ") and "install there what it imports" in notice
 
 
 def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None:
