@@ -159,7 +159,8 @@ def timed(facts: Facts, folder: Folder, peer: str, kind: str, seconds: float, tu
                     OURS: LOADERS[OURS](folder.plan, feed, facts.precision, 1)}
         costs = interleaved(clock, {runtime: session.infer for runtime, session in sessions.items()}, seconds, turns)
     except Exception as error:      # whatever a runtime raises at a model that it does not like
-        return facts.timed(peer, kind, Beside(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+        print(f"{facts.name}: {peer}, {kind}: {error}", file=sys.stderr)
+        return facts.timed(peer, kind, Beside(failure=f"ended in {type(error).__name__}"))
     return facts.timed(peer, kind, Beside(costs[OURS], costs[peer]), clock.unit)
 
 

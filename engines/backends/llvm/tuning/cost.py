@@ -7,6 +7,7 @@ they were last read, all others of the network were. How far costs are from time
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LATENCY = 4             # cycles from a product to the next one on the same sum
@@ -14,6 +15,8 @@ CALL = 12               # cycles to enter and leave a micro-kernel and its loops
 CONGESTION = 5          # power of the mean of limits: at 5, two of the same height take 15 % longer than one
 FIRST_LEVEL = 24 << 10  # bytes that stay in the first level beside what streams through
 SECOND_LEVEL = 384 << 10
+LINE, SET_SPAN, WAYS = 64, 4096, 8      # bytes of a line of the first level; lines so many bytes apart share one of its
+                                        # sets, and so many of them a set holds
 CYCLES_PER_BYTE_L2, CYCLES_PER_BYTE_BEYOND = 1 / 48, 1 / 16
 EXPOSED_SHARE = 0.3     # of the time of a read, what arithmetic does not hide
 FIRST_SHARE, AHEAD_SHARE = 0.6, 0.1     # the same of weights that come from beyond; and where they were prefetched
@@ -62,6 +65,14 @@ def reading(size: float, times: float = 1) -> float:
     if size <= FIRST_LEVEL:
         return 0.0
     return EXPOSED_SHARE * size * times * (CYCLES_PER_BYTE_L2 if size <= SECOND_LEVEL else CYCLES_PER_BYTE_BEYOND)
+
+
+def pushed_out(rows: int, pitch: int) -> float:
+    """Cycles by which reading a part of a line of each of so many rows delays the arithmetic, again and again: where
+    more rows share a set of the first level than it holds, none is there when its next part is read."""
+    if rows * math.gcd(pitch, SET_SPAN) <= WAYS * SET_SPAN:
+        return 0.0
+    return EXPOSED_SHARE * rows * LINE * CYCLES_PER_BYTE_L2
 
 
 def first_reading(size: float, prefetched: bool = False) -> float:

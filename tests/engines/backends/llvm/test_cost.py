@@ -45,6 +45,13 @@ def test_a_prefetch_pays_where_few_tiles_wait_for_many_weights(
     assert (solved.cost(isa, replace(plain, prefetch=True)) < solved.cost(isa, plain)) == pays
 
 
+@pytest.mark.parametrize(("k", "narrow"), [(1024, False), (4000, False), (4096, True)])
+def test_rows_that_push_each_other_out_of_the_first_level_make_narrow_tiles_cheaper(k: int, narrow: bool) -> None:
+    """Bytes: rows of 4096 share a set of the first level, of which 14 are more than it holds and 6 are not."""
+    solved = DirectContraction(product(384, k, 1024))
+    assert (solved.cost(AVX512_VNNI, solved.tile(1, 6, 4)) < solved.cost(AVX512_VNNI, solved.tile(1, 14, 2))) == narrow
+
+
 @pytest.mark.parametrize("vectors", [1, 2, 4])
 @pytest.mark.parametrize("k", [16, 64, 256, 1024])
 def test_the_steps_that_a_paired_kernel_is_charged_for_are_about_those_of_normal_weights(k: int, vectors: int) -> None:

@@ -37,7 +37,7 @@ from engines.backends.llvm.kernels.contraction.panels import rows_with_zeros
 from engines.backends.llvm.kernels.contraction.planes import Planes
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window
-from engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, reading
+from engines.backends.llvm.tuning.cost import epilogue, first_reading, pieces, pushed_out, reading
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
@@ -277,7 +277,8 @@ class TiledContraction(Kernel[Contraction]):
     def _tile_cost(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         program = self.problem.program
         end = epilogue(len(program.instructions), len(self.problem.operands), vectors, pixels) * (pixels * vectors)
-        cycles = self.turn_cycles(isa, pixels, vectors, tile)
+        pitch = self.problem.x.strides[-2] * self.problem.stride[-1]
+        cycles = self.turn_cycles(isa, pixels, vectors, tile) + pushed_out(pixels, pitch)
         return self.turns_and_bytes(isa, vectors)[0] * cycles + end.congested_cycles + HIDDEN_CALL
 
 
