@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,22 +12,29 @@ from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types
 
 LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags
+COLUMN, THRESHOLD, RIGHT, LEFT = range(4)   # of a node's record
 ROWS_AT_ONCE = 1024                         # of the reference, to bound its memory
 _AGGREGATES: Mapping[str, Callable[..., Array]] = {"SUM": np.sum, "AVERAGE": np.mean, "MIN": np.min, "MAX": np.max}
+
+
+def threshold_type(records: np.dtype[Any]) -> np.dtype[Any]:
+    """That of the thresholds whose bits are in records of these integers."""
+    return np.dtype(f"float{8 * records.itemsize}")
 
 
 class Forest(Op):
     """What the leaves that a row of x ends at weigh, over all trees: their sum, average, minimum or maximum.
 
-    x [N, columns]; of each node its column, threshold, flags, children [nodes, 2] (int32: right and left; of a leaf
-    itself), and weights [nodes, targets]; the roots [trees]. A row goes left where x <= threshold, or, by the flags,
-    where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
+    x [N, columns]; of each node a record [nodes, 4], its flags, and weights [nodes, targets]; the roots [trees]. A
+    record is what every step reads: the column, the threshold, the right and the left child (of a leaf itself), in
+    integers as wide as the threshold, which is there by its bits. A row goes left where x <= threshold, or, by the
+    flags, where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
     """
 
     @classmethod
-    def types(cls, node: Node, x: TensorType, columns: TensorType, thresholds: TensorType, flags: TensorType,
-              children: TensorType, roots: TensorType, weights: TensorType) -> Types:
-        if len(x.shape) != 2 or any(table.shape[:1] != columns.shape for table in (thresholds, flags, children)):
+    def types(cls, node: Node, x: TensorType, nodes: TensorType, flags: TensorType, roots: TensorType,
+              weights: TensorType) -> Types:
+        if len(x.shape) != 2 or nodes.shape != (*flags.shape, 4) or weights.shape[:1] != flags.shape:
             raise GraphError("its tables are not of the same nodes, or its rows no matrix")
         return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
 
@@ -43,12 +51,13 @@ class Forest(Op):
         return np.concatenate(parts)
 
     @classmethod
-    def _rows(cls, node: Node, x: Array, columns: Array, thresholds: Array, flags: Array, children: Array,
-              roots: Array, weights: Array) -> Array:
+    def _rows(cls, node: Node, x: Array, nodes: Array, flags: Array, roots: Array, weights: Array) -> Array:
+        columns, bits, right, left = np.ascontiguousarray(nodes.T)
+        thresholds = bits.view(threshold_type(nodes.dtype))
         place = np.broadcast_to(roots, (len(x), len(roots)))
         for _ in range(node.attrs["depth"]):
             value, threshold, flag = np.take_along_axis(x, columns[place], 1), thresholds[place], flags[place]
             goes_left = np.where(flag & LEFT_IF_EQUAL, value == threshold, value <= threshold)
             goes_left |= np.isnan(value) & (flag & LEFT_IF_MISSING > 0)
-            place = children[place, goes_left.astype(np.intp)]
+            place = np.where(goes_left, left[place], right[place])
         return np.asarray(_AGGREGATES[node.attrs["aggregate"]](weights[place], axis=1), weights.dtype)

@@ -53,8 +53,9 @@ class _Table:
         added, roots, grown = np.asarray(base, dtype), self.roots, self.left[self.roots] != self.roots
         if aggregate == "SUM" and grown.any():
             added, roots = added + weights[roots[~grown]].sum(axis=0), roots[grown]
-        children = np.stack([self.right, self.left], axis=1)
-        tables = (self.columns, self.thresholds, self.flags, children, roots, weights)
+        whole = np.dtype(f"int{8 * self.thresholds.itemsize}")
+        records = np.stack([self.columns, self.thresholds.view(whole), self.right, self.left], axis=1).astype(whole)
+        tables = (records, self.flags, roots, weights)
         y = w("Forest", x, *map(w.constant, tables), depth=self.depth, aggregate=aggregate)
         if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
             y = w("Where", w("IsInf", y), w.number(0, dtype), y)

@@ -8,8 +8,8 @@ import numpy as np
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import Term
-from engines.ops.trees import LEFT_IF_EQUAL, LEFT_IF_MISSING
+from engines.lowering.nest.program import KINDS, Term
+from engines.ops.trees import COLUMN, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
 
 DEEPEST = 64        # steps, each written out
 _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
@@ -33,10 +33,12 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
 
 def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
     """From each node to one of its children. Flags that all nodes have are not read, and what none has is not asked."""
-    x, columns, thresholds, flags, children, *_ = node.inputs
+    x, nodes, flags, *_ = node.inputs
+    column, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
+                                 for field in (COLUMN, THRESHOLD, RIGHT, LEFT))
     known = np.unique(w.ctx.constant(flags))
     said = int(np.bitwise_or.reduce(known, initial=0))
-    value, threshold = w.at(x, [row, w.at(columns, [place]).to("i64")]), w.at(thresholds, [place])
+    value, threshold = w.at(x, [row, column.to("i64")]), bits.bits(KINDS[threshold_type(w.ctx.type(nodes).dtype).name])
     if value.kind != threshold.kind:
         value, threshold = value.to("f64"), threshold.to("f64")
     goes_left = value <= threshold
@@ -47,7 +49,7 @@ def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
     if said & LEFT_IF_MISSING:
         missing = value.differs(value)
         goes_left = goes_left | (missing & _has(flag, LEFT_IF_MISSING) if flag else missing)
-    return w.at(children, [place, goes_left.to("i64")]).to("i64")
+    return w.where(goes_left, left, right).to("i64")
 
 
 def _has(flags: Term, bit: int) -> Term:
