@@ -11,7 +11,8 @@ from engines.ir.graph import Array, Node, TensorType
 from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, Op, Types
 
-LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags
+LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags, which stand ...
+FLAGS = 2                                   # ... in so many bits behind its column
 COLUMN, THRESHOLD, RIGHT, LEFT = range(4)   # of a node's record
 ROWS_AT_ONCE = 1024                         # of the reference, to bound its memory
 _AGGREGATES: Mapping[str, Callable[..., Array]] = {"SUM": np.sum, "AVERAGE": np.mean, "MIN": np.min, "MAX": np.max}
@@ -25,16 +26,15 @@ def threshold_type(records: np.dtype[Any]) -> np.dtype[Any]:
 class Forest(Op):
     """What the leaves that a row of x ends at weigh, over all trees: their sum, average, minimum or maximum.
 
-    x [N, columns]; of each node a record [nodes, 4], its flags, and weights [nodes, targets]; the roots [trees]. A
-    record is what every step reads: the column, the threshold, the right and the left child (of a leaf itself), in
+    x [N, columns]; of each node a record [nodes, 4] and weights [nodes, targets]; the roots [trees]. A record is what
+    every step reads: the column with the flags, the threshold, the right and the left child (of a leaf itself), in
     integers as wide as the threshold, which is there by its bits. A row goes left where x <= threshold, or, by the
     flags, where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
     """
 
     @classmethod
-    def types(cls, node: Node, x: TensorType, nodes: TensorType, flags: TensorType, roots: TensorType,
-              weights: TensorType) -> Types:
-        if len(x.shape) != 2 or nodes.shape != (*flags.shape, 4) or weights.shape[:1] != flags.shape:
+    def types(cls, node: Node, x: TensorType, nodes: TensorType, roots: TensorType, weights: TensorType) -> Types:
+        if len(x.shape) != 2 or nodes.shape != (weights.shape[0], 4):
             raise GraphError("its tables are not of the same nodes, or its rows no matrix")
         return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
 
@@ -51,8 +51,9 @@ class Forest(Op):
         return np.concatenate(parts)
 
     @classmethod
-    def _rows(cls, node: Node, x: Array, nodes: Array, flags: Array, roots: Array, weights: Array) -> Array:
-        columns, bits, right, left = np.ascontiguousarray(nodes.T)
+    def _rows(cls, node: Node, x: Array, nodes: Array, roots: Array, weights: Array) -> Array:
+        flagged, bits, right, left = np.ascontiguousarray(nodes.T)
+        columns, flags = flagged >> FLAGS, flagged & (1 << FLAGS) - 1
         thresholds = bits.view(threshold_type(nodes.dtype))
         place = np.broadcast_to(roots, (len(x), len(roots)))
         for _ in range(node.attrs["depth"]):

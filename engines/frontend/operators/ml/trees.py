@@ -14,7 +14,7 @@ from engines.frontend.operators.ml.linear import checked, classified, labels_of,
 from engines.frontend.operators.normalise import Beyond, Call
 from engines.ir.graph import Array, Node
 from engines.ir.shapes import fixed
-from engines.ops.trees import LEFT_IF_EQUAL, LEFT_IF_MISSING
+from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
 
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # as numbers from 0 on
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
@@ -54,9 +54,9 @@ class _Table:
         if aggregate == "SUM" and grown.any():
             added, roots = added + weights[roots[~grown]].sum(axis=0), roots[grown]
         whole = np.dtype(f"int{8 * self.thresholds.itemsize}")
-        records = np.stack([self.columns, self.thresholds.view(whole), self.right, self.left], axis=1).astype(whole)
-        tables = (records, self.flags, roots, weights)
-        y = w("Forest", x, *map(w.constant, tables), depth=self.depth, aggregate=aggregate)
+        flagged = self.columns << FLAGS | self.flags
+        records = np.stack([flagged, self.thresholds.view(whole), self.right, self.left], axis=1).astype(whole)
+        y = w("Forest", x, *map(w.constant, (records, roots, weights)), depth=self.depth, aggregate=aggregate)
         if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
             y = w("Where", w("IsInf", y), w.number(0, dtype), y)
         return w("Add", y, w.constant(added)) if added.any() else y

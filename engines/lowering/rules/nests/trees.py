@@ -9,7 +9,7 @@ from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Term
-from engines.ops.trees import COLUMN, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
+from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
 
 DEEPEST = 64        # steps, each written out
 _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
@@ -32,17 +32,18 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
-    """From each node to one of its children. Flags that all nodes have are not read, and what none has is not asked."""
-    x, nodes, flags, *_ = node.inputs
-    column, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
+    """From each node to one of its children. What all nodes' flags say, or none's, is not asked of each."""
+    x, nodes, *_ = node.inputs
+    flagged, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
                                  for field in (COLUMN, THRESHOLD, RIGHT, LEFT))
-    known = np.unique(w.ctx.constant(flags))
+    known = np.unique(w.ctx.constant(nodes)[:, COLUMN] & (1 << FLAGS) - 1)
     said = int(np.bitwise_or.reduce(known, initial=0))
-    value, threshold = w.at(x, [row, column.to("i64")]), bits.bits(KINDS[threshold_type(w.ctx.type(nodes).dtype).name])
+    value = w.at(x, [row, flagged.binary("shr", FLAGS).to("i64")])
+    threshold = bits.bits(KINDS[threshold_type(w.ctx.type(nodes).dtype).name])
     if value.kind != threshold.kind:
         value, threshold = value.to("f64"), threshold.to("f64")
     goes_left = value <= threshold
-    flag = w.at(flags, [place]).to("i32") if len(known) > 1 else None
+    flag = flagged if len(known) > 1 else None
     if said & LEFT_IF_EQUAL:
         equal = value.equals(threshold)
         goes_left = w.where(_has(flag, LEFT_IF_EQUAL), equal, goes_left) if flag else equal
@@ -52,5 +53,5 @@ def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
     return w.where(goes_left, left, right).to("i64")
 
 
-def _has(flags: Term, bit: int) -> Term:
-    return flags.binary("and", bit).differs(0)
+def _has(flagged: Term, bit: int) -> Term:
+    return flagged.binary("and", bit).differs(0)

@@ -125,7 +125,7 @@ def test_trees_that_are_one_leaf_take_no_steps():
     graph = graph_from_onnx(model_of("TreeEnsembleRegressor", [x], **attrs))
     grown = set(attrs["nodes_treeids"][at] for at, mode in enumerate(attrs["nodes_modes"]) if mode != "LEAF")
     (node,) = (node for node in graph.nodes if node.op == "Forest")
-    assert len(graph.constants[node.inputs[3]]) == len(grown) < 10
+    assert len(graph.constants[node.inputs[2]]) == len(grown) < 10
     check("TreeEnsembleRegressor", [x], **attrs)
 
 
