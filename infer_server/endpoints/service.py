@@ -38,7 +38,7 @@ class ModelService:
         self._explicit_control = explicit_control       # clients may load and unload models
         self._on_demand = on_demand                     # None: models are loaded before they are asked for
         self._server_name = server_name
-        self.loads: dict[str, set[str]] = {}
+        self.waiting = repository.waiting
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
         return inference.ServerLiveResponse(live=True)

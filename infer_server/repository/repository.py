@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -78,6 +78,7 @@ class Repository:
         self._users = Counter[str]()                        # of each lock
         self._drains = set[asyncio.Future[None]]()          # that are under way
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
+        self._awaited = defaultdict[str, Counter[str]](Counter) # by models that wait for others to be loaded: which
         self._loads, self._reads = asyncio.Semaphore(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
@@ -189,7 +190,8 @@ class Repository:
                     sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
                 self.unfetched.discard(name)
                 for step in steps:
-                    await self._load_needed(step, turn is not self._loads)
+                    with self.waiting(name, step):
+                        await self._load_needed(step, turn is not self._loads)
             except RepositoryError as error:
                 if isinstance(error, FetchError):
                     self.unfetched.add(name)
@@ -249,6 +251,25 @@ class Repository:
             await self.load(name, at_once=at_once)
         except ServeError as error:
             log.debug("a step's model '%s' is not ready: %s", name, error)
+
+    @contextmanager
+    def waiting(self, name: str, other: str) -> Iterator[None]:
+        """While a model waits for another one to be loaded. Raises RepositoryError: that waits for it."""
+        seen, left = set[str](), [other]
+        while left:
+            one = left.pop()
+            if one == name:
+                raise RepositoryError(f"model '{name}' cannot load '{other}', which is loading it: each would wait for "
+                                      "the other")
+            seen.add(one)
+            left += self._awaited[one].keys() - seen if one in self._awaited else ()
+        self._awaited[name][other] += 1
+        try:
+            yield
+        finally:
+            self._awaited[name] -= Counter([other])
+            if not self._awaited[name]:
+                del self._awaited[name]
 
     async def unload(self, name: str) -> None:
         """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""

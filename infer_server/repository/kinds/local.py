@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -19,10 +20,10 @@ Find = Callable[[str, str], Model]      # a ready model, by name and version. Ra
 class Control(Protocol):
     """Loads and unloads models as clients ask for it, with the parameters that they give; on the event loop. Raises
     ServeErrors.
-
-    loads       of Python models that are loading others: which
     """
-    loads: dict[str, set[str]]
+
+    def waiting(self, name: str, other: str) -> AbstractContextManager[None]:
+        """See Repository."""
 
     async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
         """at_once: it does not wait for other loads to end, one of which may wait for it."""

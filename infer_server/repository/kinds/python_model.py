@@ -178,21 +178,10 @@ class PythonModel(QueuedModel):
             one.result()
 
     async def _load(self, asking: str, name: str, parameters: Parameters) -> None:
-        """Raises InvalidRequestError: the model waits for `asking` to be loaded itself."""
-        loads = self._control().loads
-        seen, waiting = set[str](), [name]
-        while waiting:
-            one = waiting.pop()
-            if one == asking:
-                raise InvalidRequestError(f"model '{asking}' cannot load '{name}', which is loading it: each would "
-                                          "wait for the other")
-            waiting += loads.get(one, set()) - seen
-            seen.add(one)
-        loads.setdefault(asking, set()).add(name)
-        try:
-            await self._control().load(name, parameters, at_once=True)
-        finally:
-            loads[asking].discard(name)
+        """Raises RepositoryError: the model waits for `asking` to be loaded itself."""
+        control = self._control()
+        with control.waiting(asking, name):
+            await control.load(name, parameters, at_once=True)
 
 
 def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:

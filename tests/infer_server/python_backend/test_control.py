@@ -94,3 +94,19 @@ ensemble_scheduling { step { model_name: "first" model_version: -1 input_map { k
     with (serving(tmp_path, explicit_control=True, load_models=("first", "both")) as running,
           triton.InferenceServerClient(running.address) as client):
         assert not changed(client, "unload_model", "both", asked="both")
+
+
+@pytest.mark.parametrize("begun_with", ["first", "around"])
+def test_a_model_that_loads_an_ensemble_of_itself_is_refused(tmp_path: Path, begun_with: str) -> None:
+    python_model(tmp_path, "first", LOADS.replace('"second"', '"around"'), TENSORS)
+    (tmp_path / "around" / "1").mkdir(parents=True)
+    (tmp_path / "around" / "config.pbtxt").write_text("""platform: "ensemble"
+input { name: "what" data_type: TYPE_STRING dims: 1 } output { name: "ready" data_type: TYPE_BOOL dims: 1 }
+ensemble_scheduling { step { model_name: "first" model_version: -1 input_map { key: "what" value: "what" }
+                             output_map { key: "ready" value: "ready" } } }""")
+    with (serving(tmp_path, explicit_control=True) as running,
+          triton.InferenceServerClient(running.address) as client):
+        with pytest.raises(InferenceServerException, match="which is loading it|is not ready: "):
+            client.load_model(begun_with)
+        assert "'first' cannot load 'around'" in str(running.server.failures()) or (
+            "'around' cannot load 'first'" in str(running.server.failures()))
