@@ -11,9 +11,10 @@ from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.paired import PairedContraction
 from engines.backends.llvm.kernels.contraction.pairing import pair
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel, DepthwiseTile
 from engines.backends.llvm.tuning.cost import Work, first_reading, reading
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.view import dense_view
 
 
@@ -50,6 +51,14 @@ def test_rows_that_push_each_other_out_of_the_first_level_make_narrow_tiles_chea
     """Bytes: rows of 4096 share a set of the first level, of which 14 are more than it holds and 6 are not."""
     solved = DirectContraction(product(384, k, 1024))
     assert (solved.cost(AVX512_VNNI, solved.tile(1, 6, 4)) < solved.cost(AVX512_VNNI, solved.tile(1, 14, 2))) == narrow
+
+
+@pytest.mark.parametrize(("width", "wide"), [(7, False), (480, True)])
+def test_panels_of_half_a_line_cost_more_where_rows_of_an_image_leave_the_first_level(width: int, wide: bool) -> None:
+    x, y = dense_view("float32", (11, width + 4, 64)), dense_view("float32", (7, width, 64))
+    solved = DepthwiseKernel(Depthwise(x, y, (), EpilogueProgram(), "fp32", (5, 5)))
+    half, whole = DepthwiseTile(2, 7, 1, by_tap=True), DepthwiseTile(2, 3, 2, by_tap=True)
+    assert (solved.cost(AVX2, whole) < solved.cost(AVX2, half)) == wide
 
 
 @pytest.mark.parametrize("vectors", [1, 2, 4])

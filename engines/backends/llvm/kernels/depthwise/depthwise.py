@@ -59,7 +59,7 @@ from engines.backends.llvm.kernels.kernel import (
     pack_channels,
     solves,
 )
-from engines.backends.llvm.tuning.cost import CALL, Work, epilogue, pieces
+from engines.backends.llvm.tuning.cost import CALL, LINE, Work, epilogue, pieces, reading
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import PTR
 from engines.lowering.problems.convolution import Depthwise
@@ -147,10 +147,20 @@ class DepthwiseKernel(Kernel[Depthwise]):
 
     def cost(self, isa: Isa, tactic: DepthwiseTile) -> float:
         height, width, channels = self.problem.y.shape
-        return sum(self._tile_cost(isa, rows, cols, isa.vectors_for(some), tactic.by_tap) * down * across * panels
-                   for rows, down in pieces(height, tactic.rows)
-                   for cols, across in pieces(width, tactic.cols)
-                   for some, panels in pieces(channels, tactic.vectors * isa.lanes))
+        return self._rereading(isa, tactic) + sum(
+            self._tile_cost(isa, rows, cols, isa.vectors_for(some), tactic.by_tap) * down * across * panels
+            for rows, down in pieces(height, tactic.rows)
+            for cols, across in pieces(width, tactic.cols)
+            for some, panels in pieces(channels, tactic.vectors * isa.lanes))
+
+    def _rereading(self, isa: Isa, tactic: DepthwiseTile) -> float:
+        """Of the rows of x that a row of tiles reads, those that the one before it read, and all of them for each panel
+        that is a part of a line, beside the first."""
+        x = self.problem.x
+        rows, parts = len(rows_read(self.problem, 0, tactic.rows)), LINE / (tactic.vectors * isa.lanes * x.size)
+        before = 1 - tactic.rows * self.problem.stride[0] / rows
+        return reading(rows * math.prod(x.shape[1:]) * x.size,
+                       math.ceil(self.problem.y.shape[0] / tactic.rows) * (max(before, 0) + max(parts - 1, 0)))
 
     def _tile_cost(self, isa: Isa, rows: int, cols: int, vectors: int, by_tap: bool) -> float:
         problem, arithmetic = self.problem, self.arithmetic(isa)
