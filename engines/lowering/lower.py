@@ -35,7 +35,8 @@ class Lowered:
 def lower(graph: Graph, lanes: int) -> Lowered:
     """The graph that passes.pipeline made, with stored types decided, as calls that solve problems.
 
-    lanes: of the target's vectors; groups of a convolution that are narrower are merged until they fill one.
+    lanes: of the narrowest vectors that the target's kernels are written for; groups of a convolution that are narrower
+    are merged until they fill one.
     """
     placements = Aliasing(graph)
     ctx = Context(graph, placements, lanes)

@@ -89,7 +89,7 @@ class LlvmSession:
     def _lowered(self, graph: Graph, max_batch: int, opt_batch: int | None) -> tuple[Lowered, tuple[int, ...]]:
         """And the batches that kernels are for."""
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
-        lowered = lower(graph, self.isa.lanes)
+        lowered = lower(graph, self.isa.narrow.lanes)
         check_memory(lowered, max_batch)
         return write_borders(lowered, max_batch), batches
 

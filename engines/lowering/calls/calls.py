@@ -47,7 +47,7 @@ class Context:
     """What a rule may ask."""
     graph: Graph
     placements: Aliasing
-    lanes: int                  # of the target's vectors
+    lanes: int                  # of the narrowest vectors that the target's kernels are written for
 
     def type(self, name: str) -> TensorType:
         return self.graph.types[name]

@@ -56,6 +56,8 @@ SHAPES = {
     "stem: 3 channels, a run of 21 bytes": Shape(4, 9, 3, 17, taps=(7, 7), stride=(2, 2)),
     "dilated, one dimension": Shape(5, 6, 10, 33, taps=(3, 1), dilation=(2, 1)),
     "groups": Shape(5, 6, 24, 36, taps=(3, 3), stride=(1, 2), dilation=(2, 1), groups=4),
+    "few couts": Shape(5, 27, 10, 3, taps=(3, 3)),
+    "groups of few couts": Shape(4, 9, 24, 16, taps=(3, 3), groups=2),
     "gemm of one row an item": Shape(1, 1, 100, 70),
     "volumes": Shape(3, 6, 12, 17, (3, 3, 2), (2, 1, 1), (2, 1, 1), gaps=True, planes=3),
     "volumes of long rows": Shape(2, 5, 8, 40, (2, 1, 1), (1, 1, 1), (1, 1, 1), planes=4),
@@ -93,7 +95,8 @@ def test_a_float_contraction_agrees_with_its_reference(shape, precision, runner)
     spec, inputs, constants = problem(shape, precision)
     if precision == "bf16":     # a rounding to the other side is one unit of 2**-8
         constants["weights"] = constants["weights"] / 4
-    check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
+    for way in runner.ways(spec):
+        check(way, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=15)
 
 
 @EVERY_BACKEND

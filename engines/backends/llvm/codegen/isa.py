@@ -42,10 +42,16 @@ class Isa(Words):
     winograd_weights: int = 3 << 18         # how many it may have, transformed
     prefetched: float = 1.0                 # of a time with weights at hand: what asking for them is worth in a network
     paired_tiles: Tiles = ()                # of INT8 weights as `pairing` lays them out, where there is `paired_dot`
+    half: Isa | None = None                 # the same machine's registers of half the width, for few channels
 
     @property
     def bytes(self) -> int:
         return 4 * self.lanes
+
+    @property
+    def narrow(self) -> Isa:
+        """`half`, where this is not that already."""
+        return self.half or self
 
     def round(self, x: Value) -> Value:
         """float32 -> int32, halves to even. Trap: beyond +-2**31 the result is unspecified."""
@@ -307,9 +313,17 @@ _TILES_ARM = ((6, 4), (4, 4), (12, 2), (8, 2), (16, 1))
 _512: Any = dict(packs=("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packuswb.512"), prefetched=0.94,
                  tiles=((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1)),
                  winograd_tiles=((14, 2), (6, 4)), winograd_weights=5 << 19)
-AVX512_BF16 = Vnni("avx512_bf16", 16, 32, "x86-64-v4", "+avx512vnni,+avx512bf16,-prefer-256-bit", _V4 | {"avx512_bf16"},
-                   bf16=True, **_512)
-AVX512_VNNI = Vnni("avx512_vnni", 16, 32, "x86-64-v4", "+avx512vnni,-prefer-256-bit", _V4, **_512)
+
+
+def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = False) -> Isa:
+    """With its half: as many registers, one vector of couts."""
+    machine: Any = dict(cpu="x86-64-v4", features=f"{features},-prefer-256-bit", requires=requires, bf16=bf16)
+    half = Vnni(name, 8, 32, **machine, packs=_PACKS_256, tiles=((24, 1), (16, 1), (12, 1), (8, 1)), prefetched=0.94)
+    return Vnni(name, 16, 32, **machine, **_512, half=half)
+
+
+AVX512_BF16 = _avx512("avx512_bf16", "+avx512vnni,+avx512bf16", _V4 | {"avx512_bf16"}, bf16=True)
+AVX512_VNNI = _avx512("avx512_vnni", "+avx512vnni", _V4)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
                 winograd_tiles=_WINOGRAD_256)
 # A pixel is two registers (even and odd bytes); its weights, two more, are read from memory by the product itself.

@@ -1,0 +1,58 @@
+"""The direct kernel of a contraction on vectors of half the width, where a group has couts for no more.
+
+Lanes without a cout are multiplied like others: half a vector's products take no longer than a whole one's, and half
+as long on cores that compute a whole one in two halves.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.contraction.direct import DirectContraction
+from engines.backends.llvm.kernels.contraction.tiled import Tile
+from engines.backends.llvm.kernels.kernel import Grid, Window, solves
+from engines.codegen.ir_builder import Module
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.problem import Array, Problem
+
+SHARE = 0.75            # of what as many products of whole vectors take: between the two kinds of cores
+
+
+@dataclass(frozen=True)
+class NarrowTile(Tile):
+    layout: ClassVar[str] = "narrow"
+
+
+@solves(Contraction)
+class NarrowContraction(DirectContraction):
+    """All is asked of the narrow vectors."""
+    tile = NarrowTile
+
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        return super().tactics(isa.narrow) if isa.half and self.problem.cout <= isa.half.lanes else ()
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        return super().refinements(isa.narrow, best)
+
+    def cost(self, isa: Isa, tactic: Tile) -> float:
+        return SHARE * super().cost(isa.narrow, tactic)
+
+    def constant_bytes(self, isa: Isa, tactic: Tile) -> int:
+        return super().constant_bytes(isa.narrow, tactic)
+
+    def grid(self, isa: Isa, tactic: Tile) -> Grid:
+        return super().grid(isa.narrow, tactic)
+
+    def windows(self, isa: Isa, tactic: Tile) -> Sequence[Window]:
+        return super().windows(isa.narrow, tactic)
+
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return super().pack(isa.narrow, tactic, constants)
+
+    def expansions(self, isa: Isa, tactic: Tile) -> Mapping[int, Problem]:
+        return super().expansions(isa.narrow, tactic)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        super().emit(module, name, isa.narrow, tactic)
