@@ -4,7 +4,8 @@
 
 Clients ask two models over gRPC and HTTP, and compare each answer with what it must be. Meanwhile clients are killed in
 the midst of their requests (kill -9), connections are opened and left half way, one of the two models is loaded anew
-again and again, and a third one comes and goes. In the end the server must have let go of all that: descriptors and
+again and again, a third one comes and goes, and so do the processes of a fourth one, in Python, which are killed: its
+clients alone learn of that. In the end the server must have let go of all that: descriptors and
 memory.
 test_soak.py does the same in short.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -22,6 +25,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +36,20 @@ from protos import inference
 from scripts.stress import Running, serving
 from tests.infer_server.numpy_engine import write_model
 
-STEADY, RELOADED, PASSING = "steady", "reloaded", "passing"
+STEADY, RELOADED, PASSING, MORTAL = "steady", "reloaded", "passing", "mortal"
 CLIENTS = 4                         # of each protocol and model
 ANSWER_SECS = 120.0
 _HALF_OPEN = 64                     # connections that are left half way at a time
 _SETTLING_SECS = 5.0                # for the server to notice who has gone, and to give memory back
+_MORTAL_MODEL = """
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor(
+            "y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * 2 + 1)]) for request in requests]
+"""
+_MORTAL_CONFIG = """backend: "python" max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }"""
 _KILLED = """
 import sys, time
 from tests.infer_server.mute_client import MuteClient
@@ -126,6 +139,28 @@ def killed_client(port: int) -> Callable[[], Awaitable[None]]:
     return accident
 
 
+def mortal(ask: Callable[[], Awaitable[None]], seen: Counter[str]) -> Callable[[], Awaitable[None]]:
+    """Asks the model whose processes are killed: it answers, or says that its process has ended."""
+    async def attempt() -> None:
+        try:
+            await ask()
+        except grpc.aio.AioRpcError as error:
+            if "its process ended" not in (error.details() or ""):
+                raise
+            seen["requests whose process was killed"] += 1
+    return attempt
+
+
+def killed_process(server: Running) -> Callable[[], Awaitable[None]]:
+    """The processes of Python models, which are all that the server has started, are killed."""
+    async def accident() -> None:
+        for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
+            with suppress(OSError):             # it has ended meanwhile
+                for child in (thread / "children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+    return accident
+
+
 def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socket]) -> Callable[[], Awaitable[None]]:
     """A connection that says the beginning of something and then nothing; those that are not kept are closed."""
     said = (b"POST /v2/models/steady/infer HTTP/1.1\r\nContent-Length: 999\r\n\r\n{",
@@ -164,6 +199,8 @@ async def soak(server: Running, seconds: float, seed: int = 0) -> Counter[str]:
 
         await asyncio.gather(
             *requests,
+            run.again_and_again(f"{MORTAL} over gRPC", mortal(over_grpc(channel, MORTAL, rng), run.seen), 0.002),
+            run.again_and_again("killed processes of models", killed_process(server), 1.0),
             run.again_and_again("reloads", control(channel, "RepositoryModelLoad", RELOADED), 0.02),
             run.again_and_again("models that came and went", pass_by, 0.02),
             run.again_and_again("killed clients", killed_client(server.grpc_port), 0.2),
@@ -177,6 +214,9 @@ async def soak(server: Running, seconds: float, seed: int = 0) -> Counter[str]:
 def write_repository(folder: Path) -> None:
     for model in (STEADY, RELOADED, PASSING):
         write_model(folder, model)
+    (folder / MORTAL / "1").mkdir(parents=True)
+    (folder / MORTAL / "1" / "model.py").write_text(_MORTAL_MODEL)
+    (folder / MORTAL / "config.pbtxt").write_text(_MORTAL_CONFIG)
 
 
 def descriptors(server: Running) -> int:

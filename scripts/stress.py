@@ -4,6 +4,8 @@
     python -m scripts.stress terminate                      # SIGTERM while 64 clients ask
     python -m scripts.stress slow-readers                   # 64 answers of 16 MB that nobody reads
     python -m scripts.stress cancel                         # 50,000 requests that wait, and are all cancelled
+    python -m scripts.stress models                         # 2,000 models: the start, the index, the looks of polling
+    python -m scripts.stress connections                    # 9,000 connections to each port that say nothing more
 
 A server of this project with engines in numpy runs in a process of its own; what it does is asked of its statistics.
 """
@@ -11,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +25,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +56,10 @@ class Running:
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def cpu_secs(self) -> float:
+        ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def statistics(self, model: str) -> service_pb2.ModelStatistics:
         with grpc.insecure_channel(self.address) as channel:
@@ -193,6 +202,44 @@ async def cancel(options: argparse.Namespace) -> None:
     print(f"{options.count} requests cancelled, the newest first: {(time.perf_counter() - begin) * 1e3:.0f} ms")
 
 
+async def models(options: argparse.Namespace) -> None:
+    """A repository of many models is loaded, listed and looked at every second."""
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(options.count):
+            write_model(Path(folder), f"m{i}")
+        begin = time.monotonic()
+        with serving(Path(folder), "--cores", "1", "--model-control-mode", "poll", "--repository-poll-secs", "1",
+                     "--grpc-front", options.grpc_front) as server:
+            ready, cpu = time.monotonic() - begin, server.cpu_secs()
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                begin = time.monotonic()
+                await service_pb2_grpc.GRPCInferenceServiceStub(channel).RepositoryIndex(
+                    service_pb2.RepositoryIndexRequest())
+                index, before = time.monotonic() - begin, server.cpu_secs()
+            await asyncio.sleep(10)
+            look = (server.cpu_secs() - before) / 10
+            print(f"{options.count} models: ready after {ready:.1f} s ({cpu:.1f} of CPU), "
+                  f"RSS {server.rss_mb():.0f} MB, index in {index * 1e3:.0f} ms, a look {look * 1e3:.0f} ms of CPU")
+
+
+async def connections(options: argparse.Namespace) -> None:
+    """Connections that have greeted and say nothing more, while one client goes on asking."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    greetings = {"gRPC": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
+                 "HTTP": b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "m")
+        with serving(Path(folder), "--grpc-front", options.grpc_front) as server, ExitStack() as until_seen:
+            for protocol, port in (("gRPC", server.grpc_port), ("HTTP", server.http_port)):
+                rss, begin = server.rss_mb(), time.monotonic()
+                for _ in range(options.count):
+                    until_seen.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(greetings[protocol])
+                opened = time.monotonic() - begin
+                ended = await offer(grpc.aio.insecure_channel(server.address), "m", 100, 5, 1.0)
+                print(f"{options.count} connections over {protocol} in {opened:.1f} s: RSS {rss:.0f} -> "
+                      f"{server.rss_mb():.0f} MB; beside them 500 requests: {dict(ended)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
@@ -209,6 +256,10 @@ def main() -> None:
     kind = kinds.add_parser("cancel")
     kind.add_argument("--count", type=int, default=50_000)
     kind.set_defaults(run=cancel)
+    for name, run, count in (("models", models, 2000), ("connections", connections, 9000)):
+        kind = kinds.add_parser(name)
+        kind.add_argument("--count", type=int, default=count)
+        kind.set_defaults(run=run)
     parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
     options = parser.parse_args()
     asyncio.run(options.run(options))

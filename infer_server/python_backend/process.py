@@ -126,7 +126,9 @@ class ModelProcess:
             sent_ns = time.monotonic_ns()
             message = self._reply(self.launch.execute_secs, "execute")
         except (ClosedError, ExecutionError) as error:
-            log.exception("%s failed on a batch of %d requests", self.launch.name, len(batch))
+            if isinstance(error, ClosedError):
+                error = self._ended_in("execute")
+            log.error("%s failed on a batch of %d requests: %s", self.launch.name, len(batch), error)
             self.kill()
             with self._lock:
                 self._executing = ()
@@ -218,10 +220,13 @@ class ModelProcess:
             raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process was "
                                  "killed") from None
         if message is None:
-            raise ExecutionError(f"{self.launch.name}: its process ended in {what}: {self._how_it_ended()}")
+            raise self._ended_in(what)
         if message.head["kind"] == "failed":
             raise ExecutionError(f"{self.launch.name}: {what} failed: {message.head['error']}")
         return message
+
+    def _ended_in(self, what: str) -> ExecutionError:
+        return ExecutionError(f"{self.launch.name}: its process ended in {what}: {self._how_it_ended()}")
 
     def _how_it_ended(self) -> str:
         try:

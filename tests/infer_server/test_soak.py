@@ -19,4 +19,5 @@ def test_killed_clients_half_open_connections_and_reloads_cost_no_other_client_a
                  "--drain-grace-secs", "0") as server:
         seen = asyncio.run(soak(server, 1.0))
     assert not [what for what in seen if what.startswith("failure")]
-    assert {"steady over gRPC", "reloaded over HTTP", "reloads", "killed clients", "half-open connections"} <= set(seen)
+    assert {"steady over gRPC", "reloaded over HTTP", "reloads", "killed clients", "half-open connections",
+            "mortal over gRPC", "killed processes of models"} <= set(seen)
