@@ -22,6 +22,9 @@ from engines.ops.window import Window
 Step = tuple[str, Mapping[str, Any], tuple[Dim, ...]]       # an operator of one input, attributes, the result's shape
 
 LONG = 24           # columns of a row
+# Taps of a depthwise convolution that are worth two Transposes: of fewer there is less to gain, and of more the code of
+# vectors of channels, which is unrolled, is too long.
+MANY = range(25, 50)
 _REDUCTIONS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
 # The axes of an image whose rows and columns, or whose channels, are cut in two.
 _TO_DEPTH = {"DCR": (0, 3, 5, 1, 2, 4), "CRD": (0, 1, 3, 5, 2, 4)}
@@ -45,7 +48,7 @@ def slides_along_rows(graph: Graph, node: Node) -> bool:
             return False
         maker = graph.producer.get(node.inputs[0])
         rounded = maker is not None and maker.op == "FakeQuantize"      # in bytes it is vectors of channels
-        return window.strides[1] == 1 and not rounded
+        return window.strides[1] == 1 and not rounded and math.prod(window.kernel) not in MANY
     padded = any(map(any, window.pads))
     if node.op == "AveragePool" and padded:     # a quotient for each pixel
         return False

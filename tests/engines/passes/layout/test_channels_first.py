@@ -46,6 +46,15 @@ def test_a_depthwise_convolution_alone_slides_along_rows_if_it_goes_by_single_co
     assert made == [False, True, True]
 
 
+def test_a_depthwise_convolution_of_many_taps_takes_vectors_of_channels() -> None:
+    made = []
+    for taps in (3, 5, 7, 9):
+        net = Build()
+        graph = net.graph(net.conv(net.input("x", CHANNELS, SIZE + taps, SIZE + taps), CHANNELS, taps, group=CHANNELS))
+        made.append("Transpose" in ops(keeps(to_channels_last, graph)))
+    assert made == [False, True, True, False]
+
+
 def test_a_depthwise_convolution_of_a_quantised_image_takes_vectors_of_channels() -> None:
     net = Build()
     x = net("FakeQuantize", net.input("x", CHANNELS, SIZE, SIZE), scale=0.5, zero_point=128, low=0, high=255)
