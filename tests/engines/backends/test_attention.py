@@ -57,6 +57,8 @@ SHAPES = {
     "wider than a panel, values wider than keys": Shape(1, 7, 150, 6, 70, "full"),
     "keys transposed in memory": Shape(2, 9, 37, 20, 33, "heads", k_first=True),
     "one query": Shape(2, 1, 70, 16, 16, "keys"),
+    "one query, values of several panels": Shape(3, 1, 37, 32, 80),
+    "two queries": Shape(2, 2, 20, 48, 16, "full"),
     "a few queries, an odd depth": Shape(2, 3, 61, 21, 35, "full"),
     "a few queries, keys transposed": Shape(1, 2, 39, 12, 9, k_first=True),
 }
@@ -97,6 +99,14 @@ def test_attention_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
 def test_attention_of_floats_agrees_with_its_reference(shape, precision, runner):
     spec, inputs, constants = problem(shape, precision, result="float32")
     check(spec, runner, inputs, constants, TOLERANCE[precision], pieces=2, slack=4)
+
+
+@EVERY_BACKEND
+def test_a_few_queries_that_see_nothing_see_zeros(runner):
+    spec, inputs, constants = problem(SHAPES["two queries"], "fp32")
+    inputs[3] = inputs[3].copy()
+    inputs[3][:, :, 1] = -np.inf
+    check(spec, runner, inputs, constants, TOLERANCE["fp32"], pieces=2, slack=4)
 
 
 @EVERY_BACKEND
