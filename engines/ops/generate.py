@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -53,3 +54,35 @@ class Range(Op):
         start, limit, delta = (a.item() for a in arrays)
         length = max(math.ceil((limit - start) / delta), 0)
         return np.asarray(start + delta * np.arange(length), arrays[0].dtype)
+
+
+class Multinomial(Op):
+    """`sample_size` categories drawn for each row of x [N, categories], of logarithms of what each weighs; int32, or
+    int64 where `dtype` says so.
+
+    The largest of x plus noise of a Gumbel distribution is such a draw. Source: Maddison et al., A* Sampling (2014), 2.
+    """
+    attributes = ("dtype", "sample_size", "seed")
+
+    @classmethod
+    def random(cls, node: Node) -> bool:
+        return True
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType) -> Types:
+        if len(x.shape) != 2:
+            raise GraphError("it takes a row of weights for each item")
+        return (TensorType(cls._dtype(node), (x.shape[0], node.attrs.get("sample_size", 1))),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array) -> Array:
+        drawn = x[:, None].astype(np.float64) + np.random.default_rng().gumbel(
+            size=(len(x), node.attrs.get("sample_size", 1), x.shape[1]))
+        return np.asarray(drawn.argmax(-1), cls._dtype(node))
+
+    @staticmethod
+    def _dtype(node: Node) -> np.dtype[Any]:
+        wanted = {6: "int32", 7: "int64"}       # as TensorProto.DataType numbers them
+        if (number := node.attrs.get("dtype", 6)) not in wanted:
+            raise GraphError("it draws int32 or int64")
+        return np.dtype(wanted[number])

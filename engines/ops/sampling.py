@@ -1,4 +1,4 @@
-"""Samples of images at places that a tensor tells."""
+"""Samples of images at places, and the largest numbers of regions, that a tensor tells."""
 from __future__ import annotations
 
 import math
@@ -13,6 +13,41 @@ from engines.ops.op import Inputs, Op, Types
 
 Taps = list[tuple[Array, Array]]        # (index, weight): the pixels that a sample is made of along an axis
 _CUBIC = -0.75
+
+
+class MaxRoiPool(Op):
+    """The largest numbers of regions of images, each cut into cells: x [N, C, H, W], rois [R, 5] (the image's number,
+    then the first and last column and row: x1, y1, x2, y2, times `spatial_scale`) -> [R, C, *pooled_shape].
+
+    A cell without a pixel is 0. Source: ONNX; Girshick, Fast R-CNN (2015), 2.1; pixels as ONNX Runtime counts.
+    """
+    attributes = ("pooled_shape", "spatial_scale")
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType, rois: TensorType) -> Types:
+        if len(x.shape) != 4 or len(rois.shape) != 2 or rois.shape[1] != 5:
+            raise GraphError("it takes images [N, C, H, W], and five numbers of each region")
+        return (TensorType(x.dtype, (rois.shape[0], x.shape[1], *node.attrs["pooled_shape"])),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array, rois: Array) -> Array:
+        cells, scale = node.attrs["pooled_shape"], node.attrs.get("spatial_scale", 1.0)
+        y = np.zeros((len(rois), x.shape[1], *cells), x.dtype)
+        for of_region, (number, *corners) in zip(y, rois, strict=True):
+            left, top, right, bottom = (int(np.floor(corner * scale + 0.5)) for corner in corners)
+            image = x[int(number)]
+            for row, rows in enumerate(_cells(top, bottom, cells[0], image.shape[1])):
+                for column, columns in enumerate(_cells(left, right, cells[1], image.shape[2])):
+                    if (part := image[:, rows, columns]).size:
+                        of_region[:, row, column] = part.max((1, 2))
+        return y
+
+
+def _cells(first: int, last: int, count: int, size: int) -> list[slice]:
+    """The pixels of each cell of a region, of those that there are; cells overlap where they share a pixel."""
+    each = max(last - first + 1, 1) / count
+    bounds = ((first + math.floor(cell * each), first + math.ceil((cell + 1) * each)) for cell in range(count))
+    return [slice(*(min(max(bound, 0), size) for bound in pair)) for pair in bounds]
 
 
 class GridSample(Op):

@@ -1,5 +1,6 @@
-"""Samples of images are what ONNX Runtime takes."""
+"""Samples and regions of images, and draws of categories, are what ONNX Runtime takes."""
 import numpy as np
+import onnx
 import pytest
 
 from engines.errors import ModelError
@@ -43,3 +44,21 @@ def test_a_place_that_is_no_number_is_beyond_the_image():
 def test_what_does_not_fit_is_refused(grid, version, attrs, message):
     with pytest.raises(ModelError, match=message):
         imported("GridSample", [normal(2, 3, 6, 7), places(*grid)], domain="", version=version, **attrs)
+
+
+@pytest.mark.parametrize("cells, scale", [((2, 2), 1.0), ((7, 7), 0.0625), ((3, 5), 0.25), ((1, 1), 0.5)])
+def test_regions_are_pooled_also_where_they_reach_out_of_the_image(cells, scale):
+    random = np.random.default_rng(3)
+    corners = np.sort(random.uniform(-3, 20 / scale, (6, 2, 2)), axis=1).reshape(6, 4)
+    regions = np.concatenate([random.integers(0, 2, (6, 1)), corners], axis=1).astype(np.float32)
+    check("MaxRoiPool", [normal(2, 3, 17, 19), regions], pooled_shape=cells, spatial_scale=scale, domain="", version=17)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_categories_are_drawn_as_often_as_they_weigh(dtype):
+    weights, number = np.float32([[0.1, 0.2, 0.7], [0.5, 0.5, 1e-12]]), 20000
+    numbers = {"int32": onnx.TensorProto.INT32, "int64": onnx.TensorProto.INT64}
+    drawn = imported("Multinomial", [np.log(weights)], sample_size=number, dtype=numbers[dtype], domain="")["o0"]
+    assert drawn.dtype == dtype and drawn.shape == (2, number)
+    counts = [np.bincount(row, minlength=3) / number for row in drawn]
+    np.testing.assert_allclose(counts, weights, atol=0.03)      # eight standard deviations
