@@ -123,7 +123,8 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends", "engines.backends.tensorrt.runtime", "engines.frontend", "engines.capacity"),
     "engines.backends.numpy": ("engines.backends", "engines.lowering", "engines.runtime.fallback"),
     # all together
-    "engines.compiler": ("engines.backends", "engines.loading", "engines.passes", "engines.frontend.cutting"),
+    "engines.compiler": ("engines.backends", "engines.loading", "engines.lowering", "engines.passes",
+                         "engines.frontend.cutting"),
     "engines.onnx_backend": ("engines.compiler",),
     # calibration
     "calibration.histogram": (),

@@ -59,6 +59,9 @@ class Session(Protocol):
         compiled, and is told what differs from the graph that was lowered before, or from the `usual` one. None: there
         are none of that kind."""
 
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
+        """The same of a graph in which extents are counted (engines.ir.counted). Raises Pinned. None: as above."""
+
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """Such kernels as were made so far, and their code."""

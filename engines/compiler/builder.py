@@ -213,6 +213,13 @@ class Builder:
                                        usual and (lambda: self.stored(usual(), ranges)))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
+    @faults_named()
+    def counted(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
+        """The same of a graph in which extents are counted, and of kernels that are told them: a plan of such numbers.
+        None: the backend has nothing general. Raises Pinned."""
+        chosen = self._session.counted(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch)
+        return self._plan(self._session, chosen, bare=True) if chosen else None
+
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """See Session.generals."""

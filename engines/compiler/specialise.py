@@ -18,9 +18,11 @@ from engines.backends import backend_of, device_of
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
+from engines.compiler.template import Templates
 from engines.errors import EngineError, PlanTargetError
 from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
+from engines.ir.counted import Counting
 from engines.ir.dtypes import dtype_named
 from engines.ir.graph import Dim, Graph, TensorType
 from engines.ir.pixels import Pixels
@@ -99,6 +101,7 @@ class Specialiser:
         # The general version, made at the same time, is of the same graph: it is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
+        self._templates = Templates(self._counted)
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """The plan for these numbers of the open extents; max_batch: for other than its usual number of items. Raises
@@ -119,6 +122,8 @@ class Specialiser:
         """The same by kernels that take extents at run time, where those that the plan has will do or the compiler is
         there; else for the NumPy backend: right, and slow."""
         try:
+            if plan := self._templates.plan(extents):
+                return plan
             subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
@@ -127,6 +132,17 @@ class Specialiser:
         plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
                                        lambda: _graph(subject, recipe, self._plan.extents))
         return replace(plan, extents=dict(extents)) if plan else self._made("numpy", extents)
+
+    def _counted(self, counting: Counting, extents: Extents) -> Plan | None:
+        """The same plan of extents that are counted."""
+        with self._importing:
+            subject, recipe = self._subject(self._target, apart=True), self._part.recipe
+            if subject.builder.target != self._plan.machine.target:
+                return None
+            graph = subject.made(extents)
+        if recipe:
+            graph = prepared(graph, recipe, subject.builder.config.keep_float)
+        return subject.builder.counted(graph, recipe.ranges if recipe else None)
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:

@@ -82,14 +82,15 @@ class Subject:
         key = tuple(extents[name] for name in self.usual)
         graph = self.graphs.get(key)
         if graph is None:
-            graph = self._graph(extents)
+            graph = self.made(extents)
             if len(self.graphs) > self.kept:
                 oldest, *_ = (known for known in self.graphs if known != tuple(self.usual.values()))
                 del self.graphs[oldest]
             self.graphs[key] = graph
         return graph
 
-    def _graph(self, extents: Extents) -> Graph:
+    def made(self, extents: Extents) -> Graph:
+        """The same, made anew: of extents that may be counted."""
         if not self.usual:
             return self.builder.graph(self.source)
         shapes = shapes_for(self.types, extents)

@@ -13,9 +13,11 @@ import numpy as np
 
 from engines.capacity import bytes_of, too_large
 from engines.errors import GraphError
+from engines.ir.counted import is_counted
 from engines.ir.graph import Array, Node, TensorType, type_of
 from engines.ir.shapes import MOST_AXES, is_empty, text
 from engines.ops import op_of
+from engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
 from engines.ops.fallback import Fallback
 
 SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
@@ -69,7 +71,7 @@ class Trace:
         node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)
         try:
-            types = op.infer(node, inputs, values)[:len(node.outputs)]
+            types = infer(op, node, inputs, values)[:len(node.outputs)]
         except GraphError:      # its shape may be one that depends on data, which may be known
             if op is not Fallback or (results := op.known(node, inputs, values)) is None:
                 raise
@@ -82,7 +84,9 @@ class Trace:
             self._make_empty(node, types)
             return
         small = all(math.prod(d if isinstance(d, int) else SMALL + 1 for d in t.shape) <= SMALL for t in types)
-        if small and (results := op.known(node, inputs, values)) is not None:
+        if small and follows_from_extents(op, node, inputs, values, types):
+            self._count(node, known(op, node, inputs, values, types))
+        elif small and (results := op.known(node, inputs, values)) is not None:
             self._settle(node, results)
         else:
             self.nodes.append(node)
@@ -116,15 +120,21 @@ class Trace:
         results = tuple(result.astype(kind.dtype, copy=False) if kind and result.dtype != object else result
                         for result, kind in zip(results, kinds, strict=False))
         self.values.update(zip(node.outputs, results, strict=True))
-        if any(result.dtype == object for result in results):       # still computed at run time, if anybody asks
+        if any(map(is_symbolic, results)):      # still computed at run time, if anybody asks
             self.nodes.append(node)
-        else:
+        elif not any(map(is_counted, results)):
             self.types.update(zip(node.outputs, map(type_of, results), strict=True))
+
+    def _count(self, node: Node, results: tuple[Array, ...]) -> None:
+        """What it makes follows from extents that are counted: a constant, or it would still be computed."""
+        self.values.update(zip(node.outputs, results, strict=False))
+        if any(is_symbolic(result) for result in results):
+            self.nodes.append(node)
 
     @property
     def constants(self) -> Mapping[str, Array]:
         made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
-        return {name: array for name, array in self.values.items() if name not in made}
+        return {name: as_constant(array, self.types[name]) for name, array in self.values.items() if name not in made}
 
 
 def _check_shape(name: str, kind: TensorType) -> None:

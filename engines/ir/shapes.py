@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
+from engines.ir.counted import Counted, as_int, is_counted
 from engines.ir.graph import BATCH, Array, Dim, TensorType
 
 MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
@@ -93,8 +94,8 @@ class Extent:
         difference = self - other
         if not isinstance(difference, Extent):
             return bool(difference == 0)
-        root = -difference.constant / difference.coefficient
-        if root >= 1 and root == int(root):
+        root, rest = divmod(-difference.constant, difference.coefficient)
+        if not rest and root >= 1:
             raise Undecided(f"{self} == {other}")
         return False
 
@@ -117,9 +118,9 @@ class Extent:
 def _parts(value: Any) -> tuple[int, int]:
     if isinstance(value, Extent):
         return value.coefficient, value.constant
-    if value != int(value):
+    if value != as_int(value):
         raise Undecided(f"{value} is not an integer")
-    return 0, int(value)
+    return 0, as_int(value)
 
 
 def _extent(coefficient: int, constant: int) -> int | Extent:
@@ -136,13 +137,34 @@ def _sign(difference: int | Extent) -> int:
     return 1 if at_one > 0 else -1
 
 
+class CountedDim(str):
+    """A Dim whose coefficient or constant is counted: its text does not say which numbers they are."""
+    extent: Extent
+
+    def __new__(cls, extent: Extent) -> CountedDim:
+        self = super().__new__(cls, extent)
+        self.extent = extent
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and is_extent(other) and bool(self.extent == extent(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.extent.coefficient, self.extent.constant))
+
+
 _DIM = re.compile(rf"(?:(-?\d+)\*)?{BATCH}([+-]\d+)?")
 
 
 def extent(dim: Dim) -> int | Extent:
     """The number that a Dim stands for."""
     if not isinstance(dim, str):
-        return int(dim)
+        return as_int(dim)
+    if isinstance(dim, CountedDim):
+        return dim.extent
     match = _DIM.fullmatch(dim)
     if not match:
         raise GraphError(f"'{dim}' is no extent: only '{BATCH}' is known, as in '2*{BATCH}+1'")
@@ -151,12 +173,14 @@ def extent(dim: Dim) -> int | Extent:
 
 def is_extent(dim: Dim) -> bool:
     """Whether it is a number or of the form that `extent` reads."""
-    return not isinstance(dim, str) or bool(_DIM.fullmatch(dim))
+    return not isinstance(dim, str) or isinstance(dim, CountedDim) or bool(_DIM.fullmatch(dim))
 
 
 def dim(value: Any) -> Dim:
     """The Dim that writes down a number."""
-    return str(value) if isinstance(value, Extent) else int(value)
+    if not isinstance(value, Extent):
+        return as_int(value)
+    return CountedDim(value) if is_counted((value.coefficient, value.constant)) else str(value)
 
 
 def text(shape: Iterable[Dim]) -> str:
@@ -206,10 +230,10 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
     """NumPy's rule: aligned at the right, an extent of 1 stretches. Raises GraphError where extents differ."""
     result: list[Dim] = []
     for axis in range(-max(map(len, shapes), default=0), 0):
-        extents = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
-        if len(extents) > 1:
+        extents = [shape[axis] for shape in shapes if len(shape) >= -axis and shape[axis] != 1]
+        if any(extent != extents[0] for extent in extents[1:]):
             raise GraphError(f"shapes {', '.join(map(text, shapes))} do not broadcast")
-        result.append(extents.pop() if extents else 1)
+        result.append(extents[0] if extents else 1)
     return tuple(result)
 
 
@@ -225,7 +249,7 @@ def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
     if any(isinstance(d, str) for d in shape):
         raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
                          "batch, with the whole shape of each input that has one, as in --shape NAME:1x3x224x224")
-    return tuple(int(d) for d in shape)
+    return tuple(as_int(d) for d in shape)
 
 
 def normal_axis(axis: int, rank: int) -> int:
@@ -238,7 +262,7 @@ def normal_axis(axis: int, rank: int) -> int:
 def symbolic_array(values: Iterable[Any]) -> Array:
     """A 1-D array of ints, or of dtype object if one of them is an Extent."""
     items = list(values)
-    if not any(isinstance(item, Extent) for item in items):
+    if not any(isinstance(item, Extent) or type(item) is Counted for item in items):
         return np.array(items, np.int64)
     array = np.empty(len(items), object)
     array[:] = items

@@ -1,11 +1,13 @@
 """The buffers of a lowered graph: how large, how long alive, and what is around the images in them."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
+from engines.ir.counted import plain
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import AnyCall, Call
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
@@ -40,20 +42,19 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     return tuple(result)
 
 
-def check_memory(lowered: Lowered, max_batch: int) -> None:
+def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
     """Raises ConfigError if what is alive at once of the largest batch does not fit into memory."""
-    buffers = buffers_of(lowered, max_batch)
-    if wrong := too_large(peak := _alive_at_once(lowered, buffers)):
+    if wrong := too_large(peak := _alive_at_once(buffers)):
         largest = max(buffers, key=lambda buffer: buffer.bytes)
         batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
             peak // max_batch) else ", too much for one item"
-        raise ConfigError(f"{lowered.graph.name}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
+        raise ConfigError(f"{model}: its tensors ('{largest.name}' alone {gigabytes(largest.bytes)}) take "
                           f"{wrong}{batch}")
 
 
-def _alive_at_once(lowered: Lowered, buffers: tuple[Buffer, ...]) -> int:
+def _alive_at_once(buffers: Sequence[Buffer]) -> int:
     """The most bytes of buffers that one step finds alive."""
-    change = [0] * (len(lowered.calls) + 3)         # first and last are -1 to the number of calls
+    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # their first is -1 at least
     for buffer in buffers:
         change[buffer.first + 1] += buffer.bytes
         change[buffer.last + 2] -= buffer.bytes
@@ -76,10 +77,11 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
 
     A halo that is written once needs memory of its own, for nothing else may ever lie there. One that is written anew
     takes a short step in every run, but its buffer shares memory like any other. Halos of one geometry share already,
-    so they are taken together; first those that free the most for each step.
+    so they are taken together; first those that free the most for each step. Where extents are counted, it is decided
+    by their values: either is right.
     """
-    buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
-    largest = _alive_at_once(lowered, buffers)
+    buffers, fills = plain(buffers_of(lowered, max_batch)), plain(fills_of(lowered))
+    largest = _alive_at_once(buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
         i = fill.view.buffer
@@ -89,7 +91,7 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
         if plan_memory(buffers, fills).total <= SPARE * largest:
             break
         lowered = _with_borders(lowered, group)
-        buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
+        buffers, fills = plain(buffers_of(lowered, max_batch)), plain(fills_of(lowered))
     return lowered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Graph, Node
 from engines.ir.shapes import is_empty
 from engines.lowering import rules  # noqa: F401  (fills RULES)
@@ -92,7 +93,7 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
     for name in node.inputs:
         if ctx.type(name).quant != quant:
             raise Refused(f"'{name}' is quantised otherwise than the result")
-        extent = int(ctx.type(name).shape[node.attrs["axis"]])
+        extent = as_int(ctx.type(name).shape[node.attrs["axis"]])
         if not ctx.placements.is_view(name, node.outputs[0]):
             yield copy_call(node, ctx.placements[name], output.part(axis, start, start + extent))
         start += extent

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
+from engines.ir.counted import is_counted
 from engines.ir.dtypes import dtype_named, is_rare
 from engines.ir.graph import Array, Node
 from engines.ops.op import Stored
@@ -71,6 +72,6 @@ def _power_of_two(x: Array, saturate: bool, mode: str) -> Array:
 
 def _symbolic_cast(value: Any, kind: np.dtype[Any]) -> Any:
     """Extents are integers in every dtype; numbers become Python's, so that a later division knows its kind."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or is_counted(value) and kind.kind in "iu":
         return value
     return float(value) if kind.kind == "f" else int(value)

@@ -46,7 +46,8 @@ class Range(Op):
             raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
         length = limit - start
         if delta != 1 or not isinstance(length, Extent):
-            length = max(math.ceil(length / delta), 0)
+            integers = isinstance(length, int) and isinstance(delta, int)
+            length = max(-(-length // delta) if integers else math.ceil(length / delta), 0)
         return (TensorType(first.dtype, (dim(extent(dim(length))),)),)
 
     @classmethod

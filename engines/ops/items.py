@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.ir.shapes import normal_axis
 
@@ -61,4 +62,4 @@ def viewed(source: Sequence[Dim], axis: int, target: Sequence[Dim]) -> int:
 
 def _count(shape: Sequence[Dim]) -> int:
     """Elements of a shape; -1 where it depends on the batch."""
-    return -1 if any(isinstance(extent, str) for extent in shape) else math.prod(int(extent) for extent in shape)
+    return -1 if any(isinstance(extent, str) for extent in shape) else math.prod(map(as_int, shape))

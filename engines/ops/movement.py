@@ -26,8 +26,8 @@ class Concat(Op):
         axis = normal_axis(node.attrs["axis"], len(shape))
         if any(len(t.shape) != len(shape) for t in parts) or not shape:
             raise GraphError("its parts are of different ranks, or have no axes")
-        others = {(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts}
-        if len(others) > 1:
+        others = [(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts]
+        if any(other != others[0] for other in others):
             raise GraphError(f"extents beside axis {axis} differ")
         total = sum((extent(t.shape[axis]) for t in parts), start=0)
         return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
@@ -75,7 +75,7 @@ class Slice(Op):
             if (cut.start, cut.stop, cut.step) == (None, None, 1):
                 continue
             (size,) = fixed([shape[axis]])
-            shape[axis] = len(range(size)[cut])
+            shape[axis] = _kept(size, cut)
         return (TensorType(x.dtype, tuple(shape)),)
 
     @classmethod
@@ -107,6 +107,21 @@ def _slice(start: int, end: int, step: int) -> slice:
     if step > 0:
         return slice(start or None, None if end >= FAR else end, step)
     return slice(None if start >= FAR else start, None if end <= -FAR else end, step)
+
+
+def _kept(size: int, cut: slice) -> int:
+    """How many of so many a slice keeps: len(range(size)[cut]) of numbers that may be counted."""
+    step: int = cut.step
+    first, last = (0, size) if step > 0 else (size - 1, -1)
+
+    def place(given: int | None, default: int) -> int:
+        if given is None:
+            return default
+        low, high = (0, size) if step > 0 else (-1, size - 1)
+        inside: int = min(max(given + size if given < 0 else given, low), high)
+        return inside
+
+    return max(-((place(cut.start, first) - place(cut.stop, last)) // step), 0)
 
 
 class Gather(Op):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
+from engines.ir.counted import Counted
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
@@ -173,8 +174,9 @@ def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple
 
 
 def settled(array: Array, kind: TensorType) -> Array:
-    """An object array as an ordinary one, if no Extent is left in it."""
-    return array if any(isinstance(v, Extent) for v in array.flat) else array.astype(kind.dtype)
+    """An object array as an ordinary one, if no Extent is left in it, and nothing that is counted."""
+    left = any(isinstance(v, Extent) or type(v) is Counted for v in array.flat)
+    return array if left else array.astype(kind.dtype)
 
 
 def describe(node: Node) -> str:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from engines.errors import GraphError
+from engines.ir.counted import Pinned, as_int, is_counted
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import extent, fixed
 from engines.ops.items import ItemAxes, only_first
 from engines.ops.op import Inputs, LayoutOp, Stored, Types
+
+EXACT = 1 << 20      # parts of a scale: of so many, times any size that there is, no double loses a bit
 
 
 class Resize(LayoutOp):
@@ -25,7 +28,7 @@ class Resize(LayoutOp):
             scales = node.attrs["scales"]
             if len(scales) != len(x.shape):
                 raise GraphError(f"{len(scales)} scales for {len(x.shape)} axes")
-            sizes = [d if s == 1 else math.floor(s * fixed([d])[0]) for d, s in zip(x.shape, scales, strict=True)]
+            sizes = [d if s == 1 else scaled(fixed([d])[0], s) for d, s in zip(x.shape, scales, strict=True)]
         if len(sizes) != len(x.shape):
             raise GraphError(f"{len(sizes)} sizes for {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(sizes)),)
@@ -60,13 +63,29 @@ class Resize(LayoutOp):
     @classmethod
     def factors(cls, node: Node, shape: tuple[int, ...]) -> list[tuple[int, float]]:
         """(output extent, scale) for each axis, channels first."""
+        sizes = cls.sizes(node, shape)
+        scales = node.attrs["scales"] if "scales" in node.attrs else [
+            out / size for out, size in zip(sizes, shape, strict=True)]
+        return [*zip(sizes, scales, strict=True)]
+
+    @staticmethod
+    def sizes(node: Node, shape: tuple[int, ...]) -> list[int]:
+        """The output's extent for each axis, channels first."""
         sizes = node.attrs.get("sizes")
         if sizes is None:
-            return [(math.floor(size * scale), scale) for size, scale in zip(shape, node.attrs["scales"], strict=True)]
-        sizes = [size if isinstance(d, str) else int(extent(d))     # type: ignore[arg-type]
-                 for d, size in zip(sizes, shape, strict=True)]
-        scales = node.attrs.get("scales", [out / size for out, size in zip(sizes, shape, strict=True)])
-        return [*zip(sizes, scales, strict=True)]
+            return [scaled(size, scale) for size, scale in zip(shape, node.attrs["scales"], strict=True)]
+        return [size if isinstance(d, str) else as_int(extent(d))
+                for d, size in zip(sizes, shape, strict=True)]
+
+
+def scaled(size: int, scale: float) -> int:
+    """The whole part of scale * size, which is exact where the size is counted."""
+    if not is_counted(size):
+        return math.floor(scale * size)
+    over, by = float(scale).as_integer_ratio()
+    if over > EXACT:
+        raise Pinned(f"{size} times {scale} is rounded")
+    return size * over // by
 
 
 def _cast(y: Array, x: Array) -> Array:

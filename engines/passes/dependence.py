@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import EngineError
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Array, Graph, Node, TensorType
 from engines.ops import describe, op_of
 from engines.ops.items import ItemAxes, Mixed
@@ -104,7 +105,7 @@ def _read_from_items(graph: Graph) -> set[str]:
 def _feeds(graph: Graph, random: np.random.Generator) -> dict[str, Array]:
     """Three different items: numbers around 0, and integers that are 0, 1 or 2, which most tables have."""
     def values(kind: TensorType) -> Array:
-        shape = [ITEMS if extent == BATCH else int(extent) for extent in kind.shape]
+        shape = [ITEMS if extent == BATCH else as_int(extent) for extent in kind.shape]
         if kind.dtype.kind in "iub":
             return np.asarray(random.integers(0, 3, shape), kind.dtype)
         return np.asarray(random.standard_normal(shape), kind.dtype)

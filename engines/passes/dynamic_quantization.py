@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Graph, Node
 from engines.ops.convolution import Conv
@@ -107,7 +108,7 @@ class _Writer(GraphEditor):
             return "its weights are no constants"
         if graph.constants[w].ndim < 2 or node.op == "MatMulInteger" and graph.constants[w].ndim > 2:
             return "its weights are no matrix"
-        if len(graph.shape(x)) < 2 or zeros[0] and math.prod(map(int, graph.shape(zeros[0]))) != 1:
+        if len(graph.shape(x)) < 2 or zeros[0] and math.prod(map(as_int, graph.shape(zeros[0]))) != 1:
             return "its input has several zero points"
         if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
             return "the size of its image is not known"

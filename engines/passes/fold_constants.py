@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
+from engines.ops.counting import deferred, is_deferred
 from engines.ops.reference import run_node
 from engines.passes.rewriting.facts import is_weighted
 
@@ -35,7 +37,12 @@ def fold_constants(graph: Graph) -> Graph:
             kept.append(node)
         else:
             spare[weight] -= growth if growth > SPARE_ELEMENTS else 0
-            values = run_node(node, [constants[name] if name else None for name in node.inputs])
+            given = [constants[name] if name else None for name in node.inputs]
+            types = tuple(graph.types[name] for name in node.outputs)
+            if is_deferred(node, given, types):
+                constants.update(zip(node.outputs, deferred(node, given, types), strict=True))
+                continue
+            values = run_node(node, given)
             constants.update({name: value.astype(graph.types[name].dtype, copy=False)
                               for name, value in zip(node.outputs, values, strict=True)})
     return graph.rebuild(kept, constants=constants)
@@ -66,4 +73,4 @@ def _growth(graph: Graph, node: Node, constants: dict[str, Array]) -> int | None
     if any(isinstance(d, str) for shape in shapes for d in shape):
         return None
     given = sum(constants[name].size for name in node.inputs if name)
-    return sum(math.prod(map(int, shape)) for shape in shapes) - given
+    return sum(math.prod(map(as_int, shape)) for shape in shapes) - given

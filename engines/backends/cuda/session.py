@@ -93,6 +93,9 @@ class CudaSession:
                 usual: Callable[[], Graph] | None = None) -> None:
         """None: every kernel is written for its numbers."""
 
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None, for the same reason."""
+
     @property
     def processor(self) -> str:
         return self.tuner.device.name if self.tuner else detect().model
@@ -105,7 +108,7 @@ class CudaSession:
         """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
         items, card = opt_batch or max(max_batch, 1), CARDS[self.target]
         lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS))
-        check_memory(lowered, max_batch)
+        check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         lowered = write_borders(lowered, max_batch)
         wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}
         each = [self._wanted(call, items) for call in wanted.values()]

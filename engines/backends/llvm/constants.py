@@ -1,16 +1,19 @@
 """The constants of a plan as they are packed for its kernels."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.kernel import ALIGNMENT
+from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
+from engines.ir.counted import counting_in
+from engines.ir.deferred import Deferred, LateBytes, late_arrays
 from engines.ir.graph import Graph
 from engines.lowering.calls.calls import Call, name_of
 from engines.lowering.problems.problem import Array, Problem
@@ -28,16 +31,18 @@ class Constants:
         loaded beside has already."""
         self._graph, self._isa, self._expanders, self._shared = graph, isa, expanders, shared
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()
-                       if array.flags.c_contiguous}
-        self._parts: list[Array] = []
+                       if not isinstance(array, Deferred) and array.flags.c_contiguous}
+        self._parts: list[Any] = []                 # arrays of bytes, and Deferreds
         self._size = 0
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
         self.expanded: list[ExpandedConstant] = []      # what is computed from them when the plan is loaded
         self._expanded_size = 0
         self._packed: dict[Any, list[tuple[Operand, int]]] = {}
 
-    def add(self, array: Array, name: str = "") -> tuple[Operand, int]:
+    def add(self, array: Array | Deferred, name: str = "") -> tuple[Operand, int]:
         """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
+        if isinstance(array, Deferred):
+            return self._place(array, array.nbytes, name)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if self._shared and (place := self._shared.find(flat)):
             return place, len(flat)
@@ -45,14 +50,17 @@ class Constants:
 
     def _add(self, flat: Array, name: str) -> tuple[Operand, int]:
         name = name or self._names.get((flat.ctypes.data, len(flat)), "")       # packing may give the constant itself
+        return self._place(flat, len(flat), name)
+
+    def _place(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
         if name in self.weight_offsets:
-            return Operand(None, self.weight_offsets[name]), len(flat)
+            return Operand(None, self.weight_offsets[name]), size
         offset = self._size
         if name:
             self.weight_offsets[name] = offset
-        self._parts.append(flat)
-        self._size += -(-len(flat) // ALIGNMENT) * ALIGNMENT
-        return Operand(None, offset), len(flat)
+        self._parts.append(part)
+        self._size += -(-size // ALIGNMENT) * ALIGNMENT
+        return Operand(None, offset), size
 
     def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much.
@@ -63,14 +71,21 @@ class Constants:
         if packing in self._packed:
             return self._packed[packing]
         pack, add = partial(self._pack, call, choice), partial(self._placed, call, choice)
-        added = self._shared.packed(call, choice, pack, add) if self._shared else add(pack())
+        added = self._shared.packed(call, choice, pack, add) if self._shared and not _has_late(call) else add(pack())
         self._packed[packing] = added
         return added
 
-    def _pack(self, call: Call, choice: Choice) -> list[Array]:
-        return list(choice.kernel.pack(self._isa, choice.tactic, call.constants))
+    def _pack(self, call: Call, choice: Choice) -> list[Any]:
+        """Once extents are known, where they decide about constants or how these are packed."""
+        pack = partial(choice.kernel.pack, self._isa, choice.tactic, call.constants)
+        if not _has_late(call):
+            counting = counting_in(choice.kernel)
+            found: Sequence[Array] | None = counting.without_guards_of(pack) if counting else pack()
+            if found is not None:
+                return list(found)
+        return late_arrays(_packed, choice.kernel, self._isa, choice.tactic, dict(call.constants))
 
-    def _placed(self, call: Call, choice: Choice, arrays: list[Array]) -> list[tuple[Operand, int]]:
+    def _placed(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
         added = [self.add(array) for array in arrays]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
@@ -99,9 +114,29 @@ class Constants:
 
     def keep(self, name: str) -> None:
         """The same, among the plan's own constants: the reference reads it from there."""
-        self._add(np.ascontiguousarray(self._graph.constants[name]).reshape(-1).view(np.uint8), name)
+        array = self._graph.constants[name]
+        if isinstance(array, Deferred):
+            self._place(array, array.nbytes, name)
+        else:
+            self._add(np.ascontiguousarray(array).reshape(-1).view(np.uint8), name)
 
-    def data(self) -> bytes:
-        """All of them."""
-        padded = (part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))
-        return b"".join((*padded, bytes(TAIL)))
+    def data(self) -> Any:
+        """All of them: bytes, or LateBytes where some follow from extents."""
+        parts: list[bytes | Deferred] = []
+        for late, group in groupby(self._parts, lambda part: isinstance(part, Deferred)):
+            some = list(group)
+            parts += some if late else [
+                b"".join(part for flat in some for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))]
+        parts.append(bytes(TAIL))
+        fixed = [part for part in parts if isinstance(part, bytes)]
+        return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
+
+
+def _has_late(call: Call) -> bool:
+    """Whether a constant follows from extents."""
+    return any(isinstance(array, Deferred) for value in call.constants.values()
+               for array in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _packed(kernel: Kernel[Any], isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> Sequence[Array]:
+    return kernel.pack(isa, tactic, constants)

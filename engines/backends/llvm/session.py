@@ -19,6 +19,8 @@ from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import with_item_major_runs
 from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Tuner
+from engines.ir.counted import as_int, is_counted
+from engines.ir.deferred import table
 from engines.ir.graph import BATCH, Graph, Node
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of
@@ -49,6 +51,19 @@ class CpuChosen:
     def times(self) -> list[TimedNode]:
         return [TimedNode(name_of(call), call.node.origin, self.choices[call.problem].time_us)
                 for call in self.lowered.compiled]
+
+
+@dataclass(frozen=True)
+class CountedCalls:
+    """A lowered graph in which extents are counted, and the kernel of each of its calls that solve problems."""
+    lowered: Lowered
+    choices: Sequence[Choice]
+    expanders: Mapping[Problem, Choice]
+    max_batch: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
 
 
 class LlvmSession:
@@ -90,7 +105,9 @@ class LlvmSession:
         """And the batches that kernels are for."""
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
         lowered = lower(graph, self.isa.narrow.lanes)
-        check_memory(lowered, max_batch)
+        buffers = buffers_of(lowered, max_batch)
+        if not is_counted(buffers):         # else once they are known
+            check_memory(graph.name, buffers, max_batch)
         return write_borders(lowered, max_batch), batches
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
@@ -107,6 +124,12 @@ class LlvmSession:
         choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> CountedCalls:
+        """The same of a graph in which extents are counted, by kernels that are told them."""
+        lowered, batches = self._lowered(graph, max_batch, opt_batch)
+        choices = self.tuner.counted([call.problem for call in lowered.compiled], batches)
+        return CountedCalls(lowered, choices, self._expanders(choices), max_batch)
+
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
         """The kernels made so far that take numbers at run time, and their code."""
@@ -121,11 +144,14 @@ class LlvmSession:
         choices = settled(chosen.choices, uses, self.tuner, chosen.items, partial(self._trial, chosen), progress)
         return replace(chosen, choices=choices, expanders=self._expanders(choices.values()))
 
-    def assemble(self, chosen: CpuChosen) -> MachinePart:
+    def assemble(self, chosen: CpuChosen | CountedCalls) -> MachinePart:
         """Pack constants, lay out buffers."""
-        if self.tuner.timing:
-            self._timed |= self.tuner.corrections(chosen.choices)
-        choices = {problem: [one] for problem, one in chosen.choices.items()}
+        if isinstance(chosen, CountedCalls):
+            choices = [[choice] for choice in chosen.choices]
+        else:
+            if self.tuner.timing:
+                self._timed |= self.tuner.corrections(chosen.choices)
+            choices = [[chosen.choices[call.problem]] for call in chosen.lowered.compiled]
         return _Assembler(chosen, self.isa, choices, self._shared).machine()
 
     @property
@@ -144,7 +170,8 @@ class LlvmSession:
         """The steps of every rival, in memory for as many items as are timed."""
         expanders = self._expanders(choice for some in rivals.values() for choice in some)
         items = chosen.items if chosen.max_batch else 0
-        assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa, rivals)
+        assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
+                               [rivals[call.problem] for call in chosen.lowered.compiled])
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
         # the steps of the reference are not timed, but made ready: they read their constants from the plan
@@ -167,11 +194,12 @@ class LlvmSession:
 
 
 class _Assembler:
-    """The calls of a lowered graph as steps, one for each of their problems' choices; in a plan to keep it is one."""
+    """The calls of a lowered graph as steps, one for each of the choices of those that solve problems; in a plan to
+    keep it is one."""
 
-    def __init__(self, chosen: CpuChosen, isa: Isa, choices: Mapping[Problem, Sequence[Choice]],
+    def __init__(self, chosen: CpuChosen | CountedCalls, isa: Isa, choices: Sequence[Sequence[Choice]],
                  shared: SharedConstants | None = None) -> None:
-        self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, choices, chosen.max_batch
+        self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, iter(choices), chosen.max_batch
         self.steps: list[Step] = []
         self.steps_of: list[range] = []             # of each call
         self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
@@ -186,7 +214,7 @@ class _Assembler:
         step = replace(step_of(self.lowered, call), depends=tuple(sorted(depends)))
         first = len(self.steps)
         if isinstance(call, Call):
-            self.steps += [self._kernel(call, step, choice) for choice in self.choices[call.problem]]
+            self.steps += [self._kernel(call, step, choice) for choice in next(self.choices)]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
                 self.constants.keep(name)
@@ -200,7 +228,7 @@ class _Assembler:
         grid = choice.kernel.grid(self.isa, choice.tactic)
         self.code[choice.symbol] = choice.code
         packed = self.constants.add_packed(call, choice)
-        told = () if choice.told is None else (self.constants.add(np.array(choice.told or (0,), np.int64))[0],)
+        told = () if choice.told is None else (self.constants.add(table(choice.told or (0,), np.dtype(np.int64)))[0],)
         batched = call.outputs[0].items == BATCH
         constant_bytes = sum(size for _, size in packed)
         windows = choice.kernel.windows(self.isa, choice.tactic)
@@ -213,7 +241,7 @@ class _Assembler:
             operands=(*map(self._operand, call.inputs), *(operand for operand, _ in packed),
                       *map(self._operand, call.outputs), *told),
             rows_per_item=grid.rows_per_item if batched else 0,
-            rows=0 if batched else grid.rows_per_item * int(call.outputs[0].items),
+            rows=0 if batched else grid.rows_per_item * as_int(call.outputs[0].items),
             row_step=grid.row_step, columns=grid.columns, column_step=grid.column_step,
             reads=reads, writes=writes, constant_bytes=constant_bytes, further_item=round(choice.further_item, 3),
             tactic=f"{call.problem.family}: {choice.tactic}", time_us=round(choice.time_us, 3),

@@ -70,12 +70,15 @@ class NumpySession:
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> NumpyChosen:
         lowered = lowered_for_numpy(graph, max_batch)
-        check_memory(lowered, max_batch)
+        check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         return NumpyChosen(lowered, max_batch)
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> None:
         """None: every plan of this backend is the same steps."""
+
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None, for the same reason."""
 
     def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:
         return chosen

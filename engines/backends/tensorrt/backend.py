@@ -67,6 +67,9 @@ class TensorRtSession:
                 usual: Callable[[], Graph] | None = None) -> None:
         """None: an engine has the shapes of its profile."""
 
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
+        """None, for the same reason."""
+
     def settle(self, chosen: TensorRtChosen, progress: Progress | None = None) -> TensorRtChosen:
         return chosen
 

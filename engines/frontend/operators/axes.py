@@ -9,6 +9,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.frontend.operators.normalise import Beyond, Call, as_dims, dtype_of, identity, rule
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
 from engines.ir.shapes import Extent, broadcast, extent, fixed, normal_axis, product, text
 from engines.ops.movement import FAR
@@ -170,7 +171,7 @@ def _slice(call: Call) -> list[Node]:
     ends = [FAR if _is_whole(end, shape[axis]) else end for end, axis in zip(ends, axes, strict=True)]
     if any(isinstance(v, Extent) for v in (*starts, *ends)):
         raise GraphError("it cuts at a place that depends on the batch")
-    cuts = [(axis, int(start), int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
+    cuts = [(axis, as_int(start), as_int(end), step) for axis, start, end, step in zip(axes, starts, ends, cut_steps,
                                                                                  strict=True)
             if (start, step) != (0, 1) or end < FAR]        # exporters list the axes that they take whole, too
     return call.node_with(1, **{name: tuple(cut[i] for cut in cuts)

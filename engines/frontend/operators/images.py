@@ -279,8 +279,9 @@ def _resize(call: Call) -> list[Node]:
     if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
         raise GraphError(f"its scales are {scales}: finite numbers above 0")
     factors = dict(zip(axes, scales or [], strict=True))
-    exact = [factors.get(i, 1.0) * size for i, size in enumerate(shape) if isinstance(size, int)]
-    if attrs["coordinate_transformation_mode"] == "align_corners" and any(size != round(size) for size in exact):
+    corners = attrs["coordinate_transformation_mode"] == "align_corners"
+    if corners and any((exact := factors.get(i, 1.0) * size) != round(exact)
+                       for i, size in enumerate(shape) if isinstance(size, int)):
         call.notices.append("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX, as "
                             "it is done here, and another in ONNX Runtime; give it sizes")
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)

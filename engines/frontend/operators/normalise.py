@@ -15,6 +15,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from engines.errors import GraphError, UnknownTensorError
+from engines.ir.counted import as_int
 from engines.ir.dtypes import is_rare
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, dim, fixed, normal_axis
@@ -61,7 +62,7 @@ class Call:
         found = self.value(index)
         if found is not None and any(isinstance(v, Extent) for v in found):
             raise GraphError(f"input '{self.node.inputs[index]}' depends on the batch")
-        return None if found is None else tuple(int(v) for v in found)
+        return None if found is None else tuple(map(as_int, found))
 
     def option(self, name: str, index: int, since: int) -> tuple[int, ...] | None:
         """Integers that are an attribute before opset `since` and an input from then on."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engines.errors import ModelError
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.lowering.calls.halos import halo_of_pad, halo_wanted
 from engines.lowering.calls.placement import (
@@ -118,7 +119,7 @@ class Aliasing:
         batched = BATCH in output.shape
         if (items_stay(source, output) if batched else BATCH not in source.shape) and (
                 (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
-            shape = item_shape(output) if batched else tuple(map(int, output.shape)) or (1,)
+            shape = item_shape(output) if batched else tuple(map(as_int, output.shape)) or (1,)
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 
     def _see_pad(self, node: Node) -> None:
@@ -157,7 +158,7 @@ class Aliasing:
             return
         start = 0
         for name in node.inputs:
-            extent = int(types[name].shape[axis + 1])
+            extent = as_int(types[name].shape[axis + 1])
             free = (name in self.graph.producer and name not in self._parent
                     and self._alike(name, output, axis) and (axis in (ITEMS, rank - 2) or not self._wanted.get(name))
                     and node.inputs.count(name) == 1)
@@ -250,7 +251,7 @@ class _Inside:
             sizes, steps = (placement.items, *view.shape), (view.item, *view.strides)
             items, *inner = (sizes[axis] for axis in self.perm)
             item, *gaps = (steps[axis] for axis in self.perm)
-            return replace(placement, view=View(view.dtype, tuple(map(int, inner)), tuple(gaps), item), items=items)
+            return replace(placement, view=View(view.dtype, tuple(map(as_int, inner)), tuple(gaps), item), items=items)
         for cut in self.cuts:
             placement = placement.part(*cut)
         return placement.with_halo(self.halo)
@@ -276,7 +277,7 @@ def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[l
         result: list[list[tuple[int, int, int, int]] | None] = []
         start = 0
         for output in outputs:
-            extent = int(output.shape[axis])
+            extent = as_int(output.shape[axis])
             result.append([(axis - 1, start, start + extent, 1)])
             start += extent
         return result
@@ -286,9 +287,9 @@ def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[l
         axis %= rank
         if axis == 0 and has_batch(source) or step < 1:
             return [None]
-        extent = int(source.shape[axis])
+        extent = as_int(source.shape[axis])
         start = min(max(start + extent if start < 0 else start, 0), extent)
-        count = int(outputs[0].shape[axis])
+        count = as_int(outputs[0].shape[axis])
         cut.append((axis - 1, start, start + (count - 1) * step + 1, step))
     return [cut]
 

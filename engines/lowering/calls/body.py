@@ -1,9 +1,14 @@
 """A node's pointwise body as an epilogue program, with the values of its constants and the tensors that it reads."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from engines.errors import GraphError
+from engines.ir.counted import is_counted, plain
+from engines.ir.deferred import Deferred, late_items
 from engines.ir.graph import Node, TensorType
 from engines.lowering.calls.broadcast import broadcast, image
 from engines.lowering.calls.calls import Call, Context, Refused
@@ -38,6 +43,15 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) ->
     accumulator: (scale, offset) of the anchor's sum, per channel or one number, and what is taken off the sum before
     where the offset would round it away; None for a node without an anchor.
     """
+    constants = ctx.graph.constants
+    late = {name: constants[name] for part in node.body or (node,) for name in part.inputs
+            if isinstance(constants.get(name), Deferred)}
+    return written_for(lambda *arrays: _written(ctx, node, accumulator, dict(zip(late, arrays, strict=True))),
+                       *late.values())
+
+
+def _written(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None, late: Mapping[str, Array]) -> BoundProgram:
+    """late: the values of constants that follow from extents."""
     builder = ProgramBuilder(accumulator is not None)
     output = node.outputs[0]
     quant = ctx.type(output).quant
@@ -54,7 +68,7 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) ->
     def argument(name: str) -> Affine:
         if name in values:
             return values[name]
-        if (number := _per_channel(ctx.graph.constants.get(name))) is not None:
+        if (number := _per_channel(late.get(name, ctx.graph.constants.get(name)))) is not None:
             return Affine.number(number)
         if name not in operands:
             operands[name] = stored(ctx.type(name), builder.operand())
@@ -70,6 +84,24 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) ->
         result = writer.requantise(result, quant.scale[0], quant.zero_point[0], 0, 255)
     program = builder.program(writer.settle(result))
     return BoundProgram(program, list(builder.constants), tuple(operands))
+
+
+def written_for(write: Callable[..., BoundProgram], *values: Any) -> BoundProgram:
+    """The program that is written for numbers and constants, which may follow from extents: its constants then do, too,
+    and what it does must be the same for others."""
+    written = write(*plain(values))
+    if not is_counted(values):
+        return written
+    return replace(written, constants=late_items(partial(_constants_for, write, written), values, written.constants))
+
+
+def _constants_for(write: Callable[..., BoundProgram], expected: BoundProgram, *values: Any) -> Sequence[Array]:
+    """Raises GraphError: of these comes another program."""
+    found = write(*values)
+    if (found.program, found.operands) != (expected.program, expected.operands) or (
+            [array.shape for array in found.constants] != [array.shape for array in expected.constants]):
+        raise GraphError("another program is written for other extents")
+    return found.constants
 
 
 def call_of(ctx: Context, node: Node, problem: Problem, body: BoundProgram, **constants: Any) -> Call:

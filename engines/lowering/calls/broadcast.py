@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim
 from engines.lowering.calls.calls import Context, Refused
 from engines.lowering.problems.view import View
@@ -47,4 +48,4 @@ def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
             raise Refused(f"'{name}' {source} does not broadcast to {list(target)}")
         strides.append(0 if extent == 1 and wanted != 1 else stride)
     item = 0 if not source.shape or shape[0] != target[0] else strides[0]
-    return View(view.dtype, tuple(int(e) for e in target[1:]), tuple(strides[1:]), item)
+    return View(view.dtype, tuple(as_int(e) for e in target[1:]), tuple(strides[1:]), item)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Graph, Node
 from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.problems.view import Halo
@@ -22,7 +23,7 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     if not conv.attrs.get("channels_last"):
         return {}
     if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
-        return {conv.inputs[0]: Halo.of([_beside(axis, int(extent)) for axis, extent in zip(
+        return {conv.inputs[0]: Halo.of([_beside(axis, as_int(extent)) for axis, extent in zip(
             phases(graph, conv), graph.types[conv.inputs[0]].shape[1:-1], strict=True)])}
     if conv.op != "Conv":
         return {}
@@ -31,7 +32,7 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
 
 def halo_of_pad(graph: Graph, node: Node) -> Halo:
     """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
-    source, output, pads = node.inputs[0], node.outputs[0], tuple(int(p) for p in node.attrs["pads"])
+    source, output, pads = node.inputs[0], node.outputs[0], tuple(as_int(p) for p in node.attrs["pads"])
     if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
             or not pads_with_zeros(node)
             or graph.types[source].quant != graph.types[output].quant):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused
 from engines.lowering.calls.placement import Placement, as_one_item
@@ -29,7 +30,7 @@ class NestWriter(Writer):
 
     def __init__(self, ctx: Context, node: Node, shape: Sequence[int | str], reduced: Sequence[int] = ()) -> None:
         self.ctx, self.node, self.batched = ctx, node, BATCH in shape
-        super().__init__([int(extent) for extent in shape if extent != BATCH], reduced)
+        super().__init__([as_int(extent) for extent in shape if extent != BATCH], reduced)
         self.axes = [self.index(loop) for loop in range(len(self.loops))]
         if self.batched:
             self.axes.insert(shape.index(BATCH), self.along(THE_ITEM))
@@ -53,7 +54,7 @@ class NestWriter(Writer):
         tests: list[Term] = []
         for axis, extent in enumerate(tensor.shape):
             if extent != BATCH and outside is not None:
-                tests += self._tests(indices, axis, int(extent))
+                tests += self._tests(indices, axis, as_int(extent))
         value = self.at_placed(self.ctx.placements[name], tensor.shape, indices)
         return self.where(self.both(tests), value, value.like(outside or 0)) if tests else value
 

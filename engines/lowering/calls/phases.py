@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Graph, Node
 from engines.ops.window import Window
 
@@ -41,5 +42,5 @@ def phases(graph: Graph, node: Node) -> tuple[tuple[Phase, ...], ...]:
     """Along each axis of the images of a ConvTranspose in NHWC."""
     extents = graph.types[node.outputs[0]].shape[1:-1]
     window = Window.of(node, len(extents))
-    return tuple(phases_of(kernel, stride, before, int(extent)) for kernel, stride, (before, _), extent in zip(
+    return tuple(phases_of(kernel, stride, before, as_int(extent)) for kernel, stride, (before, _), extent in zip(
         window.kernel, window.strides, window.pads, extents, strict=True))

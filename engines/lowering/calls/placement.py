@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import BATCH, Dim, TensorType
 from engines.lowering.problems.view import Halo, View, dense_view
@@ -83,19 +84,19 @@ def axis_of_item(tensor: TensorType, axis: int) -> int:
 
 def items_stay(source: TensorType, target: TensorType) -> bool:
     """Whether two shapes of the same elements have the same items: as many numbers stand before their axis."""
-    before, after = (math.prod(map(int, tensor.shape[:batch_axis(tensor)])) for tensor in (source, target))
+    before, after = (math.prod(map(as_int, tensor.shape[:batch_axis(tensor)])) for tensor in (source, target))
     return BATCH in source.shape and BATCH in target.shape and before == after
 
 
 def item_shape(tensor: TensorType) -> tuple[int, ...]:
     """The shape without the axis of the items."""
     axis = batch_axis(tensor)
-    return tuple(int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
+    return tuple(as_int(extent) for i, extent in enumerate(tensor.shape) if i != axis)
 
 
 def as_one_item(placement: Placement) -> Placement:
     """A tensor without batch seen as one item, its leading axis an axis like others."""
-    return replace(placement, items=1, view=with_items(placement.view, int(placement.items)))
+    return replace(placement, items=1, view=with_items(placement.view, as_int(placement.items)))
 
 
 def with_items(view: View, items: int) -> View:
@@ -147,7 +148,7 @@ def strided(memory: Any, start: int, view: View, items: int) -> Any:
 
 
 def buffer_bytes(storage: Storage, max_batch: int) -> int:
-    items = max_batch if storage.items == BATCH else int(storage.items)
+    items = max_batch if storage.items == BATCH else as_int(storage.items)
     return items * storage.whole.item + SLACK
 
 
@@ -156,5 +157,5 @@ def tensor_view(name: str, placement: Placement, scalar: bool = False) -> Tensor
     view = placement.view
     if placement.items == BATCH:
         return TensorView(name, view.dtype, view.shape, placement.buffer, placement.offset, view.strides, view.item)
-    shape, strides = ((), ()) if scalar else ((int(placement.items), *view.shape), (view.item, *view.strides))
+    shape, strides = ((), ()) if scalar else ((as_int(placement.items), *view.shape), (view.item, *view.strides))
     return TensorView(name, view.dtype, shape, placement.buffer, placement.offset, strides, 0, batched=False)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engines.ir.counted import as_int
+
 Number = int | float | bool
 # How a stored element is computed with.
 KINDS: Mapping[str, str] = {
@@ -190,7 +192,7 @@ class Writer:
     """
 
     def __init__(self, loops: Sequence[int], reduced: Sequence[int] = ()) -> None:
-        self.loops, self.reduced = tuple(map(int, loops)), tuple(map(int, reduced))
+        self.loops, self.reduced = tuple(map(as_int, loops)), tuple(map(as_int, reduced))
         self._operations: dict[Operation, int] = {}
 
     # ---- numbers and indices

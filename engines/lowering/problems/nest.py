@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,4 +89,4 @@ class Scatter(Problem):
 
 def touched(view: View) -> int:
     """Bytes of an item that a view shows, each once."""
-    return view.size * int(np.prod([n for n, stride in zip(view.shape, view.strides, strict=True) if stride] or [1]))
+    return view.size * math.prod(n for n, stride in zip(view.shape, view.strides, strict=True) if stride)

@@ -5,12 +5,12 @@ from. A problem says nothing of instructions, tiles or how constants are packed.
 """
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from engines.lowering.epilogue.program import EpilogueProgram, load_meaning, store_meaning
@@ -56,7 +56,7 @@ class Problem(ABC):
     @property
     def bytes(self) -> int:
         """Bytes of an item that move: inputs and outputs, each once."""
-        return sum(view.size * int(np.prod(view.shape)) for view in (*self.inputs, *self.outputs))
+        return sum(view.size * math.prod(view.shape) for view in (*self.inputs, *self.outputs))
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node, QParams
 from engines.lowering.calls.body import BoundProgram, call_of, write_body
 from engines.lowering.calls.broadcast import broadcast, image, is_image
@@ -78,7 +79,7 @@ def matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, P
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
     if y.items != BATCH:
-        items = [int(x.items), *[int(y.items)] * (len(views) - 1)]
+        items = [as_int(x.items), *[as_int(y.items)] * (len(views) - 1)]
         together = [with_items(view, count) for view, count in zip(views, items, strict=True)]
         if all(map(is_image, together)):
             x, y, views = replace(x, items=1), replace(y, items=1), together
@@ -101,7 +102,7 @@ def sum_of_couts(weights: Array) -> Array:
 def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, ...], tuple[int, ...]]:
     """The input seen from the first tap of the first output pixel, its halo included; stride; dilation."""
     window = Window.of(conv, len(taps))
-    reach = ((int(extent) - 1) * s + span for extent, s, span in zip(
+    reach = ((as_int(extent) - 1) * s + span for extent, s, span in zip(
         ctx.type(conv.outputs[0]).shape[1:-1], window.strides, window.spans, strict=True))
     placement = ctx.placements[conv.inputs[0]].moved(*(-before for before, _ in window.pads), 0)
     view = replace(placement.view, shape=(*reach, placement.view.shape[-1]))
@@ -114,7 +115,7 @@ def _border(ctx: Context, conv: Node, view: View) -> Halo:
     if quant is not None and quant.zero_point[0] != 0 or len(view.shape) != 3:
         return Halo()
     (top, _), (left, _) = Window.of(conv, 2).pads
-    height, width = (int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
+    height, width = (as_int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
     return Halo(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node, TensorType
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast_to
@@ -50,7 +51,7 @@ def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim])
     strides = (view.item, *view.strides)
     if target[0] == BATCH:
         return replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
-    return View(view.dtype, tuple(int(extent) for extent in target), strides, 0)
+    return View(view.dtype, tuple(as_int(extent) for extent in target), strides, 0)
 
 
 @lowers("ScaledDotProductAttention")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast
@@ -45,7 +46,7 @@ def _as_one(views: tuple[View, ...], output: Placement) -> tuple[tuple[View, ...
     """Tensors without a batch as one item: a run of elements does not end where their leading axis does."""
     if output.items == BATCH:
         return views, output
-    return tuple(with_items(view, int(output.items)) for view in views), as_one_item(output)
+    return tuple(with_items(view, as_int(output.items)) for view in views), as_one_item(output)
 
 
 def _is_on_integers(ctx: Context, node: Node) -> bool:

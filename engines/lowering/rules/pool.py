@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.ir.graph import BATCH, Node
-from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body
+from engines.lowering.calls.body import BoundProgram, call_of, operand_views, write_body, written_for
 from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import Placement, as_one_item, reshaped_strides
@@ -39,7 +39,8 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
     pool = node.anchor
     x, y = ctx.placements[pool.inputs[0]].view, ctx.placements[node.outputs[0]].view
     kind = "max" if pool.op == "GlobalMaxPool" else "mean"
-    written = write_pooled(ctx, node, 1 / math.prod(x.shape[:-1]) if kind == "mean" else 1.0)
+    written = written_for(lambda count: write_pooled(ctx, node, 1 / count),
+                          math.prod(x.shape[:-1]) if kind == "mean" else 1)
     spec = GlobalPool(x, y, operand_views(ctx, node, written), written.program, "max" if kind == "max" else "sum")
     return [call_of(ctx, node, spec, written)]
 
@@ -55,8 +56,8 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
     count = math.prod(x.view.shape[axis - 1] for axis in axes)
-    written = write_pooled(ctx, node, 1 / count if reduction.op == "ReduceMean" else 1.0,
-                           count if reduction.op == "ReduceSum" else 1)
+    written = written_for(lambda parts, terms: write_pooled(ctx, node, 1 / parts, terms), *(
+        count if reduction.op == op else 1 for op in ("ReduceMean", "ReduceSum")))
     if written.operands:
         raise Refused("its body reads another tensor")
     between = axes == tuple(range(axes[0], axes[-1] + 1)) and axes[-1] < rank - 1
@@ -114,7 +115,7 @@ def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int
         x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
     channels = x.shape[-1]
     terms = count if node.anchor.op == "ReduceSum" else 1       # the pool makes a mean
-    written = write_pooled(ctx, node, terms, terms)
+    written = written_for(lambda terms: write_pooled(ctx, node, terms, terms), terms)
     spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
                 "max" if kind == "max" else "average", (count, 1), (count, 1))
     return spec, written

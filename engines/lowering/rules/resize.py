@@ -3,9 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from engines.errors import GraphError
+from engines.ir.counted import is_counted, plain
+from engines.ir.deferred import late_items
 from engines.ir.graph import Array, Node
 from engines.lowering.calls.body import call_of, operand_views
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
@@ -23,19 +28,37 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
         raise Refused("tf_crop_and_resize reads beside the image")
     x, y = ctx.placements[anchor.inputs[0]].view, ctx.placements[node.outputs[0]].view
     height, width, channels = x.shape
-    factors = resize.Resize.factors(anchor, (1, channels, height, width))
+    sizes = resize.Resize.sizes(anchor, (1, channels, height, width))
     items = [ctx.placements[name].items for name in (anchor.inputs[0], node.outputs[0])]
     if set(anchor.attrs.get("scales", ())[:2]) - {1} or items[0] != items[1] \
-            or y.shape != (factors[2][0], factors[3][0], channels):
+            or y.shape != (sizes[2], sizes[3], channels):
         raise Refused("only rows and columns are resized")
-    rows, columns = (_taps(anchor, axis, size, *factors[axis]) for axis, size in ((2, height), (3, width)))
+    rows, columns = (_tables(anchor, axis, (1, channels, height, width)) for axis in (2, 3))
     written = write_pooled(ctx, node, 1.0)      # the weights of a pixel sum to 1
     spec = Resize(x, y, operand_views(ctx, node, written), written.program, (rows[0].shape[1], columns[0].shape[1]))
     return [call_of(ctx, node, spec, written, rows=rows, columns=columns)]
 
 
-def _taps(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
-    """(index, weight) [outputs, taps] of one axis."""
+def _tables(node: Node, axis: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """(index, weight) [outputs, taps] of one axis; where extents are counted, they follow from these."""
+    found = _taps(plain(node), axis, plain(shape))
+    if not is_counted(tuple(node.attrs.values())) and not is_counted(shape):
+        return found
+    taps = found[0].shape[1]
+    index, weight = late_items(partial(_taps, taps=taps), (node, axis, shape), found,
+                               (resize.Resize.sizes(node, shape)[axis], taps))
+    return index, weight
+
+
+def _taps(node: Node, axis: int, shape: tuple[int, ...], taps: int | None = None) -> tuple[Array, Array]:
+    """(index, weight) [outputs, taps] of one axis. Raises GraphError: it has another number of taps than that."""
+    found = _taps_of(node, axis, shape[axis], *resize.Resize.factors(node, shape)[axis])
+    if taps is not None and found[0].shape[1] != taps:
+        raise GraphError(f"{node.name}: its pixels are made of {found[0].shape[1]}, not of {taps}")
+    return found
+
+
+def _taps_of(node: Node, axis: int, size: int, outputs: int, scale: float) -> tuple[Array, Array]:
     coordinates = resize.coordinates(node, axis, size, outputs, scale)
     if node.attrs.get("mode", "nearest") == "nearest":
         nearest = resize.NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](coordinates)

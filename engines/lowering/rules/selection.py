@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item
@@ -15,7 +16,7 @@ MOST_BYTES = 1 << 21        # of a thread's stack: a score and a place of each b
 def lower_suppression(ctx: Context, node: Node) -> Sequence[Call]:
     inputs = tuple(as_one_item(ctx.placements[name]) for name in node.inputs)
     outputs = tuple(as_one_item(ctx.placements[name]) for name in node.outputs)
-    boxes, limit = inputs[0].view.shape[1], int(node.attrs["limit"])
+    boxes, limit = inputs[0].view.shape[1], as_int(node.attrs["limit"])
     if not 0 < 8 * boxes + 20 * limit < MOST_BYTES:
         raise Refused(f"{boxes} boxes of a class do not fit on a thread's stack")
     names = (*Suppression.reads, *Suppression.writes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Graph, Node
 from engines.passes.layout.permutations import axis_groups
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
@@ -73,7 +74,7 @@ class _AttentionFusion(GraphEditor):
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
         if not all(isinstance(extent, int) for extent in extents):
             raise _Refused("its tokens are as many as there are items")
-        _, depth, keys, width = map(int, extents)
+        _, depth, keys, width = map(as_int, extents)
         if 4 * keys * (depth + width) > MOST_BYTES:
             raise _Refused(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
         scale = found.factor
@@ -133,11 +134,11 @@ class _AttentionFusion(GraphEditor):
         if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
             raise _Refused("its mask is made for scores of another shape")
         array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
-        sizes, shape = list(array.shape), list(map(int, scores))
+        sizes, shape = list(array.shape), list(map(as_int, scores))
         for before, after in groups:
             alike = all(sizes[axis] == 1 for axis in before)
             for axis in before:
-                sizes[axis] = 1 if alike else int(beside[axis])
+                sizes[axis] = 1 if alike else as_int(beside[axis])
             for axis in after:
                 shape[axis] = 1 if alike else shape[axis]
         return self.add_constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))

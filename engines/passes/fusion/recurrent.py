@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
 from engines.ops.recurrent import GATES, added_biases
 from engines.passes.rewriting.editor import GraphEditor
@@ -123,7 +124,7 @@ class _Splitter(GraphEditor):
         if not node.attrs["layout"]:
             state = self._node(node, "Transpose", (state,), perm=_TIME_FIRST)
         items, *extents = self.shape(state)
-        return self._node(node, "Reshape", (state,), shape=(items, math.prod(map(int, extents))))
+        return self._node(node, "Reshape", (state,), shape=(items, math.prod(map(as_int, extents))))
 
     # ---- new tensors, named after the layer's first output
     def _constant(self, node: Node, suffix: str, array: Array) -> str:

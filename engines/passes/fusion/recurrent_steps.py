@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Graph, Node
 from engines.ops.recurrent import DEFAULTS, GATES, activations, directions
 from engines.passes.fusion.recurrent import filled_with
@@ -51,7 +52,7 @@ def _refusal(graph: Graph, node: Node) -> str:
 
 
 def _steps(graph: Graph, node: Node) -> int:
-    return int(graph.types[node.inputs[0]].shape[1 if node.attrs["layout"] else 0])
+    return as_int(graph.types[node.inputs[0]].shape[1 if node.attrs["layout"] else 0])
 
 
 class _Layer:
@@ -60,7 +61,7 @@ class _Layer:
     def __init__(self, editor: GraphEditor, node: Node) -> None:
         self.editor, self.node = editor, node
         self.steps, self.each = _steps(editor.graph, node), GATES[node.op]
-        self.hidden = int(editor.shape(node.inputs[2])[2])
+        self.hidden = as_int(editor.shape(node.inputs[2])[2])
         self.rows = self.each * self.hidden
         self.inside = bool(node.attrs.get("linear_before_reset"))       # R's bias belongs to the product
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Graph, Node
 from engines.ops import op_of
 from engines.ops.window import Window
@@ -39,7 +40,7 @@ def does_as_well(graph: Graph, node: Node) -> bool:
 def slides_along_rows(graph: Graph, node: Node) -> bool:
     """A window over each channel by itself: with a step of one column, or of a pool that cuts the rows into windows."""
     shape = graph.shape(node.inputs[0])
-    if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or int(shape[3]) < LONG:
+    if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or as_int(shape[3]) < LONG:
         return False
     window = Window.of(node, 2)
     if node.op == "Conv":
@@ -59,15 +60,15 @@ def in_rows(node: Node, shape: Sequence[Dim]) -> Sequence[Step]:
     """The steps that compute a node of an image of that shape with its channels first; none where it has no such."""
     items, channels, *sizes = shape
     if node.op in _REDUCTIONS:
-        pixels = math.prod(int(size) for size in sizes)
+        pixels = math.prod(as_int(size) for size in sizes)
         return (_reshape(items, channels, pixels),
                 (_REDUCTIONS[node.op], {"axes": (2,), "keepdims": 1}, (items, channels, 1)),
                 _reshape(items, channels, *(1 for _ in sizes)))
     if node.op == "Resize" and len(sizes) == 2:
-        return _repeated(node, items, channels, *map(int, sizes))
+        return _repeated(node, items, channels, *map(as_int, sizes))
     if node.op not in ("SpaceToDepth", "DepthToSpace") or len(sizes) != 2:
         return ()
-    block, depth, (height, width) = int(node.attrs["blocksize"]), int(channels), map(int, sizes)
+    block, depth, (height, width) = int(node.attrs["blocksize"]), as_int(channels), map(as_int, sizes)
     mode = node.attrs.get("mode", "DCR")
     if node.op == "SpaceToDepth":
         return (_reshape(items, depth, height // block, block, width // block, block),

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.counted import as_int
+from engines.ir.deferred import contiguous
 from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
 from engines.ops import LayoutOp, op_of
 from engines.passes.layout.channels_first import does_as_well, in_rows, slides_along_rows
@@ -309,12 +311,12 @@ class _Layout(GraphEditor):
 
     def _constant_operand(self, tensor: str, full: tuple[Dim, ...], layout: Perm, whole: bool) -> str:
         """Permuted, without leading axes of 1 unless `whole`: a constant per channel becomes [C]."""
-        array = self.graph.constants[tensor].reshape([int(extent) for extent in full]).transpose(layout)
+        array = self.graph.constants[tensor].reshape([as_int(extent) for extent in full]).transpose(layout)
         while not whole and array.ndim > 1 and array.shape[0] == 1:
             array = array[0]
         if array.shape == self.graph.constants[tensor].shape and layout == identity(len(layout)):
             return tensor
-        return self.add_constant(f"{tensor}.last", np.ascontiguousarray(array))
+        return self.add_constant(f"{tensor}.last", contiguous(array))
 
     def _drops_axes(self, node: Node) -> None:
         """Reductions that lose their axes, a Gather of one index."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Array, Dim
 
 Perm = tuple[int, ...]
@@ -94,7 +95,7 @@ def _smaller(left: tuple[int, list[str]], right: tuple[int, list[str]]) -> int |
 
 
 def _count(shape: Sequence[Dim], axes: Sequence[int]) -> int:
-    return math.prod(int(extent) for axis in axes if not isinstance(extent := shape[axis], str))
+    return math.prod(as_int(extent) for axis in axes if not isinstance(extent := shape[axis], str))
 
 
 def _size(shape: Sequence[Dim], axes: Sequence[int]) -> tuple[int, list[str]]:
@@ -104,6 +105,6 @@ def _size(shape: Sequence[Dim], axes: Sequence[int]) -> tuple[int, list[str]]:
 
 def order_of_elements(shape: Sequence[Dim], perm: Perm) -> Array:
     """For each element of an item in the form's order, its index in the item's own order. shape[0] is the batch."""
-    extents = [int(extent) for extent in shape[1:]]
+    extents = [as_int(extent) for extent in shape[1:]]
     numbers = np.arange(math.prod(extents), dtype=np.int64).reshape(extents)
     return numbers.transpose([axis - 1 for axis in perm[1:]]).ravel()

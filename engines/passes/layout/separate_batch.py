@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from engines.errors import ModelError
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
 from engines.ir.shapes import Extent, extent, text
 from engines.ops import describe, op_of
@@ -132,7 +133,7 @@ class _Separator(GraphEditor):
 
     def _reshaped(self, name: str, shape: tuple[Dim, ...]) -> str:
         if name in self.graph.constants:
-            return self.add_constant(f"{name}.apart", self.graph.constants[name].reshape([int(d) for d in shape]))
+            return self.add_constant(f"{name}.apart", self.graph.constants[name].reshape([as_int(d) for d in shape]))
         return self.add(f"{name}.apart", "Reshape", [name], {"shape": shape})
 
     # ---- operators
@@ -241,8 +242,8 @@ def _group_of(source: Sequence[Dim], target: Sequence[Dim], axis: int) -> Group:
     assert isinstance(size, Extent)
     if BATCH not in source:
         raise _Stuck(f"{list(source)} has no axis of the batch")
-    outside = math.prod(int(d) for d in target[:axis])
-    before, rest = divmod(math.prod(int(d) for d in source[:source.index(BATCH)]), outside)
+    outside = math.prod(as_int(d) for d in target[:axis])
+    before, rest = divmod(math.prod(as_int(d) for d in source[:source.index(BATCH)]), outside)
     behind, more = divmod(size.coefficient, before or 1)
     if rest or more or not before:
         raise _Stuck(f"{list(target)} mixes the axes of {list(source)}")

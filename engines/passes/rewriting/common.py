@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.counted import Counted, structure
+from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
@@ -35,6 +37,8 @@ def _look_alikes(constants: Mapping[str, Array]) -> Iterable[list[str]]:
     """Names of constants that may be equal, in order: most others differ in their first row, which is soon compared."""
     found: dict[Hashable, list[str]] = {}
     for name, array in constants.items():
+        if isinstance(array, Deferred):
+            continue
         row = array[(0,) * (array.ndim - 1)].tobytes() if array.size else b""
         found.setdefault((str(array.dtype), array.shape, row), []).append(name)
     return found.values()
@@ -68,6 +72,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
+    if type(value) is Counted:          # those that were counted alike
+        return structure(value)
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
     return value if isinstance(value, Hashable) else repr(value)

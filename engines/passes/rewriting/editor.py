@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Dim, Graph, Node, QParams, TensorType, type_of
 from engines.ops import op_of
 
@@ -62,7 +63,8 @@ class GraphEditor:
     def add_constant(self, wanted: str, array: Array, quant: QParams | None = None) -> str:
         """The name of a new constant."""
         name = self.add_tensor(wanted, type_of(array, quant))
-        self.constants[name] = np.asarray(array)        # NumPy's arithmetic on arrays without axes gives scalars
+        # NumPy's arithmetic on arrays without axes gives scalars
+        self.constants[name] = array if isinstance(array, Deferred) else np.asarray(array)
         return name
 
     def add(self, wanted: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.passes.rewriting.facts import pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
@@ -59,7 +60,7 @@ class PaddedPointwiseConv(Rule):
         draft.finish("Add", [draft.node("Pad", [y], attrs), column])
 
     def _axes(self, match: Match) -> list[_Axis]:
-        conv, extents = match.root, [int(extent) for extent in match.shape(match.value("x"))[2:]]
-        made = [int(extent) for extent in match.shape(conv.outputs[0])[2:]]
+        conv, extents = match.root, [as_int(extent) for extent in match.shape(match.value("x"))[2:]]
+        made = [as_int(extent) for extent in match.shape(conv.outputs[0])[2:]]
         before, strides = pads(conv, len(extents)), spatial(conv, len(extents), "strides", 1)
         return [_axis(*each) for each in zip(extents, made, before, strides, strict=False)]

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+from engines.ir.counted import as_int
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -19,5 +20,5 @@ class GatherOfOne(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         shape = match.shape(match.value("x"))
         axis = match.root.attrs.get("axis", 0) % len(shape)
-        start = int(match.constant("index")) % int(shape[axis])
+        start = int(match.constant("index")) % as_int(shape[axis])
         draft.finish_view("Reshape", draft.cut(match.value("x"), axis, start, start + 1))

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Array, Dim, Graph
 from engines.ir.shapes import Extent, extent
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
@@ -104,7 +105,7 @@ def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
     if node.op == "Reshape":
         step, offsets = found[0]
         shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(int, shape[1:]))
+        alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
         return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
     if node.op == "Add":
         (a, x), (b, y) = found
@@ -128,7 +129,7 @@ class LookupOfRow(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x = match.value("x")
-        _row_of_each(match, draft, x, int(match.shape(x)[1]), match.value("offsets"))
+        _row_of_each(match, draft, x, as_int(match.shape(x)[1]), match.value("offsets"))
 
 
 class LookupOfFlatRow(Rule):
@@ -162,7 +163,7 @@ class LookupOfFlatRow(Rule):
 
 def _row_of_each(match: Match, draft: Draft, x: str, tokens: int, places: str) -> None:
     """Finishes with x[n, places[n]], of x seen as so many rows an item."""
-    size = math.prod(map(int, match.shape(x)[1:])) // tokens
+    size = math.prod(map(as_int, match.shape(x)[1:])) // tokens
     rows = draft.node("Reshape", [x], {"shape": (BATCH, tokens, size)})
     index = draft.node("Reshape", [places], {"shape": (BATCH, 1, 1)})
     picked = draft.node("GatherElements", [rows, index], {"axis": 1, "shape": (BATCH, 1, size)})

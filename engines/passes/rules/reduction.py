@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+from engines.ir.counted import as_int
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
@@ -34,6 +35,6 @@ class SumOfIntegers(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         (axis,) = match.root.attrs["axes"]
-        extent = int(match.shape(match.value("x"))[axis])
+        extent = as_int(match.shape(match.value("x"))[axis])
         sums = draft.node("CumSum", [match.value("x")], {"axis": axis, "exclusive": 0, "reverse": 0})
         draft.finish_view("Reshape", draft.cut(sums, axis, extent - 1, extent))

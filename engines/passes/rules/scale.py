@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Array
 from engines.passes.rewriting.facts import per_channel
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
@@ -80,4 +81,4 @@ class ScaleDepthwise(Rule):
     def _factors(match: Match) -> Array | None:
         """One for each channel."""
         shape = match.shape(match.root.inputs[0])
-        return per_channel(match.constant("factor").astype(np.float64), len(shape), int(shape[1]))
+        return per_channel(match.constant("factor").astype(np.float64), len(shape), as_int(shape[1]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
 
 
@@ -23,7 +24,7 @@ class ScatterOfRows(Rule):
         return follow or No("its rows do not follow each other")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        rows, extent = match.constant("rows"), int(match.shape(match.value("x"))[0])
+        rows, extent = match.constant("rows"), as_int(match.shape(match.value("x"))[0])
         first = int(rows[0, 0]) % extent
         before, behind = ([draft.cut(match.value("x"), 0, start, end)] if start < end else []
                           for start, end in ((0, first), (first + len(rows), extent)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
@@ -20,6 +21,6 @@ class ChannelShuffle(Rule):
                 and perm == (0, 2, 1, *range(3, len(apart))) and match.made.shape == x)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        a, b = (int(extent) for extent in match.shape(match["apart"].outputs[0])[1:3])
+        a, b = (as_int(extent) for extent in match.shape(match["apart"].outputs[0])[1:3])
         indices = np.arange(a * b, dtype=np.int64).reshape(a, b).T.ravel()
         draft.finish("Gather", [match.value("x"), draft.constant("indices", indices)], {"axis": 1})

@@ -56,6 +56,27 @@ def attention_net() -> onnx.ModelProto:
          "axes": np.array([1, 2])})
 
 
+def growing_net() -> onnx.ModelProto:
+    """A step of a decoder: attention to a cache that it makes one longer, with a row of a table for each position."""
+    def heads(x: str, out: str) -> list[onnx.NodeProto]:
+        return [node("Reshape", f"{x} split", f"{x}4"), node("Transpose", f"{x}4", out, perm=[0, 2, 1, 3])]
+
+    return small_model(
+        [node("Shape", "keys", "s"), node("Gather", "s two", "past"), node("Add", "past one", "end"),
+         node("Range", "past end one", "at"), node("Gather", "table at", "place"), node("Add", "x place", "h"),
+         node("MatMul", "h wq", "q"), node("MatMul", "h wk", "k"), node("MatMul", "h wv", "v"),
+         *heads("q", "qh"), *heads("k", "kh"), *heads("v", "vh"),
+         node("Concat", "keys kh", "keys_out", axis=2), node("Concat", "values vh", "values_out", axis=2),
+         node("Transpose", "keys_out", "kt", perm=[0, 1, 3, 2]), node("MatMul", "qh kt", "scores"),
+         node("Softmax", "scores", "p", axis=-1), node("MatMul", "p values_out", "mixed"),
+         node("Transpose", "mixed", "back", perm=[0, 2, 1, 3]), node("Reshape", "back whole", "merged"),
+         node("MatMul", "merged wo", "o"), node("Add", "o x", "y")],
+        {"x": ["N", 1, 16], "keys": ["N", 4, "P", 4], "values": ["N", 4, "P", 4]}, ["y", "keys_out", "values_out"],
+        {**{name: random(16, 16, seed=i) / 4 for i, name in enumerate(("wq", "wk", "wv", "wo"))},
+         "table": random(512, 16), "one": np.array(1), "two": np.array(2), "split": np.array([0, 0, 4, 4]),
+         "whole": np.array([0, 0, 16])})
+
+
 def recurrent_net() -> onnx.ModelProto:
     """An LSTM over any number of steps."""
     return small_model(

@@ -91,6 +91,10 @@ class Kernel(ABC, Generic[P]):
         """The same kernel with tactics for batches of up to so many items; itself, unless it is cut by batch."""
         return replace(self, items=items) if self.by_batch else self
 
+    def applies(self, isa: Isa) -> bool:
+        """Whether the kernel can solve the problem on this machine."""
+        return True
+
     def tactics(self, isa: Isa) -> Sequence[Any]:
         """The candidates; none where the kernel cannot solve the problem on this machine.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from engines.backends.llvm.kernels.kernel import Kernel
 from engines.codegen.compiler_pool import CompilerPool
 from engines.codegen.extents import Extent, Trace, leaf, value_of
 from engines.codegen.ir_builder import Module
+from engines.ir.counted import is_counted
+from engines.lowering.problems.problem import Problem
 from engines.plan.plan import GeneralKernel
 from engines.version import COMPILER_VERSION
 
@@ -54,6 +56,9 @@ class GeneralKernels:
     def known(self) -> tuple[GeneralKernel, ...]:
         return tuple(one for some in self._kernels.values() for one in some)
 
+    def named(self, symbol: str) -> GeneralKernel:
+        return next(one for one in self.known if one.symbol == symbol)
+
     def add(self, kernels: Iterable[GeneralKernel], code: Mapping[str, bytes]) -> None:
         """Those of a plan, with its code by symbol."""
         for one in kernels:
@@ -67,10 +72,12 @@ class GeneralKernels:
         for words, numbers in map(spelling, kernels):
             self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
-    def find(self, kernel: Kernel[Any], tactics: Iterable[Any]) -> list[Found]:
-        """Those that hold for the kernel's problem, by tactics of the classes of these."""
+    def find(self, kernel: Kernel[Any], tactics: Iterable[Any], told: Set[int] = frozenset()) -> list[Found]:
+        """Those that hold for the kernel's problem, by tactics of the classes of these; told: the numbers, by their
+        places, that they must take at run time."""
         words, numbers = spelling(kernel)
-        fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)]
+        fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)
+                   and all(one.numbers[place] is None for place in told)]
         if not fitting:
             return []
         by_text = {repr(tactic): tactic for tactic in tactics}
@@ -79,11 +86,13 @@ class GeneralKernels:
                 if (tactic := by_text.get(one.tactic) or _tactic(one.tactic, classes)) is not None]
 
     def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
-             done: Callable[[], None] = lambda: None) -> list[Found]:
-        """One for each kernel and tactic, compiled; what is known of other numbers tells which of them it is told."""
+             done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[Found]:
+        """One for each kernel and tactic, compiled; what is known of other numbers tells which of them it is told.
+        open_numbers: for each, the places of those that it must be told."""
         traces: list[Trace] = []
         symbols: list[str] = []
         leaves = [self._leaves(spelling(kernel)) for kernel, _ in wanted]
+        leaves = [a | b for a, b in zip(leaves, open_numbers or [frozenset[int]()] * len(leaves), strict=True)]
         made: list[Found] = []
         for (kernel, tactic), told, code in zip(wanted, leaves, pool.compile(
                 self._texts(wanted, leaves, traces, symbols), done), strict=True):
@@ -127,6 +136,19 @@ def _fits(one: GeneralKernel, numbers: Numbers) -> bool:
         value_of(term, numbers) == value for term, value in one.guards)
 
 
+def counted_numbers(problem: Problem) -> frozenset[int]:
+    """The places of the numbers of a problem that are counted."""
+    return frozenset(place for place, number in enumerate(_numbers(problem)) if is_counted(number))
+
+
+def told(one: GeneralKernel, kernel: Kernel[Any]) -> Numbers:
+    """The table of a general kernel that was found for the values of a problem whose numbers are counted; that its
+    guards hold is guarded."""
+    numbers = tuple(_numbers(kernel.problem))
+    assert _fits(one, numbers), f"{one.symbol} does not hold for what it was found for"
+    return _told(one, numbers)
+
+
 def _told(one: GeneralKernel, numbers: Numbers) -> Numbers:
     return tuple(value_of(term, numbers) for term in one.table)
 
@@ -157,14 +179,15 @@ def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Ke
 # ---- words and numbers
 @lru_cache(1 << 12)
 def spelling(kernel: Kernel[Any]) -> Spelling:
+    problem = _mapped(kernel.problem, lambda number: _Blank())
+    return Spelling(f"{type(kernel).__name__} {kernel.items} {problem!r}", tuple(_numbers(kernel.problem)))
+
+
+def _numbers(problem: Problem) -> list[int]:
+    """The numbers of a problem, in order."""
     numbers: list[int] = []
-
-    def blank(number: int) -> _Blank:
-        numbers.append(number)
-        return _Blank()
-
-    problem = _mapped(kernel.problem, blank)
-    return Spelling(f"{type(kernel).__name__} {kernel.items} {problem!r}", tuple(numbers))
+    _mapped(problem, numbers.append)
+    return numbers
 
 
 class _Blank:

@@ -6,7 +6,8 @@ graph are timed together (candidate_times.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from engines.backends.base import Progress
@@ -15,10 +16,11 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.tuning.candidate_times import CandidateTimes, Constants, Report
 from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
-from engines.backends.llvm.tuning.general import Found, GeneralKernels
+from engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
 from engines.backends.llvm.tuning.nearest import Timed, correction
 from engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from engines.codegen.compiler_pool import CompilerPool
+from engines.ir.counted import plain, structure
 from engines.lowering.problems.problem import Problem
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel
@@ -117,20 +119,47 @@ class Tuner:
         return {problem: choice for problem, choice in found.items() if choice} | {
             one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
 
-    def _without_compiling(self, problem: Problem) -> Choice | None:
-        if problem in self._choices:
+    def counted(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
+        """The same for problems in some of whose numbers extents are counted: each of those is told."""
+        self._times.batches = tuple(batches)
+        known = {structure(problem): problem for problem in wanted}
+        places = {key: counted_numbers(problem) for key, problem in known.items()}
+        values = {key: plain(problem) for key, problem in known.items()}
+        found = {key: self._without_compiling(problem, places[key]) for key, problem in values.items()}
+        missing = [key for key, choice in found.items() if choice is None]
+        usual = [self._usual(values[key]) for key in missing]
+        with compiler_pool(self.isa) as pool:
+            made = self.generals.make([(one.kernel, one.tactic) for one in usual], pool,
+                                      open_numbers=[places[key] for key in missing])
+        found |= {key: self._told(one.kernel, general) for key, one, general in zip(missing, usual, made, strict=True)}
+        counted = {key: self._counted(choice, known[key]) for key, choice in found.items() if choice}
+        return [counted[structure(problem)] for problem in wanted]
+
+    def _counted(self, choice: Choice, problem: Problem) -> Choice:
+        """The choice for the values of a problem as one for the problem."""
+        if choice.told is None:
+            return choice
+        kernel = type(choice.kernel)(problem, choice.kernel.items)
+        assert kernel.applies(self.isa), "the kernel solves what its problem is now"
+        return replace(choice, kernel=kernel, told=told(self.generals.named(choice.symbol), kernel))
+
+    def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
+        """open_numbers: the places of numbers that the kernel must be told."""
+        if problem in self._choices and not open_numbers:
             return self._choices[problem]
         own: list[Candidate] = []
-        told: dict[Candidate, Found] = {}
+        tellable: dict[Candidate, Found] = {}
         for kernel in kernels_for(problem, self._times.batches[-1]):
             tactics = kernel.tactics(self.isa)
-            own += [one for tactic in tactics if self._code.symbol(one := Candidate(kernel, tactic)) in self._code.made]
-            told |= {Candidate(kernel, one.tactic): one for one in self.generals.find(kernel, tactics)}
-        if not own and not told:
+            own += [one for tactic in tactics if not open_numbers
+                    and self._code.symbol(one := Candidate(kernel, tactic)) in self._code.made]
+            tellable |= {Candidate(kernel, one.tactic): one
+                         for one in self.generals.find(kernel, tactics, open_numbers)}
+        if not own and not tellable:
             return None
-        best = min(own or told, key=self._estimate)
-        if best in told:
-            return self._told(best.kernel, told[best])
+        best = min(own or tellable, key=self._estimate)
+        if best in tellable:
+            return self._told(best.kernel, tellable[best])
         return Choice(best.kernel, best.tactic, symbol := self._code.symbol(best), self._code.made[symbol], 0.0, 1.0)
 
     def _told(self, kernel: Kernel[Any], one: Found) -> Choice:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -28,7 +29,7 @@ def lower_slice(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers_in_general("Split")
 def lower_split(ctx: Context, node: Node) -> Sequence[Call]:
     name, axis, calls = node.inputs[0], node.attrs.get("axis", 0), []
-    starts = [0, *accumulate(int(size) for size in node.attrs["split"])]
+    starts = [0, *accumulate(as_int(size) for size in node.attrs["split"])]
     for output, start in zip(node.outputs, starts, strict=False):
         w = NestWriter(ctx, replace(node, outputs=(output,)), ctx.type(output).shape)
         place = list(w.axes)
@@ -81,7 +82,7 @@ def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
 def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
     """What is on the other side of the k-th diagonal becomes 0."""
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    k = int(node.attrs["k"])
+    k = as_int(node.attrs["k"])
     if w.batched and BATCH in ctx.type(name).shape[-2:]:
         raise Refused("its matrices have the axis of the items")
     across = w.axes[-1] - w.axes[-2]

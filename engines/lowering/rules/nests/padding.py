@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node
 from engines.lowering.calls.calls import Call, Context, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -27,7 +28,7 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
         for axis, (before, after) in enumerate(widths):
             if before or after:
                 cut = max(-before, 0)
-                extent = int(shape[axis]) - cut - max(-after, 0)
+                extent = as_int(shape[axis]) - cut - max(-after, 0)
                 index = place[axis] - max(before, 0)
                 bounds = w.bounds(index)
                 beside = not bounds or bounds[0] < 0 or bounds[1] >= extent
@@ -42,7 +43,7 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
 def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple[int, int]], target: Placement,
           read: Callable[[NestWriter, list[Term]], Term]) -> list[Call]:
     """A nest for each part of a padded tensor; read: the element at a place of it."""
-    extents = [int(extent) for extent in shape if extent != BATCH]
+    extents = [as_int(extent) for extent in shape if extent != BATCH]
     sides = [width for width, extent in zip(widths, shape, strict=True) if extent != BATCH]
     calls = []
     for ranges in _parts(extents, sides):
@@ -98,9 +99,9 @@ def padded(ctx: Context, node: Node, name: str, widths: Sequence[tuple[int, int]
            fill: Number) -> tuple[Placement, tuple[Dim, ...], list[Call]]:
     """(where it lies, its shape, the nests that make it): a tensor with so much around it, in a buffer of its own."""
     source = ctx.type(name)
-    shape = tuple(extent if extent == BATCH else int(extent) + before + after
+    shape = tuple(extent if extent == BATCH else as_int(extent) + before + after
                   for extent, (before, after) in zip(source.shape, widths, strict=True))
-    own = tuple(int(extent) for extent in shape if extent != BATCH)
+    own = tuple(as_int(extent) for extent in shape if extent != BATCH)
     view, dtype = None, ctx.placements[name].view.dtype
     if BATCH in shape:
         target = ctx.placements.scratch(f"{name}.padded", dense_view(dtype, own), BATCH)

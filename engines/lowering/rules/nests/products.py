@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -13,7 +14,7 @@ def _depth(ctx: Context, name: str, axis: int) -> int:
     extent = ctx.type(name).shape[axis]
     if extent == BATCH:
         raise Refused("it sums over the items of a batch")
-    return int(extent)
+    return as_int(extent)
 
 
 @lowers_in_general("MatMul", "MatMulInteger")
@@ -87,7 +88,7 @@ def lower_einsum(ctx: Context, node: Node) -> Sequence[Call]:
     summed = [letter for letter in extents if letter not in result]
     if any(extents[letter] == BATCH for letter in summed):
         raise Refused("it sums over the items of a batch")
-    w = NestWriter(ctx, node, [extents[letter] for letter in result], [int(extents[letter]) for letter in summed])
+    w = NestWriter(ctx, node, [extents[letter] for letter in result], [as_int(extents[letter]) for letter in summed])
     loops = dict(zip([*result, *summed], [*w.axes, *w.inner], strict=True))
     zero, product = w.constant(0, "i64"), None
     for name, term in zip(node.inputs, terms, strict=True):

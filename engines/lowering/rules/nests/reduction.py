@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -26,7 +27,7 @@ class Along:
             raise Refused("it names an axis twice")
         self.name, self.axes = name, tuple(axes)
         others = [axis for axis in range(len(shape)) if axis not in axes]
-        self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [int(shape[axis]) for axis in axes])
+        self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [as_int(shape[axis]) for axis in axes])
         places = {**dict(zip(others, self.writer.axes, strict=True)), **dict(zip(axes, self.writer.inner, strict=True))}
         self.place = [places[axis] for axis in range(len(shape))]       # of the element of the input
         self._item = [axis for axis in range(len(shape)) if shape[axis] != BATCH]       # in memory the items lead

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -140,7 +141,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     name, last = anchor.inputs[0], bool(anchor.attrs.get("channels_last"))
     source = ctx.type(name).shape
     order = [0, len(shape) - 1, *range(1, len(shape) - 1)] if last else list(range(len(shape)))     # canonical axes
-    sizes = tuple(1 if source[axis] == BATCH else int(source[axis]) for axis in order)
+    sizes = tuple(1 if source[axis] == BATCH else as_int(source[axis]) for axis in order)
     factors = resize.Resize.factors(anchor, sizes)
     changed = [i for i, (out, scale) in enumerate(factors)
                if source[order[i]] != BATCH and (out != sizes[i] or scale != 1 or "roi" in anchor.attrs)]

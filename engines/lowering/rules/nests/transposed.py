@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
 from engines.lowering.calls.calls import Call, Context, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -32,9 +33,9 @@ class Transposed:
         self.shape = ctx.type(node.outputs[0]).shape
         self.last = bool(node.anchor.attrs.get("channels_last"))
         self.first = 1 if self.last else 2      # axis of an image
-        self.extents = [int(extent) for extent in (self.shape[1:-1] if self.last else self.shape[2:])]
+        self.extents = [as_int(extent) for extent in (self.shape[1:-1] if self.last else self.shape[2:])]
         self.window = Window.of(node.anchor, len(self.extents))
-        self.sizes = [int(extent) for extent in ctx.type(self.x).shape[self.first:self.first + len(self.extents)]]
+        self.sizes = [as_int(extent) for extent in ctx.type(self.x).shape[self.first:self.first + len(self.extents)]]
         self.image, self.seen = ctx.placements[self.x], ctx.type(self.x).shape
         self.before = [0] * len(self.extents)   # pixels of padding around the image
         self.places: list[Term] = []            # in the image, along each axis; none where no tap counts

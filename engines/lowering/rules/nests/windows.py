@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Dim, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
@@ -49,7 +50,7 @@ class Sliding:
         shape = self.w.ctx.type(self.w.node.outputs[0]).shape
         outputs = shape[1:-1] if self.last else shape[2:]
         for axis, (before, _) in enumerate(window.pads):
-            end = (int(outputs[axis]) - 1) * window.strides[axis] + window.spans[axis]
+            end = (as_int(outputs[axis]) - 1) * window.strides[axis] + window.spans[axis]
             ends.append((before, max(end - before - self.size(axis), 0)))
         if any(map(any, ends)):
             widths = [(0, 0), *ends, (0, 0)] if self.last else [(0, 0), (0, 0), *ends]
@@ -102,7 +103,7 @@ class Sliding:
 
 def _turned(s: Sliding, name: str) -> Term:
     """A weight, of weights with their output channels innermost, as those of the result are."""
-    extents = [int(extent) for extent in s.w.ctx.type(name).shape]
+    extents = [as_int(extent) for extent in s.w.ctx.type(name).shape]
     view = dense_view(s.w.ctx.placements[name].view.dtype, (*extents[1:], extents[0]))
     target = s.w.ctx.placements.scratch(f"{name}.turned", view, 1)
     w = NestWriter(s.w.ctx, s.w.node, view.shape)
@@ -124,9 +125,9 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     x, weights, *others = anchor.inputs
     count, each, *_ = ctx.type(weights).shape
-    s = Sliding(ctx, node, (int(each),))
+    s = Sliding(ctx, node, (as_int(each),))
     groups = anchor.attrs.get("group", 1)
-    channel = in_group(s.channel, int(count), groups, int(each)) + s.w.inner[0]
+    channel = in_group(s.channel, as_int(count), groups, as_int(each)) + s.w.inner[0]
     places = s.seen()
     if anchor.op == "Conv":
         s.padded(0)

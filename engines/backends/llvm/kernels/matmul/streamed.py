@@ -44,8 +44,11 @@ class Streams(Tactic):
 class StreamedKernel(Kernel[Product]):
     """A row of the grid is a matrix, a column a panel. Packed are the program's constants."""
 
+    def applies(self, isa: Isa) -> bool:
+        return few_by_large(self.problem, isa)
+
     def tactics(self, isa: Isa) -> Sequence[Streams]:
-        if not few_by_large(self.problem, isa):
+        if not self.applies(isa):
             return ()
         rows, columns = self.problem.y.shape[-2:]
         widths = dict.fromkeys(min(width, -(-columns // isa.lanes)) for width in WIDTHS)

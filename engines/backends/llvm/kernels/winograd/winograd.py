@@ -61,8 +61,8 @@ class WinogradContraction(Kernel[Contraction]):
         return self.tiling.arithmetic
 
     # ---- tactics
-    def tactics(self, isa: Isa) -> Sequence[Winograd]:
-        """None where the layer is no such convolution, its sums may be too large, or its weights are.
+    def applies(self, isa: Isa) -> bool:
+        """Not where the layer is no such convolution, its sums may be too large, or its weights are.
 
         Those become 36 numbers where 9 were: with many channels and few tiles that use them, reading them takes the
         time.
@@ -71,7 +71,11 @@ class WinogradContraction(Kernel[Contraction]):
         fits = (problem.precision == "fp32" or problem.precision == "int8" and problem.bounded) and (
             image.taps == (3, 3) and image.stride == (1, 1) and image.dilation == (1, 1) and image.groups == 1
             and image.x.strides[2] == image.x.size and image.cin % isa.lanes == 0)
-        if not fits or POSITIONS * depth * problem.cout > isa.winograd_weights:
+        return fits and POSITIONS * depth * problem.cout <= isa.winograd_weights
+
+    def tactics(self, isa: Isa) -> Sequence[Winograd]:
+        problem = self.problem
+        if not self.applies(isa):
             return ()
         found: dict[Winograd, None] = {}
         for group, vectors in isa.winograd_tiles:

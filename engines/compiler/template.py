@@ -1,0 +1,224 @@
+"""Templates: the general version of a model, made once with extents that are counted, written as a function of them.
+
+    templates = Templates(trace)            # trace: the plan of extents that are counted
+    templates.plan({"T": 77})               # the plan for this extent; None: there is no template for it
+
+The plan and the guards become the source of one Python function: it checks the guards, computes each number once, runs
+what constants follow from extents, and makes the dataclasses of the plan around what is the same at all extents.
+"""
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.errors import EngineError
+from engines.ir.counted import Counted, Counting, Measured, Pinned, Quotient, is_counted
+from engines.ir.deferred import Deferred, LateBytes
+from engines.ir.polynomials import Polynomial
+from engines.ir.shapes import CountedDim, Extent
+from engines.lowering.buffers import check_memory
+from engines.plan.extents import Extents
+from engines.plan.plan import Plan
+
+MOST = 16           # templates of a model, those that were used last
+CREDIT = 8          # traces that may come to nothing: each template that serves a second shape earns another two
+
+log = logging.getLogger(__name__)
+
+
+class Templates:
+    """Those of one model. One thread at a time."""
+
+    def __init__(self, trace: Callable[[Counting, Extents], Plan | None]) -> None:
+        """trace: the plan of these extents, those that are ints being counted; None: there are no such plans."""
+        self._trace, self._credit = trace, CREDIT
+        self._known: list[Template] = []            # the one used last at the end
+        self._first: set[int] = set()               # ids of those that have served the shape alone that they are of
+
+    def plan(self, extents: Extents) -> Plan | None:
+        """The plan for these extents; None: no template holds for them, and there is none to be had."""
+        for template in reversed(self._known):
+            if plan := template.plan(extents):
+                self._known.remove(template)
+                self._known.append(template)
+                if id(template) in self._first:
+                    self._first.remove(id(template))
+                    self._credit = min(self._credit + 2, CREDIT)
+                return plan
+        made = self._traced(extents) if self._credit > 0 else None
+        plan = made.plan(extents) if made else None
+        if made and plan:
+            self._known = [*self._known[1 - MOST:], made]
+            self._first = {id(made), *self._first.intersection(map(id, self._known))}
+        return plan
+
+    def _traced(self, extents: Extents) -> Template | None:
+        """Whatever cannot be traced is made for its shape alone, and says then what is wrong with it."""
+        self._credit -= 1
+        counting = Counting()
+        fixed = {name: extent for name, extent in extents.items() if not isinstance(extent, int) or extent < 1}
+        counted = {name: counting.extent(name, extent) for name, extent in extents.items() if name not in fixed}
+        try:
+            plan = self._trace(counting, {name: counted.get(name, extent) for name, extent in extents.items()})
+            return Template.of(plan, counting, tuple(counted), fixed) if plan else None
+        except (Pinned, Exception) as reason:       # of what may be a fault, the shape alone will tell
+            log.info("there is no template for %s: %s: %s", dict(extents), type(reason).__name__, reason)
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """names: of the extents that are counted; fixed: the others, and the values of inputs that decide. source: of the
+    function, for whoever looks for a fault."""
+    names: tuple[str, ...]
+    fixed: Extents
+    source: str
+    _made: Callable[..., Plan | None]
+
+    @staticmethod
+    def of(plan: Plan, counting: Counting, names: Sequence[str], fixed: Extents) -> Template:
+        """names: those that were counted first, in their order. Raises Pinned: something in the plan cannot
+        be written as a function of them."""
+        writer = _Writer(counting, len(names))
+        writer.guards()
+        for check in counting.checks:
+            writer.expression(check)
+        result = writer.expression(plan)
+        source, namespace = writer.function(result)
+        exec(compile(source, f"<template of {plan.name}>", "exec"), namespace)
+        return Template(tuple(names), dict(fixed), source, namespace["made"])
+
+    def plan(self, extents: Extents) -> Plan | None:
+        """The plan for these extents; None: what it was made of does not hold for them, or one of its constants cannot
+        be computed: what is made for them alone says why. Raises ConfigError: they take more memory than there is."""
+        if any(extents[name] != value for name, value in self.fixed.items()) or any(
+                not extents[name] for name in self.names):
+            return None
+        try:
+            with np.errstate(all="ignore"):
+                plan = self._made(*(extents[name] for name in self.names))
+        except (EngineError, ArithmeticError, ValueError, IndexError):
+            return None
+        if plan is None:
+            return None
+        check_memory(plan.name, plan.machine.buffers, plan.max_batch)
+        return dataclasses.replace(plan, extents=dict(extents))
+
+
+class _Writer:
+    """The lines of a function, in order, and the values that they name."""
+
+    def __init__(self, counting: Counting, extents: int) -> None:
+        self._counting, self._extents = counting, extents
+        self._lines: list[str] = []
+        self._values: dict[str, Any] = {}           # what is the same at all extents, by name
+        self._named: dict[int, str] = {}            # what was written already, by id
+        self._numbers: dict[Polynomial, str] = {}
+        self._atoms: dict[int, str] = {index: f"e{index}" for index in range(extents)}
+        self._open: dict[int, bool] = {}
+        self._held: list[Any] = []                  # an id is one value's as long as it lives
+
+    # ---- numbers
+    def guards(self) -> None:
+        """Leave where one does not hold."""
+        for (relation, polynomial), holds in self._counting.guards.items():
+            answer = f"{self.number(polynomial)} {relation} 0"
+            self._lines.append(f"if {'not ' if holds else ''}{answer}: return None")
+
+    def number(self, polynomial: Polynomial) -> str:
+        """The name of a number, or its text where it is a short one."""
+        if polynomial not in self._numbers:
+            terms = "+".join("*".join((str(factor), *map(self._atom, monomial))) if factor != 1 or not monomial else
+                             "*".join(map(self._atom, monomial)) for monomial, factor in polynomial) or "0"
+            if len(polynomial) > 1 or "*" in terms:
+                terms = self._name("n", terms)
+            self._numbers[polynomial] = terms
+        return self._numbers[polynomial]
+
+    def _atom(self, index: int) -> str:
+        if index not in self._atoms:
+            what = self._counting.atoms[index]
+            if isinstance(what, Quotient):
+                made = f"({self.number(what.over)})//({self.number(what.by)})"
+            else:
+                assert isinstance(what, Measured)
+                made = f"{self.expression(what.array)}.nbytes"
+            self._atoms[index] = self._name("q", made)
+        return self._atoms[index]
+
+    def _name(self, kind: str, text: str) -> str:
+        name = f"{kind}{len(self._lines)}"
+        self._lines.append(f"{name} = {text}")
+        return name
+
+    # ---- values
+    def expression(self, value: Any) -> str:
+        """What makes the value."""
+        if type(value) is Counted:
+            return self.number(value.polynomial)
+        if not self._is_open(value):
+            return self._constant(value)
+        if id(value) not in self._named:
+            self._held.append(value)
+            self._named[id(value)] = self._name("v", self._making(value))
+        return self._named[id(value)]
+
+    def _making(self, value: Any) -> str:
+        if isinstance(value, CountedDim):
+            return f"{self._constant(_text_of)}({self.expression(value.extent)})"
+        if isinstance(value, Deferred):
+            arguments = "".join(f"{self.expression(one)}, " for one in value.arguments)
+            return f"{self._constant(value.function)}({arguments})"
+        if isinstance(value, LateBytes):
+            arrays = "".join(f"{self.expression(part)}, " for part in value.parts if isinstance(part, Deferred))
+            return f"{self._constant(value.joined)}(({arrays}))"
+        if isinstance(value, Mapping):
+            items = ", ".join(f"{self.expression(key)}: {self.expression(item)}" for key, item in value.items())
+            return f"{{{items}}}"
+        if isinstance(value, tuple | list):
+            items = "".join(f"{self.expression(item)}, " for item in value)
+            return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = ", ".join(f"{one.name}={self.expression(getattr(value, one.name))}"
+                               for one in dataclasses.fields(value) if one.init)
+            return f"{self._constant(type(value))}({fields})"
+        raise Pinned(f"a {type(value).__name__} holds numbers that are counted")
+
+    def _constant(self, value: Any) -> str:
+        if type(value) in (int, bool, str) or value is None:
+            return repr(value)
+        if id(value) not in self._named:
+            self._held.append(value)
+            self._named[id(value)] = name = f"c{len(self._values)}"
+            self._values[name] = value
+        return self._named[id(value)]
+
+    def _is_open(self, value: Any) -> bool:
+        """Whether numbers that are counted are in it."""
+        if isinstance(value, Deferred | LateBytes | CountedDim):
+            return True
+        if isinstance(value, np.ndarray):
+            return is_counted(value)
+        parts = (value if isinstance(value, tuple | list) else value.values() if isinstance(value, Mapping) else
+                 [getattr(value, one.name) for one in dataclasses.fields(value)]
+                 if dataclasses.is_dataclass(value) and not isinstance(value, type) else None)
+        if parts is None:
+            return type(value) is Counted
+        if id(value) not in self._open:
+            self._held.append(value)
+            self._open[id(value)] = any(map(self._is_open, parts))
+        return self._open[id(value)]
+
+    def function(self, result: str) -> tuple[str, dict[str, Any]]:
+        """Its source, and what the source names."""
+        parameters = ", ".join(self._atoms[index] for index in range(self._extents))
+        body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
+        return f"def made({parameters}):\n{body}", dict(self._values)
+
+
+def _text_of(extent: Extent) -> str:
+    return str(extent)

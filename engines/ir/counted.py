@@ -1,0 +1,369 @@
+"""Numbers that remember how they were counted: what is made with them at one shape can be made again at another.
+
+A Counted is an open extent, or what arithmetic made of some: it has its value, and a polynomial over the extents. It
+counts as an int does, and isinstance() takes it for one, but it never turns into its value unseen:
+
+    n * 4 + 1, n // 8, n % 3, divmod, max, min      a Counted, or an int where the extents cancel
+    n == 3, n < m, bool(n), n in (1, 8)             a bool, and a guard: what is made holds where the answer is the same
+    range(n), int(n), float(n), np.array([n]), hash(n)      Pinned: whatever asks is for this one number
+
+So code that is written for ints is traced by running it, and what it could not be traced through is refused, not
+wrong. `as_int` is int() for numbers that may be counted; `plain` is the value of one where what follows from it is
+right for any (a cost, a message, an order of trials), with the reason beside it.
+
+Source: the way that torch.fx.experimental.symbolic_shapes (PyTorch 2) makes dynamic shapes of traces.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engines.ir import polynomials
+from engines.ir.polynomials import Polynomial
+
+Guard = tuple[str, Polynomial]          # "==" or "<", and what stands before it; behind it stands 0
+
+
+class Pinned(BaseException):
+    """What was asked holds for one number only, which is not to be had of one that is counted. It is no Exception, so
+    that whoever turns errors into refusals does not take it for one."""
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """An atom that is no extent: the floor of one polynomial by another."""
+    over: Polynomial
+    by: Polynomial
+
+
+class Late:
+    """What is made once the extents are known."""
+
+    def now(self) -> Any:
+        """What it is for their values."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An atom that is the bytes of an array which is made once the extents are known."""
+    array: Late
+
+
+@dataclass
+class Counting:
+    """One trace: the open extents, what was asked of them, and what polynomials were not enough for.
+
+    atoms   names of extents, and what else numbers are made of
+    """
+    atoms: list[str | Quotient | Measured] = field(default_factory=list)
+    guards: dict[Guard, bool] = field(default_factory=dict)
+    checks: list[Late] = field(default_factory=list)        # what raises an error where something is wrong
+    _values: list[int] = field(default_factory=list)
+    _least: list[int | None] = field(default_factory=list)
+    _quotients: dict[Quotient, int] = field(default_factory=dict)
+
+    def extent(self, name: str, value: int) -> Any:
+        """An open extent, of at least 1: a Counted, for whoever takes ints."""
+        assert value >= 1, f"{name} is {value}"
+        index = self._atom(name, value, 1)
+        self.guards["<", polynomials.plus(polynomials.atom(index), polynomials.constant(-1))] = False
+        return Counted(self, value, polynomials.atom(index))
+
+    def without_guards_of(self, trial: Callable[[], Any]) -> Any:
+        """What a function gives; None, and nothing was asked, where it is pinned."""
+        before = dict(self.guards)
+        try:
+            return trial()
+        except Pinned:
+            self.guards = before
+            return None
+
+    def measured(self, array: Late) -> Counted:
+        """The bytes of an array."""
+        value = array.now().nbytes
+        return Counted(self, value, polynomials.atom(self._atom(Measured(array), value, 0)))
+
+    def of(self, polynomial: Polynomial) -> Any:
+        """The number that a polynomial is: an int where it has no atoms."""
+        number = polynomials.number_of(polynomial)
+        if number is not None:
+            return number
+        value = 0
+        for monomial, term in polynomial:
+            for index in monomial:
+                term *= self._values[index]
+            value += term
+        return Counted(self, value, polynomial)
+
+    def floor(self, over: Polynomial, by: Polynomial) -> Any:
+        """over // by, of which whatever divides leaves the quotient."""
+        if self.asked("==", by):
+            raise ZeroDivisionError("by a number that is 0")
+        whole, rest = polynomials.quotient(over, by)
+        least, divisor = polynomials.least(rest, self._least), polynomials.number_of(by)
+        number = polynomials.number_of(rest)
+        if number is not None and divisor is not None:
+            return self.of(polynomials.plus(whole, polynomials.constant(number // divisor)))
+        if not rest:
+            return self.of(whole)
+        if divisor is not None and (inner := self._nested(rest, divisor)):
+            return self.of(whole) + inner
+        key = Quotient(rest, by)
+        if key not in self._quotients:
+            value = plain(self.of(rest)) // plain(self.of(by))
+            positive = least is not None and least >= 0 and (polynomials.least(by, self._least) or 0) > 0
+            self._quotients[key] = self._atom(key, value, None if least is None or not positive else
+                                              least // divisor if divisor else 0)
+        return self.of(polynomials.plus(whole, polynomials.atom(self._quotients[key])))
+
+    def _nested(self, rest: Polynomial, divisor: int) -> Any:
+        """(x // m + k) // n is (x + k * m) // (m * n), of whole numbers."""
+        *constant, (monomial, factor) = rest
+        inner = self.atoms[monomial[0]] if len(monomial) == 1 and factor == 1 and divisor > 0 else None
+        by = polynomials.number_of(inner.by) if isinstance(inner, Quotient) else None
+        if by is None or by < 0 or len(constant) > 1 or constant and constant[0][0]:
+            return None
+        assert isinstance(inner, Quotient)
+        more = polynomials.constant(by * sum(number for _, number in constant))
+        return self.floor(polynomials.plus(inner.over, more), polynomials.constant(by * divisor))
+
+    def asked(self, relation: str, polynomial: Polynomial) -> bool:
+        """Whether it is equal to 0, or less: a guard, unless that is so for all extents."""
+        number = polynomials.number_of(polynomial)
+        if number is not None:
+            return number == 0 if relation == "==" else number < 0
+        least = polynomials.least(polynomial, self._least)
+        if least is not None and least >= (1 if relation == "==" else 0):
+            return False
+        negative = polynomials.product(polynomial, polynomials.constant(-1))
+        least = polynomials.least(negative, self._least)
+        if least is not None and least >= 1:
+            return relation == "<"
+        if relation == "==":
+            polynomial = min(polynomial, negative)
+        reduced = polynomials.reduced(relation, polynomial)
+        if reduced is None:
+            return False
+        polynomial = reduced
+        value = plain(self.of(polynomial))
+        answer: bool = value == 0 if relation == "==" else value < 0
+        self.guards[relation, polynomial] = answer
+        return answer
+
+    def _atom(self, what: str | Quotient | Measured, value: int, least: int | None) -> int:
+        self.atoms.append(what)
+        self._values.append(value)
+        self._least.append(least)
+        return len(self.atoms) - 1
+
+
+class Counted:
+    """A number of a trace. It is no int, so that C code that takes ints never takes its value without asking."""
+    __slots__ = ("counting", "value", "polynomial")
+
+    def __init__(self, counting: Counting, value: int, polynomial: Polynomial) -> None:
+        self.counting, self.value, self.polynomial = counting, value, polynomial
+
+    @property                       # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+    # ---- counting
+    def _of(self, other: Any) -> Polynomial | None:
+        if type(other) is Counted:
+            if other.counting is not self.counting:
+                raise Pinned("two traces have numbers in common")
+            return other.polynomial
+        if isinstance(other, int | np.integer):
+            return polynomials.constant(int(other))
+        if isinstance(other, float | np.floating):
+            raise Pinned(f"{self} is counted with floats")
+        return None
+
+    def _sum(self, other: Any, sign: int, back: int = 1) -> Any:
+        """back * self + sign * other"""
+        q = self._of(other)
+        if q is None:
+            return NotImplemented
+        p = self.polynomial if back == 1 else polynomials.product(self.polynomial, polynomials.constant(back))
+        return self.counting.of(polynomials.plus(p, q, sign))
+
+    def __add__(self, other: Any) -> Any:
+        return self._sum(other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._sum(other, -1)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._sum(other, 1, -1)
+
+    def __mul__(self, other: Any) -> Any:
+        q = self._of(other)
+        return NotImplemented if q is None else self.counting.of(polynomials.product(self.polynomial, q))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        q = self._of(other)
+        return NotImplemented if q is None else self.counting.floor(self.polynomial, q)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        q = self._of(other)
+        return NotImplemented if q is None else self.counting.floor(q, self.polynomial)
+
+    def __mod__(self, other: Any) -> Any:
+        return NotImplemented if self._of(other) is None else self - self // other * other
+
+    def __rmod__(self, other: Any) -> Any:
+        return NotImplemented if self._of(other) is None else other - other // self * self
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __neg__(self) -> Any:
+        return self * -1
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return -self if self < 0 else self
+
+    __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
+
+    # ---- asking: each answer is a guard
+    def _asked(self, relation: str, other: Any, sign: int = 1) -> Any:
+        """Whether sign * (self - other) is equal to 0, or less."""
+        if isinstance(other, float | np.floating):
+            if not math.isfinite(other):
+                return relation == "<" and sign * other > 0
+            if relation == "==" and not other.is_integer():
+                return False
+            other = math.ceil(other) if sign == 1 else math.floor(other)
+        q = self._of(other)
+        if q is None:
+            return NotImplemented
+        difference = polynomials.plus(self.polynomial, q, -1)
+        return self.counting.asked(relation, difference if sign == 1 else polynomials.product(
+            difference, polynomials.constant(-1)))
+
+    def __eq__(self, other: object) -> Any:
+        return self._asked("==", other)
+
+    def __ne__(self, other: object) -> Any:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    def __lt__(self, other: Any) -> Any:
+        return self._asked("<", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._asked("<", other, -1)
+
+    def __le__(self, other: Any) -> Any:
+        more = self._asked("<", other, -1)
+        return more if more is NotImplemented else not more
+
+    def __ge__(self, other: Any) -> Any:
+        less = self._asked("<", other)
+        return less if less is NotImplemented else not less
+
+    def __bool__(self) -> bool:
+        return not self.counting.asked("==", self.polynomial)
+
+    def __hash__(self) -> int:
+        raise Pinned(f"{self} is looked up in a table")
+
+    # ---- what is for this one number
+    def _pinned(self, *_: Any) -> Any:
+        raise Pinned(f"{self} is taken for {self.value}")
+
+    __index__ = __int__ = __float__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _pinned
+    __lshift__ = __rshift__ = __and__ = __or__ = __xor__ = __rlshift__ = __rrshift__ = __rand__ = __ror__ = _pinned
+    __rxor__ = _pinned
+
+    def __repr__(self) -> str:
+        return f"<{text(self.polynomial, self.counting.atoms)}>"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | Measured]) -> str:
+    """As people read it: 2*T*T + T//8 + 1."""
+    def one(index: int) -> str:
+        what = atoms[index]
+        if isinstance(what, Quotient):
+            return f"({text(what.over, atoms)})//({text(what.by, atoms)})"
+        return what if isinstance(what, str) else "bytes"
+    return " + ".join("*".join((*([str(c)] if c != 1 or not monomial else []), *map(one, monomial)))
+                      for monomial, c in polynomial) or "0"
+
+
+def is_counted(value: Any) -> bool:
+    """Whether it is, or holds, a number that is counted: in tuples, lists, dicts, dataclasses and object arrays."""
+    if isinstance(value, np.ndarray):
+        return value.dtype == object and any(type(one) is Counted for one in value.flat)
+    return counting_in(value) is not None
+
+
+def as_int(value: Any) -> int:
+    """int(), which a number that is counted stays itself under."""
+    return value if type(value) is Counted else int(value)     # type: ignore[return-value]
+
+
+def plain(value: Any) -> Any:
+    """The same with the values of what is counted, in tuples and dataclasses too. Nothing is guarded: only for what
+    is right for any number."""
+    if type(value) is Counted:
+        return value.value
+    if isinstance(value, Late):
+        return value.now()
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copy = object.__new__(type(value))
+        for one in dataclasses.fields(value):
+            object.__setattr__(copy, one.name, plain(getattr(value, one.name)))
+        return copy
+    return value
+
+
+def structure(value: Any) -> Hashable:
+    """What is equal for values that were counted alike: of tables in which equal keys only save work."""
+    if type(value) is Counted:
+        return Counted, value.polynomial
+    if isinstance(value, tuple):
+        return tuple(map(structure, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(structure(getattr(value, one.name)) for one in dataclasses.fields(value))
+    return type(value), value
+
+
+def counting_in(value: Any) -> Counting | None:
+    """The trace whose numbers are in it; None: there are none."""
+    if type(value) is Counted:
+        return value.counting
+    parts: Iterable[Any] = ()
+    if isinstance(value, tuple | list):
+        parts = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = (getattr(value, one.name) for one in dataclasses.fields(value))
+    return next((found for part in parts if (found := counting_in(part))), None)

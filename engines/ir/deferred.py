@@ -1,0 +1,165 @@
+"""Constants that follow from extents: they are not computed while a graph is traced, but once the extents are known.
+
+A Deferred stands in a graph where a constant array does. Its dtype and shape are known, the shape as far as it is
+counted; its elements are not, and whoever asks for them is told so (Pinned).
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from engines.ir.counted import Counting, Late, Pinned, counting_in, is_counted, plain
+from engines.ir.shapes import broadcast
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred(NDArrayOperatorsMixin, Late):
+    """The result of a function of arrays, numbers that are counted, and other Deferreds among its arguments."""
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[Any, ...]
+
+    def now(self) -> Any:
+        return self._now
+
+    @cached_property
+    def _now(self) -> Any:
+        return self.function(*map(plain, self.arguments))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> Any:
+        size: Any = 1
+        for extent in self.shape:
+            size = size * extent
+        return size
+
+    @property
+    def nbytes(self) -> Any:
+        return self.size * self.dtype.itemsize
+
+    def reshape(self, *shape: Any) -> Deferred:
+        """Of extents that are all said."""
+        said = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if any(extent == -1 for extent in said):
+            self._asked()
+        return Deferred(np.reshape, (self, said), self.dtype, said)
+
+    def astype(self, dtype: Any, copy: bool = True) -> Deferred:
+        return self if np.dtype(dtype) == self.dtype else Deferred(
+            _astype, (self, np.dtype(dtype)), np.dtype(dtype), self.shape)
+
+    def transpose(self, order: Sequence[int]) -> Deferred:
+        return Deferred(np.transpose, (self, tuple(order)), self.dtype, tuple(self.shape[axis] for axis in order))
+
+    def __getitem__(self, index: Any) -> Deferred:
+        """The first of its rows."""
+        return Deferred(operator.getitem, (self, 0), self.dtype, self.shape[1:]) if index == 0 else self._asked()
+
+    def _asked(self, *_: Any, **__: Any) -> Any:
+        raise Pinned(f"the elements of a constant {self.dtype}{list(self.shape)} are asked for, which follow from "
+                     "extents")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """Arithmetic, element by element, is deferred too."""
+        if method != "__call__" or options or ufunc.nout != 1:
+            return self._asked()
+        kinds = [np.zeros((1,) * len(one.shape), one.dtype) if isinstance(one, Deferred) else one for one in inputs]
+        shape = broadcast(*(one.shape for one in map(_as_array, inputs)))
+        return Deferred(ufunc, inputs, ufunc(*(_small(one) for one in kinds)).dtype, shape)
+
+    __array__ = __array_function__ = __iter__ = __len__ = _asked
+    __bool__ = __int__ = __float__ = __index__ = _asked
+
+    def __getattr__(self, name: str) -> Any:
+        return self._asked()
+
+    def __repr__(self) -> str:
+        return f"Deferred {self.dtype}{list(self.shape)}"
+
+
+def contiguous(array: Any) -> Any:
+    """np.ascontiguousarray(), of what may be deferred: its elements are in order anyhow."""
+    return array if isinstance(array, Deferred) else np.ascontiguousarray(array)
+
+
+def _as_array(one: Any) -> Any:
+    return one if isinstance(one, Deferred) else np.asarray(one)
+
+
+def _small(one: Any) -> Any:
+    """An element of it, of as many axes: what the dtype of a result follows from."""
+    return one[(slice(0, 1),) * one.ndim] if isinstance(one, np.ndarray) else one
+
+
+def numbers(values: Sequence[Any], dtype: np.dtype[Any], shape: tuple[Any, ...]) -> Deferred:
+    """The array of numbers that are counted."""
+    return Deferred(_array, (tuple(values), dtype, shape), dtype, shape)
+
+
+def table(values: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+    """The array of numbers, some of which may be counted."""
+    return numbers(values, dtype, (len(values),)) if is_counted(tuple(values)) else np.array(values, dtype)
+
+
+def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array],
+               shape: tuple[int, ...] | None = None) -> list[Any]:
+    """The arrays that a function makes, whose dtypes and, if nothing else is said, shapes are as those that it makes
+    now."""
+    all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
+    return [Deferred(operator.getitem, (all_of_them, which), one.dtype, one.shape if shape is None else shape)
+            for which, one in enumerate(now)]
+
+
+def late_arrays(make: Callable[..., Sequence[Array]], *arguments: Any) -> list[Deferred]:
+    """The bytes of the arrays that a function makes, of which nobody knows yet how many there will be."""
+    counting = counting_in(arguments)
+    assert isinstance(counting, Counting), "they follow from extents"
+    all_of_them = Deferred(make, arguments, np.dtype(object), ())
+    found = []
+    for which in range(len(all_of_them.now())):
+        one = Deferred(_bytes_of, (all_of_them, which), np.dtype(np.uint8), ())
+        found.append(replace(one, shape=(counting.measured(one),)))
+    return found
+
+
+def _bytes_of(arrays: Sequence[Array], which: int) -> Array:
+    return np.ascontiguousarray(arrays[which]).reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class LateBytes:
+    """Bytes one behind the other, some of which are those of arrays that follow from extents; each begins at a multiple
+    of the alignment."""
+    parts: tuple[bytes | Deferred, ...]
+    alignment: int
+
+    def joined(self, arrays: Sequence[Array]) -> bytes:
+        """All of them: the arrays are those that the Deferreds stand for, in order."""
+        late = iter(arrays)
+        return b"".join(padded for part in self.parts for padded in (
+            (part,) if isinstance(part, bytes) else _padded(next(late), self.alignment)))
+
+
+def _padded(array: Array, alignment: int) -> tuple[bytes, bytes]:
+    return array.tobytes(), bytes(-array.nbytes % alignment)
+
+
+def _array(values: Sequence[int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    return np.array(values, dtype).reshape(shape)
+
+
+def _astype(array: Array, dtype: np.dtype[Any]) -> Array:
+    return array.astype(dtype)

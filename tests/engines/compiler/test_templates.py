@@ -1,0 +1,185 @@
+"""Templates: the plan that a function of extents makes is the one that is made for these extents alone."""
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines import build_engine
+from engines.compiler import template
+from engines.compiler.specialise import Specialiser
+from engines.compiler.template import Templates
+from engines.errors import ConfigError, ModelError
+from engines.ir.counted import Counting
+from engines.ir.graph import Array
+from engines.lowering import buffers
+from engines.plan.plan import Operand, Plan
+from engines.runtime.engine import Engine
+from tests.engines.compiler.open_models import (
+    attention_net,
+    growing_net,
+    node,
+    pairs_net,
+    picture_net,
+    random,
+    recurrent_net,
+)
+from tests.engines.compiler.small_models import small_model
+
+
+def mixer() -> onnx.ModelProto:
+    """Rows that are told where they stand, by a table that the model computes of how many there are."""
+    return small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
+         node("Cast", "at", "place", to=1), node("Unsqueeze", "place last", "column"), node("Mul", "x w", "scaled"),
+         node("Add", "scaled column", "h"), node("MatMul", "h v", "g"), node("Relu", "g", "r"),
+         node("ReduceMean", "r middle", "y", keepdims=0)], {"x": ["N", "T", 8]}, ["y"],
+        {"w": random(8), "v": random(8, 24), "zero": np.array(0), "one": np.array(1), "last": np.array([1]),
+         "middle": np.array([1])})
+
+
+MODELS = {
+    "a table of places": (mixer(), [{"T": n} for n in (50, 51, 77)]),
+    "tokens": (attention_net(), [{"T": n} for n in (40, 41, 100)]),
+    "a cache that grows": (growing_net(), [{"P": n} for n in (5, 6, 7, 31, 32, 33, 200)]),
+    "steps": (recurrent_net(), [{"T": n} for n in (20, 21)]),
+    "two extents": (pairs_net(), [{"rows": 20, "columns": n} for n in (40, 56, 72)]),
+    "pictures": (picture_net(), [{"H": 64, "W": 96}, {"H": 128, "W": 96}])}
+
+
+def built(model: onnx.ModelProto) -> Plan:
+    plan: Plan = build_engine(model, cache=False, timing=False).plan
+    return plan
+
+
+def without_templates(plan: Plan) -> Specialiser:
+    specialiser = Specialiser(plan)
+    specialiser._templates = Templates(lambda counting, extents: None)
+    return specialiser
+
+
+def feeds(plan: Plan, extents: dict[str, int]) -> dict[str, Array]:
+    assert plan.open is not None
+    made = {io.name: random(*io.shape_of(2, extents)) for io in plan.open.inputs}
+    return {name: array - array.min() if name == "mask" else array for name, array in made.items()}
+
+
+def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
+    """Where two plans differ, but for where their constants lie: those that follow from extents are never shared."""
+    if isinstance(a, Operand) and a.constant and b.constant:
+        return []
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        skipped = ("constants", "expanded", "weight_offsets", "weights")
+        return [one for field in dataclasses.fields(a) if field.name not in skipped
+                for one in differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")]
+    if isinstance(a, tuple | list) and type(a) is type(b) and len(a) == len(b):
+        return [one for i, (x, y) in enumerate(zip(a, b, strict=True)) for one in differences(x, y, f"{path}[{i}]")]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} and {b!r}"]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_plan_of_a_template_is_the_one_that_is_made_for_its_shape_alone(case: str) -> None:
+    model, shapes = MODELS[case]
+    plan = built(model)
+    first, templates, alone = Engine(plan, 1), Specialiser(plan), without_templates(plan)
+    traces = 0
+    for extents in shapes:
+        before = templates._templates._credit
+        ours, theirs = templates.general(extents), alone.general(extents)
+        traces += templates._templates._credit < before
+        assert not differences(ours, theirs)
+        made, expected = (Engine(one, 1, None, first).run(feeds(plan, extents)) for one in (ours, theirs))
+        for name, array in expected.items():
+            np.testing.assert_array_equal(made[name], array)
+    assert len(templates._templates._known) == traces < len(shapes)
+
+
+def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -> None:
+    templates = Specialiser(built(attention_net()))._templates
+    for length, count in ((40, 1), (41, 1), (3, 2), (4, 2), (42, 2)):
+        assert templates.plan({"T": length}) is not None
+        assert len(templates._known) == count
+
+
+def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The trace is given up at sizes that are computed in floats, and after some that gave nothing, it is not tried."""
+    model = small_model(
+        [node("Shape", "x", "s"), node("Cast", "s", "floats", to=1), node("Mul", "floats factor", "larger"),
+         node("Cast", "larger", "size", to=7), node("Resize", "x - - size", "y", mode="nearest")],
+        {"x": ["N", 1, "H", 8]}, ["y"], {"factor": np.array([1, 1, 1.5, 1], np.float32)})
+    plan = built(model)
+    templates = Specialiser(plan)
+    with caplog.at_level(logging.INFO, template.__name__):
+        for height in range(20, 24 + template.CREDIT):
+            ours = templates.general({"H": height})
+            assert ours.outputs[0].shape[2] == height * 3 // 2
+    refused = [record for record in caplog.records if "there is no template for {'H'" in record.message]
+    assert len(refused) == template.CREDIT and not templates._templates._known
+
+
+def test_values_of_inputs_that_decide_have_templates_of_their_own() -> None:
+    model = small_model(
+        [node("Concat", "whole count", "shape", axis=0), node("Expand", "x shape", "y")],
+        {"x": [2, "T", 1], "count": [1]}, ["y"], {"whole": np.array([1, 1])})
+    model.graph.input[1].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    plan = built(model)
+    assert plan.open is not None and plan.open.deciding == ("count",)
+    templates = Specialiser(plan)
+    for length, count in ((20, 3), (21, 3), (20, 5), (30, 5)):
+        made = templates.general({"T": length, "value of count": (count,)})
+        assert made.outputs[0].shape == (2, length, count)
+    assert [one.fixed for one in templates._templates._known] == [{"value of count": (3,)}, {"value of count": (5,)}]
+
+
+def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = Specialiser(built(attention_net()))
+    templates.general({"T": 40})
+    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 1 << 20 else "")
+    assert templates.general({"T": 41})
+    with pytest.raises(ConfigError, match="all of it"):
+        templates.general({"T": 4000})
+
+
+def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> None:
+    """The table has 512 rows."""
+    templates = Specialiser(built(growing_net()))
+    assert templates.general({"P": 500}) and templates.general({"P": 511})
+    with pytest.raises(ModelError, match="its indices reach from 512"):
+        templates.general({"P": 512})
+
+
+def test_the_template_of_least_use_goes_first() -> None:
+    plan = built(mixer())
+    made: list[Any] = []
+
+    def trace(counting: Counting, extents: Any) -> Plan:
+        made.append(extents["T"])
+        assert extents["T"] == int(str(made[-1].value))         # a guard that holds for one number only
+        return plan
+
+    templates = Templates(trace)
+    templates._credit = 2 * template.MOST
+    for length in range(1, template.MOST + 2):
+        assert templates.plan({"T": length}) is not None
+    assert len(templates._known) == template.MOST
+    assert templates.plan({"T": 2}) is not None and len(made) == template.MOST + 1
+    assert templates.plan({"T": 1}) is not None and len(made) == template.MOST + 2
+
+
+def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_of_them() -> None:
+    """Rows of an input, of which there are 64, by their numbers."""
+    model = small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
+         node("Gather", "rows at", "g"), node("Relu", "g", "y")],
+        {"x": [2, "T"], "rows": [64, 4]}, ["y"], {"zero": np.array(0), "one": np.array(1)})
+    plan = built(model)
+    (name,) = plan.extents
+    templates = Specialiser(plan)
+    assert templates.general({name: 20}) and templates.general({name: 64})
+    assert len(templates._templates._known) == 1
+    with pytest.raises(ModelError, match="its indices reach from 0 to 64"):
+        templates.general({name: 65})

@@ -1,0 +1,122 @@
+"""Numbers that are counted: what holds for one extent holds for every other at which the guards answer alike."""
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.ir.counted import Counting, Pinned, as_int, is_counted, plain, structure
+from engines.ir.deferred import Deferred, numbers
+from engines.ir.polynomials import Polynomial
+from engines.ir.shapes import Extent, broadcast, dim, extent
+
+
+def value_at(counting: Counting, polynomial: Polynomial, extents: list[int]) -> int:
+    """What a polynomial is where its trace's extents are these."""
+    def atom(index: int) -> int:
+        what: Any = counting.atoms[index]
+        return extents[index] if isinstance(what, str) else (
+            value_at(counting, what.over, extents) // value_at(counting, what.by, extents))
+    return sum(factor * math.prod(map(atom, monomial)) for monomial, factor in polynomial)
+
+
+def holds(counting: Counting, extents: list[int]) -> bool:
+    for (relation, polynomial), answer in counting.guards.items():
+        value = value_at(counting, polynomial, extents)
+        if (value == 0 if relation == "==" else value < 0) != answer:
+            return False
+    return True
+
+
+DONE: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod, "max": max,
+    "min": min, "abs": lambda x, y: abs(x), "ceil": lambda x, y: -(-x // y),
+    "if": lambda x, y: x if x < y else y + 1 if x == y else 7}
+
+
+def program(seed: int) -> Callable[..., list[int]]:
+    """A function of two numbers that counts and asks at random: the same for the same seed."""
+    def run(a: Any, b: Any) -> list[Any]:
+        chance = random.Random(seed)
+        known: list[Any] = [a, b, 1, 2, 3, 8]
+        for _ in range(12):
+            x, y = chance.choice(known), chance.choice(known)
+            do = chance.choice(list(DONE))
+            if do in ("//", "%", "ceil") and y == 0:
+                continue
+            known.append(DONE[do](x, y))
+        return known
+    return run
+
+
+def test_what_was_counted_at_one_extent_is_right_at_every_other_at_which_the_guards_hold() -> None:
+    others = served = 0
+    for seed in range(150):
+        counting, run, chance = Counting(), program(seed), random.Random(-seed)
+        traced = run(counting.extent("a", 7), counting.extent("b", 12))
+        assert plain(tuple(traced)) == tuple(run(7, 12))
+        for _ in range(20):
+            extents = [chance.randrange(1, 30), chance.randrange(1, 30)]
+            others += 1
+            if holds(counting, extents):
+                served += 1
+                polynomials = [one.polynomial if is_counted(one) else None for one in traced]
+                assert [value_at(counting, p, extents) if p is not None else one
+                        for p, one in zip(polynomials, traced, strict=True)] == run(*extents)
+    assert served > others // 20        # it says something
+
+
+def test_what_is_so_for_all_extents_is_not_guarded() -> None:
+    counting = Counting()
+    n = counting.extent("n", 5)
+    before = dict(counting.guards)
+    assert n > 0 and n + 1 != 0 and n * 4 // 4 == n and not n < 1 and 8 * n % 4 == 0
+    assert counting.guards == before
+    assert n != 6 and counting.guards != before
+
+
+def test_quotients_of_quotients_are_one() -> None:
+    n = Counting().extent("n", 224)
+    assert structure(((n + 1) // 2 + 1) // 2) == structure((n + 3) // 4)
+
+
+@pytest.mark.parametrize("taking", [
+    range, int, float, hash, lambda n: [0, 1, 2][n], lambda n: [0, 1, 2][:n], lambda n: n / 2, lambda n: 1.5 * n,
+    lambda n: np.zeros(n), lambda n: np.array([n, 1], np.int64), lambda n: {n: 0},
+    lambda n: n in {1, 2}, lambda n: 1 << n, lambda n: math.sqrt(n), lambda n: np.float32(2) * n])
+def test_whoever_takes_the_number_itself_is_told_that_there_is_none(taking: Callable[[Any], Any]) -> None:
+    with pytest.raises(Pinned):
+        taking(Counting().extent("n", 2))
+
+
+def test_a_pinned_number_is_no_error_of_a_model() -> None:
+    assert not issubclass(Pinned, Exception)
+
+
+def test_it_passes_for_an_int_and_stays_itself() -> None:
+    n = Counting().extent("n", 3)
+    assert isinstance(n, int) and as_int(n) is n and as_int(np.int64(4)) == 4
+    assert is_counted((1, [n])) and not is_counted((1, 2)) and plain((n, 2)) == (3, 2)
+
+
+def test_an_extent_of_the_batch_counts_with_them() -> None:
+    counting = Counting()
+    n = counting.extent("n", 3)
+    written = dim(Extent(1) * n + 1)
+    assert extent(written) == Extent(n, 1) and written == dim(Extent(n, 1)) and written != "batch"
+    assert broadcast((n, 1), (1, 4)) == (n, 4)
+
+
+def test_the_elements_of_a_deferred_constant_are_not_known() -> None:
+    n = Counting().extent("n", 3)
+    array: Any = numbers([n, 5], np.dtype(np.int64), (2,))
+    assert isinstance(array + 1, Deferred) and np.array_equal((array + 1).now(), [4, 6])
+    assert (array.shape, array.size, array.dtype) == ((2,), 2, np.int64)
+    for asking in (np.asarray, list, np.sum, bool, lambda a: a.tolist(), lambda a: bool(a == 3), lambda a: a[1]):
+        with pytest.raises(Pinned):
+            asking(array)
