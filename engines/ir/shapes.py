@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import GraphError
-from engines.ir.counted import Counted, as_int, is_counted
+from engines.ir.counted import Counted, Late, as_int, is_counted, plain
 from engines.ir.graph import BATCH, Array, Dim, TensorType
 
 MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
@@ -137,7 +137,7 @@ def _sign(difference: int | Extent) -> int:
     return 1 if at_one > 0 else -1
 
 
-class CountedDim(str):
+class CountedDim(str, Late):
     """A Dim whose coefficient or constant is counted: its text does not say which numbers they are."""
     extent: Extent
 
@@ -145,6 +145,9 @@ class CountedDim(str):
         self = super().__new__(cls, extent)
         self.extent = extent
         return self
+
+    def now(self) -> str:
+        return str(Extent(plain(self.extent.coefficient), plain(self.extent.constant)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and is_extent(other) and bool(self.extent == extent(other))

@@ -40,20 +40,30 @@ def follows_from_extents(op: type[Op], node: Node, inputs: Inputs, values: Value
 
 
 def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
-    """op.infer; what a deferred value would say is checked once it is known. Raises Pinned: it is asked for."""
-    if not any(isinstance(value, Deferred) for value in values):
+    """op.infer; what values that follow from extents would say against the node is checked once they are known. Raises
+    Pinned: what a deferred one says is asked for."""
+    late = [isinstance(value, Deferred) or is_counted(value) and not is_symbolic(value) for value in values]
+    if not any(late):
         return op.infer(node, inputs, values)
     try:
         types = op.infer(node, inputs, [None if isinstance(value, Deferred) else value for value in values])
     except UnknownTensorError as error:
         raise Pinned(str(error)) from error
-    if counting := counting_in(values):
-        counting.checks.append(Deferred(_inferred, (node, tuple(inputs), tuple(values)), np.dtype(object), ()))
+    computed = any(value is None or is_symbolic(value) for value, kind in zip(values, inputs, strict=True) if kind)
+    if computed and (counting := counting_in(list(map(_listed, values)))):
+        given = [as_constant(value, kind) if kind and follows else None
+                 for value, kind, follows in zip(values, inputs, late, strict=True)]
+        counting.checks.append(Deferred(_inferred, (node, tuple(inputs), tuple(given)), np.dtype(object), ()))
     return types
 
 
+def _listed(value: Any) -> Any:
+    """The elements of an object array."""
+    return value.reshape(-1).tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
+
+
 def _inferred(node: Node, inputs: Inputs, values: Values) -> Types:
-    """Raises GraphError: the values do not fit, of which infer() was not told."""
+    """Raises GraphError: the values do not fit."""
     return op_of(node.op).infer(node, inputs, values)
 
 

@@ -20,5 +20,5 @@ class GatherOfOne(Rule):
     def rewrite(self, match: Match, draft: Draft) -> None:
         shape = match.shape(match.value("x"))
         axis = match.root.attrs.get("axis", 0) % len(shape)
-        start = int(match.constant("index")) % as_int(shape[axis])
+        start = as_int(match.constant("index").item()) % as_int(shape[axis])
         draft.finish_view("Reshape", draft.cut(match.value("x"), axis, start, start + 1))

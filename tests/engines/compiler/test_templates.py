@@ -172,14 +172,22 @@ def test_the_template_of_least_use_goes_first() -> None:
 
 def test_indices_that_follow_from_extents_are_checked_where_nothing_is_computed_of_them() -> None:
     """Rows of an input, of which there are 64, by their numbers."""
-    model = small_model(
+    every = small_model(
         [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
          node("Gather", "rows at", "g"), node("Relu", "g", "y")],
         {"x": [2, "T"], "rows": [64, 4]}, ["y"], {"zero": np.array(0), "one": np.array(1)})
-    plan = built(model)
+    last = small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Sub", "n one", "at"),
+         node("Gather", "rows at", "g"), node("Relu", "g", "y")],
+        {"x": [2, "T"], "rows": [64, 4]}, ["y"], {"one": np.array(1)})
+    for model in (every, last):
+        _checks_rows(built(model))
+
+
+def _checks_rows(plan: Plan) -> None:
     (name,) = plan.extents
     templates = Specialiser(plan)
     assert templates.general({name: 20}) and templates.general({name: 64})
     assert len(templates._templates._known) == 1
-    with pytest.raises(ModelError, match="its indices reach from 0 to 64"):
+    with pytest.raises(ModelError, match="its indices reach from .* to 64"):
         templates.general({name: 65})
