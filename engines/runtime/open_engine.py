@@ -4,9 +4,9 @@ legal shapes and values, each by a specialisation: a plan for these numbers, kep
     engine.run({"x": array})        # as Engine.run
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
-Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
-a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by
-kernels that take extents at run time; "off" makes none, the general version serves.
+Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first, as long as shapes come
+again; "background" makes it on a thread of its own, and where that takes more than a moment the general version serves
+meanwhile: the same graph by kernels that take extents at run time; "off" makes none, the general version serves.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from engines.plan.extents import (
 from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.open_context import OpenContext
-from engines.runtime.policy import MEMORY_SHARE, Policy
+from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, Policy
 from engines.runtime.staged import StagedContext
 
 MOST_WAITING = 16           # specialisations to be made in the background
@@ -100,7 +100,7 @@ class OpenEngine(OfPlan):
         self._making, self._making_general = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
         self._refused: dict[Key, str] = {}
-        self._met: set[Key] = set()
+        self._demand = Demand(policy.most)
         self._make = specialiser
         self._specialiser: SpecialisationMaker | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -254,11 +254,12 @@ class OpenEngine(OfPlan):
             key = self._keys.get(given) if len(shapes) == len(self.part.inputs) else None
             self._last = None
             if key is not None and (engine := self._ready.get(key)):
+                self._demand.again(key)
                 self._ready.move_to_end(key)
                 return engine
         key = self._key(self.extents(shapes, values))
         with self._lock:
-            if len(self._keys) > 64 * self.policy.most:
+            if len(self._keys) > REMEMBERED * self.policy.most:
                 self._keys.clear()
             self._keys[given] = key
             if key in self._ready:
@@ -266,20 +267,15 @@ class OpenEngine(OfPlan):
         return self._missing(key)
 
     def _missing(self, key: Key) -> Engine:
-        if self.policy.specialise == "wait":
+        way = self.policy.specialise
+        with self._lock:
+            once = self._demand.comes_once
+            new = self._demand.is_new(key)
+        if way == "wait" and not (new and once):
             return self._specialised(key)
-        if self.policy.specialise == "off" or self.policy.segment and self._is_new(key):
+        if way in ("wait", "off") or self.policy.segment and new:
             return self._general_version(key)
         return self._made_soon(key) or self._general_version(key)
-
-    def _is_new(self, key: Key) -> bool:
-        """Whether it is met for the first time, as far as is remembered."""
-        with self._lock:
-            if len(self._met) > 64 * self.policy.most:
-                self._met.clear()
-            new = key not in self._met
-            self._met.add(key)
-            return new
 
     def _made_soon(self, key: Key) -> Engine | None:
         """Have it made in the background; the engine, if that takes no longer than we are patient for. Nothing is

@@ -1,7 +1,9 @@
 """What an engine does about shapes that it has not met."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from engines.errors import ConfigError, did_you_mean
 
@@ -9,11 +11,16 @@ WAYS = ("wait", "background", "off")
 MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's memory, that they may take together
 PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
+ONCE = 4                    # shapes in a row that were asked for once: the next is likely to be no other
+REMEMBERED = 64             # shapes for each specialisation that is kept
 
 
 @dataclass(frozen=True)
 class Policy:
     """When specialisations are made, and how many are kept.
+
+    What waits for a specialisation does so at once, but for a network whose shapes come once each, as those of a cache
+    that grows: there it is made when a shape comes a second time.
 
     segment: of a program. Its extents may be 0, and often follow from data, so that most shapes come once: what is made
     in the background is made when its shape comes a second time.
@@ -29,3 +36,35 @@ class Policy:
             raise ConfigError(f"specialise='{self.specialise}'{did_you_mean(self.specialise, WAYS)}")
         if self.most < 1:
             raise ConfigError(f"specialisations={self.most}: at least 1 is kept")
+
+
+@dataclass
+class Demand:
+    """The shapes that were asked for, as far as they are remembered. Who owns it holds a lock.
+
+    once    those asked for last of which each has come once
+    """
+    most: int
+    once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
+    _met: set[Hashable] = field(default_factory=set)
+
+    def is_new(self, key: Hashable) -> bool:
+        """Whether it comes for the first time."""
+        if key in self._met:
+            self.again(key)
+            return False
+        if len(self._met) > REMEMBERED * self.most:
+            self._met.clear()
+        self._met.add(key)
+        self.once.append(key)
+        return True
+
+    def again(self, key: Hashable) -> None:
+        """It has been met before."""
+        if key in self.once:
+            self.once.remove(key)
+
+    @property
+    def comes_once(self) -> bool:
+        """Whether each of the last shapes was asked for once, as far as is known."""
+        return len(self.once) == ONCE

@@ -34,6 +34,7 @@ from engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import (
     attention_net,
     by_onnx_runtime,
+    growing_net,
     node,
     pairs_net,
     picture_net,
@@ -438,3 +439,19 @@ def recurrent_weights() -> dict[str, Array]:
 def test_the_outputs_say_which_of_their_extents_are_open() -> None:
     model = attention_net()
     assert opened(model).outputs[0].shape[0] == "batch" and opened(model).outputs[0].shape[1:] == ("y.1", "y.2")
+
+
+def test_of_a_cache_that_grows_no_specialisation_is_made_before_a_length_comes_again() -> None:
+    build = built(growing_net())
+    engine = OpenEngine(build.plan, lambda: Specialiser(build.plan))
+    exact = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("off"))
+
+    def step(length: int) -> dict[str, Array]:
+        return {"x": random(1, 1, 16), "keys": random(1, 4, length, 4), "values": random(1, 4, length, 4)}
+
+    for length in range(20, 32):
+        np.testing.assert_allclose(engine.run(step(length))["y"], exact.run(step(length))["y"], atol=TOLERANCE)
+    lengths = [extents["P"] for extents in engine.specialised if extents["P"] < 100]
+    assert lengths == [20, 21, 22, 23]
+    engine.run(step(31))
+    assert engine.specialised[-1] == {"P": 31}
