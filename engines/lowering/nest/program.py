@@ -13,10 +13,10 @@ bits are widened as they are read, and cut as they are written.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.ir.counted import as_int
+from engines.ir.counted import as_int, is_counted, structure
 
 Number = int | float | bool
 # How a stored element is computed with.
@@ -193,11 +193,12 @@ class Writer:
 
     def __init__(self, loops: Sequence[int], reduced: Sequence[int] = ()) -> None:
         self.loops, self.reduced = tuple(map(as_int, loops)), tuple(map(as_int, reduced))
-        self._operations: dict[Operation, int] = {}
+        self._operations: list[Operation] = []
+        self._numbers: dict[Hashable, int] = {}         # of an operation, by what makes it equal to others
 
     # ---- numbers and indices
     def constant(self, number: Number, kind: str) -> Term:
-        return self._add(Operation("number", kind, (), number), Linear(int(number)) if kind == "i64" else None)
+        return self._add(Operation("number", kind, (), number), Linear(as_int(number)) if kind == "i64" else None)
 
     def index(self, loop: int) -> Term:
         return self.along(Linear(0, ((loop, 1),)))
@@ -261,7 +262,10 @@ class Writer:
         return NestProgram(operations, tuple(places[result] for result in whole.results))
 
     def _add(self, operation: Operation, linear: Linear | None = None) -> Term:
-        number = self._operations.setdefault(operation, len(self._operations))
+        key = structure(operation) if is_counted(operation.what) else operation
+        number = self._numbers.setdefault(key, len(self._operations))
+        if number == len(self._operations):
+            self._operations.append(operation)
         return Term(self, number, operation.kind, linear)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from engines.ir.dtypes import FLOAT, is_float
-from engines.ir.graph import Graph, Node, TensorType
+from engines.ir.graph import Graph, Node, QParams, TensorType
 from engines.ops import LayoutOp, Stored, op_of
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_of_output, is_weighted, pads_with_zeros
@@ -96,16 +99,17 @@ def computes_by(graph: Graph, node: Node) -> bool:
 def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
     """Node `id` reads its data input as the given type: an Identity before it converts what is stored otherwise."""
     editor = GraphEditor(graph)
-    converted: dict[tuple[str, TensorType], str] = {}
+    converted: dict[tuple[str, np.dtype[Any], QParams | None], str] = {}
     for node in graph.nodes:
         type_ = wanted.get(id(node))
         source = node.anchor.inputs[0] if node.anchor.inputs else ""
         if type_ is not None and graph.types[source] != type_:
-            if (source, type_) not in converted:
+            key = source, type_.dtype, type_.quant
+            if key not in converted:
                 stored = type_.quant.dtype if type_.quant else type_.dtype
                 name = editor.add_tensor(f"{source}.{stored}", type_)
-                converted[source, type_] = editor.make(name, "Identity", [source])
-            node = reading(node, {source: converted[source, type_]})
+                converted[key] = editor.make(name, "Identity", [source])
+            node = reading(node, {source: converted[key]})
         editor.nodes.append(node)
     return editor.finish()
 
