@@ -25,15 +25,18 @@ SMALL = 4096        # elements: computed at once, a shape may depend on it; more
 
 @dataclass
 class Trace:
-    """Grows node by node. `values` holds constants, and object arrays of ints and Extents (see engines.ir.shapes)."""
+    """Grows node by node. `values` holds constants, object arrays of ints and Extents (see engines.ir.shapes), and, where
+    extents are counted, what follows from them (engines.ops.counting)."""
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     _inputs: set[str] = field(default_factory=set)
+    _counted: bool = False          # whether an extent of an input is
 
     def input(self, name: str, kind: TensorType) -> None:
         self._inputs.add(name)
         self.types[name] = kind
+        self._counted |= is_counted(kind.shape)
         self._know_empty(name, kind)
 
     def constant(self, name: str, array: Array) -> None:
@@ -71,7 +74,8 @@ class Trace:
         node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)
         try:
-            types = infer(op, node, inputs, values)[:len(node.outputs)]
+            types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
+            types = types[:len(node.outputs)]
         except GraphError:      # its shape may be one that depends on data, which may be known
             if op is not Fallback or (results := op.known(node, inputs, values)) is None:
                 raise
@@ -84,7 +88,7 @@ class Trace:
             self._make_empty(node, types)
             return
         small = all(math.prod(d if isinstance(d, int) else SMALL + 1 for d in t.shape) <= SMALL for t in types)
-        if small and follows_from_extents(op, node, inputs, values, types):
+        if self._counted and small and follows_from_extents(op, node, inputs, values, types):
             self._count(node, known(op, node, inputs, values, types))
         elif small and (results := op.known(node, inputs, values)) is not None:
             self._settle(node, results)
@@ -122,7 +126,7 @@ class Trace:
         self.values.update(zip(node.outputs, results, strict=True))
         if any(map(is_symbolic, results)):      # still computed at run time, if anybody asks
             self.nodes.append(node)
-        elif not any(map(is_counted, results)):
+        elif not self._counted or not any(map(is_counted, results)):
             self.types.update(zip(node.outputs, map(type_of, results), strict=True))
 
     def _count(self, node: Node, results: tuple[Array, ...]) -> None:
@@ -134,7 +138,8 @@ class Trace:
     @property
     def constants(self) -> Mapping[str, Array]:
         made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
-        return {name: as_constant(array, self.types[name]) for name, array in self.values.items() if name not in made}
+        return {name: as_constant(array, self.types[name]) if self._counted else array
+                for name, array in self.values.items() if name not in made}
 
 
 def _check_shape(name: str, kind: TensorType) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from engines.ir import polynomials
 from engines.ir.polynomials import Polynomial
 
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # in which nothing is counted
 Guard = tuple[str, Polynomial]          # "==" or "<", and what stands before it; behind it stands 0
 
 
@@ -328,6 +329,8 @@ def as_int(value: Any) -> int:
 def plain(value: Any) -> Any:
     """The same with the values of what is counted, in tuples and dataclasses too. Nothing is guarded: only for what
     is right for any number."""
+    if type(value) in _LEAVES:
+        return value
     if type(value) is Counted:
         return value.value
     if isinstance(value, Late):
@@ -357,6 +360,8 @@ def structure(value: Any) -> Hashable:
 
 def counting_in(value: Any) -> Counting | None:
     """The trace whose numbers are in it; None: there are none."""
+    if type(value) in _LEAVES:
+        return None
     if type(value) is Counted:
         return value.counting
     parts: Iterable[Any] = ()

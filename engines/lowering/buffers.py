@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
-from engines.ir.counted import plain
+from engines.ir.counted import is_counted, plain
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import AnyCall, Call
 from engines.lowering.calls.placement import Placement, Storage, buffer_bytes, tensor_view
@@ -77,10 +77,10 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
 
     A halo that is written once needs memory of its own, for nothing else may ever lie there. One that is written anew
     takes a short step in every run, but its buffer shares memory like any other. Halos of one geometry share already,
-    so they are taken together; first those that free the most for each step. Where extents are counted, it is decided
-    by their values: either is right.
+    so they are taken together; first those that free the most for each step. Where extents are counted, their
+    values decide: either way is right.
     """
-    buffers, fills = plain(buffers_of(lowered, max_batch)), plain(fills_of(lowered))
+    buffers, fills = _laid_out(lowered, max_batch)
     largest = _alive_at_once(buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
@@ -91,8 +91,14 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
         if plan_memory(buffers, fills).total <= SPARE * largest:
             break
         lowered = _with_borders(lowered, group)
-        buffers, fills = plain(buffers_of(lowered, max_batch)), plain(fills_of(lowered))
+        buffers, fills = _laid_out(lowered, max_batch)
     return lowered
+
+
+def _laid_out(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
+    """Buffers and halos, for the values of what is counted."""
+    buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
+    return plain((buffers, fills)) if is_counted(buffers) else (buffers, fills)
 
 
 def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import UnknownTensorError
-from engines.ir.counted import Counted, Pinned, counting_in, is_counted
+from engines.ir.counted import Pinned, counting_in, is_counted
 from engines.ir.deferred import Deferred, numbers
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import Extent
@@ -94,7 +94,7 @@ def deferred(node: Node, arguments: Sequence[Any], types: Types) -> tuple[Any, .
 
 def as_constant(value: Any, kind: TensorType) -> Any:
     """A known value as a constant of a graph."""
-    if isinstance(value, np.ndarray) and any(type(one) is Counted for one in value.flat if value.dtype == object):
+    if isinstance(value, np.ndarray) and is_counted(value):
         return numbers(value.reshape(-1).tolist(), kind.dtype, value.shape)
     return value
 
