@@ -72,25 +72,16 @@ class Templates:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """names: of the extents that are counted; fixed: the others, and the values of inputs that decide. source: of the
-    function, for whoever looks for a fault."""
+    """names: of the extents that are counted; fixed: the others, and the values of inputs that decide."""
     names: tuple[str, ...]
     fixed: Extents
-    source: str
     _made: Callable[..., Plan | None]
 
     @staticmethod
     def of(plan: Plan, counting: Counting, names: Sequence[str], fixed: Extents) -> Template:
         """names: those that were counted first, in their order. Raises Pinned: something in the plan cannot
         be written as a function of them."""
-        writer = _Writer(counting, len(names))
-        writer.guards()
-        for check in counting.checks:
-            writer.expression(check)
-        result = writer.expression(plan)
-        source, namespace = writer.function(result)
-        exec(compile(source, f"<template of {plan.name}>", "exec"), namespace)
-        return Template(tuple(names), dict(fixed), source, namespace["made"])
+        return Template(tuple(names), dict(fixed), function_of(plan, counting, len(names)))
 
     def plan(self, extents: Extents) -> Plan | None:
         """The plan for these extents; None: what it was made of does not hold for them, or one of its constants cannot
@@ -107,6 +98,19 @@ class Template:
             return None
         check_memory(plan.name, plan.machine.buffers, plan.max_batch)
         return dataclasses.replace(plan, extents=dict(extents))
+
+
+def function_of(value: Any, counting: Counting, extents: int) -> Callable[..., Any]:
+    """The function of so many extents, those that were counted first, that makes a value for them; it gives None where
+    a guard does not hold, and raises what the constants in it raise. Raises Pinned."""
+    writer = _Writer(counting, extents)
+    writer.guards()
+    for check in counting.checks:
+        writer.expression(check)
+    source, namespace = writer.function(writer.expression(value))
+    exec(compile(source, "<template>", "exec"), namespace)
+    made: Callable[..., Any] = namespace["made"]
+    return made
 
 
 class _Writer:

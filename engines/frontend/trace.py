@@ -25,8 +25,8 @@ SMALL = 4096        # elements: computed at once, a shape may depend on it; more
 
 @dataclass
 class Trace:
-    """Grows node by node. `values` holds constants, object arrays of ints and Extents (see engines.ir.shapes), and, where
-    extents are counted, what follows from them (engines.ops.counting)."""
+    """Grows node by node. `values` holds constants, object arrays of ints and Extents (see engines.ir.shapes), and what
+    follows from extents that are counted (engines.ops.counting)."""
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, Array] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)

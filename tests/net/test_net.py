@@ -1,12 +1,16 @@
 """Some of the net's graphs, the same in every run; `python -m tests.net` makes others."""
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import sampled_from
 
 from tests.net.check import check
 from tests.net.graphs import Case
 from tests.net.strategies import MIXED, NAMES, cases
+from tests.net.templates import check as check_template
 
 EXAMPLES = 20           # of a family, in a second or two
 
@@ -20,3 +24,16 @@ def test_random_graphs_compute_what_onnx_says(family: str) -> None:
         check(case)
 
     search()
+
+
+def test_templates_of_random_graphs_give_what_is_made_for_the_extents_alone() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=10 * EXAMPLES, derandomize=True, deadline=None, database=None,
+              suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
+    @given(sampled_from(NAMES).flatmap(cases))
+    def search(case: Case) -> None:
+        seen[check_template(case)] += 1
+
+    search()
+    assert seen["served"] > sum(seen.values()) // 5, seen       # it says something

@@ -1,0 +1,114 @@
+"""Random graphs lowered by a template, beside the same graphs lowered for the extents alone.
+
+Every extent that an input has is left open, equal ones by one name. The graph is imported, optimised and lowered once
+with extents that are counted; the function which that becomes must give, for other extents, the calls, the buffers and
+the constants that they have by themselves, or nothing.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import onnx
+
+from engines.compiler.builder import BuildConfig, Builder
+from engines.compiler.subject import Subject
+from engines.compiler.template import function_of
+from engines.errors import EngineError
+from engines.frontend.extents import open_extents, open_types
+from engines.frontend.onnx_file import read_model
+from engines.ir.counted import Counting, Pinned
+from engines.lowering.buffers import buffers_of
+from engines.lowering.lower import lower
+from engines.lowering.nest.program import NestProgram
+from tests.net.graphs import Case
+
+LANES, TRIES = 8, 6
+Extents = Mapping[str, int]
+
+
+def check(case: Case) -> str:
+    """Raises AssertionError where a template is wrong; else what was seen: "served", "traced" if its guards held for
+    no others, or why there is none."""
+    if any(0 in array.shape for array in case.inputs.values()):
+        return "empty"          # constants of no elements are merged where they are known to have none
+    subject, extents = opened(case)
+    try:
+        lowered(subject, extents)
+    except EngineError:
+        return "refused"
+    counting = Counting()
+    counted = {name: counting.extent(name, extent) for name, extent in extents.items()}
+    try:
+        made = function_of(lowered(subject, counted), counting, len(counted))
+    except (Pinned, EngineError):
+        return "pinned"
+    chance, served = Random(str(extents)), 0
+    for others in (extents, *({name: max(1, extent + chance.randrange(-2, 6)) for name, extent in extents.items()}
+                              for _ in range(TRIES))):
+        try:
+            with np.errstate(all="ignore"):
+                ours = made(*others.values())
+        except (EngineError, ArithmeticError, ValueError, IndexError):
+            ours = None
+        assert ours is not None or others is not extents, f"its own guards do not hold: {case!r}"
+        if ours is not None:
+            found = next(differences(ours, lowered(subject, others)), "")
+            assert not found, f"{dict(extents)}, {others}: {found}\n{case!r}"
+            served += others != extents
+    return "served" if served else "traced"
+
+
+def opened(case: Case) -> tuple[Subject, dict[str, int]]:
+    """The case's model, with names for the extents of its inputs, and their numbers."""
+    model = onnx.ModelProto.FromString(case.model().SerializeToString())
+    for dim in (dim for info in model.graph.input for dim in info.type.tensor_type.shape.dim if dim.dim_value > 0):
+        dim.dim_param = f"d{dim.dim_value}"
+    source = read_model(model)
+    types = open_types(source.name, source.declared(), {}, False)
+    names = open_extents(types)
+    precision = case.precision if case.precision in ("fp16", "bf16") else "fp32"
+    builder = Builder(BuildConfig(precision, timing=False))
+    numbers = {name: int(name[1:]) if name[1:].isdecimal() else 3 for name in names}
+    return Subject(builder, source, types, dict.fromkeys(names, 0), dependence=""), numbers
+
+
+def lowered(subject: Subject, extents: Extents) -> Any:
+    graph = subject.builder.stored(subject.made(extents))
+    made = lower(graph, LANES)
+    read = {placement.constant for call in made.calls for placement in call.inputs}.union(
+        *(call.node.inputs for call in made.calls))
+    constants = {name: graph.constants[name] for name in sorted(read & graph.constants.keys())}
+    return made.calls, buffers_of(made, 4), constants, {name: graph.types[name] for name in graph.outputs}
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Where two values differ. Of nests what is computed counts: an operation may be there twice."""
+    if isinstance(a, NestProgram) and isinstance(b, NestProgram):
+        a, b = meaning(a), meaning(b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        a, b = np.asarray(a), np.asarray(b)
+        if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):
+            yield f"{path}: {a!r} and {b!r}"
+    elif dataclasses.is_dataclass(a) and type(a) is type(b):
+        for field in dataclasses.fields(a):
+            yield from differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")
+    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
+        for key in a:
+            yield from differences(a[key], b[key], f"{path}[{key!r}]")
+    elif isinstance(a, tuple | list) and isinstance(b, tuple | list) and len(a) == len(b):
+        for place, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from differences(x, y, f"{path}[{place}]")
+    elif repr(a) != repr(b):
+        yield f"{path}: {a!r} and {b!r}"
+
+
+def meaning(program: NestProgram) -> Sequence[Any]:
+    """Its results as trees of operations."""
+    trees: list[Any] = []
+    for one in program.operations:
+        trees.append((one.op, one.kind, tuple(trees[arg] for arg in one.args), one.what))
+    return [trees[result] for result in program.results]
