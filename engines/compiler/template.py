@@ -178,8 +178,10 @@ class _Writer:
             arguments = "".join(f"{self.expression(one)}, " for one in value.arguments)
             return f"{self._constant(value.function)}({arguments})"
         if isinstance(value, LateBytes):
-            arrays = "".join(f"{self.expression(part)}, " for part in value.parts if isinstance(part, Deferred))
-            return f"{self._constant(value.joined)}(({arrays}))"
+            late = [part for part in value.parts if isinstance(part, Deferred)]
+            arrays, sizes = ("".join(f"{self.expression(one)}, " for one in some)
+                             for some in (late, [part.nbytes for part in late]))
+            return f"{self._constant(value.joined)}(({arrays}), ({sizes}))"
         if isinstance(value, Mapping):
             items = ", ".join(f"{self.expression(key)}: {self.expression(item)}" for key, item in value.items())
             return f"{{{items}}}"

@@ -33,7 +33,8 @@ class Deferred(NDArrayOperatorsMixin, Late):
 
     @cached_property
     def _now(self) -> Any:
-        return self.function(*map(plain, self.arguments))
+        with np.errstate(all="ignore"):
+            return self.function(*map(plain, self.arguments))
 
     @property
     def ndim(self) -> int:
@@ -80,7 +81,7 @@ class Deferred(NDArrayOperatorsMixin, Late):
         """Arithmetic, element by element, is deferred too."""
         if method != "__call__" or options or ufunc.nout != 1:
             return self._asked()
-        kinds = [np.zeros((1,) * len(one.shape), one.dtype) if isinstance(one, Deferred) else one for one in inputs]
+        kinds = [np.ones((1,) * len(one.shape), one.dtype) if isinstance(one, Deferred) else one for one in inputs]
         shape = broadcast(*(one.shape for one in map(_as_array, inputs)))
         return Deferred(ufunc, inputs, ufunc(*(_small(one) for one in kinds)).dtype, shape)
 
@@ -150,8 +151,11 @@ class LateBytes:
     parts: tuple[bytes | Deferred, ...]
     alignment: int
 
-    def joined(self, arrays: Sequence[Array]) -> bytes:
-        """All of them: the arrays are those that the Deferreds stand for, in order."""
+    def joined(self, arrays: Sequence[Array], sizes: Sequence[int]) -> bytes:
+        """All of them: the arrays are those that the Deferreds stand for, in order, and of so many bytes each. Raises
+        ValueError: one is of another size than what lies behind it was placed by."""
+        if any(array.nbytes != size for array, size in zip(arrays, sizes, strict=True)):
+            raise ValueError(f"constants of {[array.nbytes for array in arrays]} bytes, not of {list(sizes)}")
         late = iter(arrays)
         return b"".join(padded for part in self.parts for padded in (
             (part,) if isinstance(part, bytes) else _padded(next(late), self.alignment)))

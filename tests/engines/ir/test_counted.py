@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.ir.counted import Counting, Pinned, as_int, is_counted, plain, structure
-from engines.ir.deferred import Deferred, numbers
+from engines.ir.deferred import Deferred, LateBytes, numbers
 from engines.ir.polynomials import Polynomial
 from engines.ir.shapes import Extent, broadcast, dim, extent
 
@@ -120,3 +120,11 @@ def test_the_elements_of_a_deferred_constant_are_not_known() -> None:
     for asking in (np.asarray, list, np.sum, bool, lambda a: a.tolist(), lambda a: bool(a == 3), lambda a: a[1]):
         with pytest.raises(Pinned):
             asking(array)
+
+
+def test_late_bytes_of_another_size_than_they_were_placed_by_are_refused() -> None:
+    n = Counting().extent("n", 3)
+    late = LateBytes((b"ab" * 32, numbers([n], np.dtype(np.int64), (1,)), bytes(8)), 64)
+    assert late.joined([np.array([5])], [8]) == b"ab" * 32 + bytes([5]) + bytes(63) + bytes(8)
+    with pytest.raises(ValueError, match="16"):
+        late.joined([np.array([5, 6])], [8])
