@@ -62,9 +62,14 @@ class Deferred(NDArrayOperatorsMixin, Late):
         return self if np.dtype(dtype) == self.dtype else Deferred(
             _astype, (self, np.dtype(dtype)), np.dtype(dtype), self.shape)
 
+    @property
+    def listed(self) -> tuple[Any, ...] | None:
+        """Its elements, where they are numbers that were counted."""
+        return self.arguments[0] if self.function is _array else None
+
     def item(self) -> Any:
-        """Its only element, where that is a number: a Counted."""
-        return self.arguments[0][0] if self.function is _array and not self.shape else self._asked()
+        """The only one of them."""
+        return self.listed[0] if self.listed and not self.shape else self._asked()
 
     def transpose(self, order: Sequence[int]) -> Deferred:
         return Deferred(np.transpose, (self, tuple(order)), self.dtype, tuple(self.shape[axis] for axis in order))

@@ -20,6 +20,8 @@ from engines.ops import op_of
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.ops.reference import run_node
 
+EXACT = 1 << 24         # whole numbers below it are float32's
+
 
 def is_symbolic(value: Any) -> bool:
     """Whether an array depends on the batch."""
@@ -45,8 +47,10 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
     late = [isinstance(value, Deferred) or is_counted(value) and not is_symbolic(value) for value in values]
     if not any(late):
         return op.infer(node, inputs, values)
+    said = [_in_floats(value) if isinstance(value, Deferred) and node.op == "Range" else
+            None if isinstance(value, Deferred) else value for value in values]
     try:
-        types = op.infer(node, inputs, [None if isinstance(value, Deferred) else value for value in values])
+        types = op.infer(node, inputs, said)
     except UnknownTensorError as error:
         raise Pinned(str(error)) from error
     computed = any(value is None or is_symbolic(value) for value, kind in zip(values, inputs, strict=True) if kind)
@@ -55,6 +59,17 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
                  for value, kind, follows in zip(values, inputs, late, strict=True)]
         counting.checks.append(Deferred(_inferred, (node, tuple(inputs), tuple(given)), np.dtype(object), ()))
     return types
+
+
+def _in_floats(value: Deferred) -> Any:
+    """The numbers that a Cast made floats, in which they are exact."""
+    if value.function is _made and value.arguments[2].op == "Cast" and value.dtype in (np.float32, np.float64):
+        found = value.arguments[3].listed
+        if found is not None and all(-EXACT < number < EXACT for number in found):
+            array = np.empty(value.shape, object)
+            array.reshape(-1)[:] = found
+            return array
+    return None
 
 
 def _listed(value: Any) -> Any:

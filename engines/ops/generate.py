@@ -41,7 +41,7 @@ class Range(Op):
         first, *_ = present(inputs)
         if any(v is None for v in values) or len(values) < 3:
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
-        start, limit, delta = (v.item() for v in values if v is not None)
+        start, limit, delta = (_whole(v.item()) for v in values if v is not None)
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
             raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
         length = limit - start
@@ -55,6 +55,11 @@ class Range(Op):
         start, limit, delta = (a.item() for a in arrays)
         length = max(math.ceil((limit - start) / delta), 0)
         return np.asarray(start + delta * np.arange(length), arrays[0].dtype)
+
+
+def _whole(value: Any) -> Any:
+    """A number as an int, if it is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Multinomial(Op):
