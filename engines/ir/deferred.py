@@ -125,12 +125,18 @@ def table(values: Sequence[Any], dtype: np.dtype[Any]) -> Any:
 
 
 def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array],
-               shape: tuple[int, ...] | None = None) -> list[Any]:
-    """The arrays that a function makes, whose dtypes and, if nothing else is said, shapes are as those that it makes
-    now."""
+               shape: tuple[int, ...]) -> list[Any]:
+    """The arrays of that shape that a function makes; now: what it makes for the extents at hand."""
     all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
-    return [Deferred(operator.getitem, (all_of_them, which), one.dtype, one.shape if shape is None else shape)
-            for which, one in enumerate(now)]
+    return [Deferred(operator.getitem, (all_of_them, which), one.dtype, shape) for which, one in enumerate(now)]
+
+
+def late_vectors(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array]) -> list[Any]:
+    """The same of vectors and numbers, of which nobody knows yet how long they will be."""
+    counting = counting_in(arguments)
+    assert isinstance(counting, Counting), "they follow from extents"
+    return [one if not array.shape else replace(one, shape=(counting.measured(one) // array.itemsize,))
+            for one, array in zip(late_items(make, arguments, now, ()), now, strict=True)]
 
 
 def late_arrays(make: Callable[..., Sequence[Array]], *arguments: Any) -> list[Deferred]:

@@ -47,7 +47,7 @@ MODELS = {
     "a table of places": (mixer(), [{"T": n} for n in (50, 51, 77)]),
     "tokens": (attention_net(), [{"T": n} for n in (40, 41, 100)]),
     "a cache that grows": (growing_net(), [{"P": n} for n in (5, 6, 7, 31, 32, 33, 200)]),
-    "spans": (spans_net(), [{"N": 40, "E": n} for n in (5, 6, 9)]),
+    "spans": (spans_net(), [{"N": n, "E": n % 7 + 2} for n in (104, 168, 232)]),
     "steps": (recurrent_net(), [{"T": n} for n in (20, 21)]),
     "two extents": (pairs_net(), [{"rows": 20, "columns": n} for n in (40, 56, 72)]),
     "pictures": (picture_net(), [{"H": 64, "W": 96}, {"H": 128, "W": 96}])}
