@@ -4,9 +4,10 @@ legal shapes and values, each by a specialisation: a plan for these numbers, kep
     engine.run({"x": array})        # as Engine.run
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
-Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first, as long as shapes come
-again; "background" makes it on a thread of its own, and where that takes more than a moment the general version serves
-meanwhile: the same graph by kernels that take extents at run time; "off" makes none, the general version serves.
+Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
+a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by
+kernels that take extents at run time; "off" makes none, the general version serves. Where the last shapes came once
+each, it serves until a shape comes again.
 """
 from __future__ import annotations
 
@@ -271,10 +272,10 @@ class OpenEngine(OfPlan):
         with self._lock:
             once = self._demand.comes_once
             new = self._demand.is_new(key)
-        if way == "wait" and not (new and once):
-            return self._specialised(key)
-        if way in ("wait", "off") or self.policy.segment and new:
+        if way == "off" or new and (once or self.policy.segment):
             return self._general_version(key)
+        if way == "wait":
+            return self._specialised(key)
         return self._made_soon(key) or self._general_version(key)
 
     def _made_soon(self, key: Key) -> Engine | None:

@@ -19,8 +19,8 @@ REMEMBERED = 64             # shapes for each specialisation that is kept
 class Policy:
     """When specialisations are made, and how many are kept.
 
-    What waits for a specialisation does so at once, but for a network whose shapes come once each, as those of a cache
-    that grows: there it is made when a shape comes a second time.
+    Of a network whose shapes come once each, as those of a cache that grows, one is made when a shape comes a second
+    time; else at once.
 
     segment: of a program. Its extents may be 0, and often follow from data, so that most shapes come once: what is made
     in the background is made when its shape comes a second time.

@@ -451,6 +451,11 @@ def test_of_a_cache_that_grows_no_specialisation_is_made_before_a_length_comes_a
 
     for length in range(20, 32):
         np.testing.assert_allclose(engine.run(step(length))["y"], exact.run(step(length))["y"], atol=TOLERANCE)
+    quick = OpenEngine(build.plan, lambda: Specialiser(build.plan), policy=Policy("background", patience=60))
+    for length in range(20, 26):
+        quick.run(step(length))
+    assert sorted(extents["P"] for extents in quick.specialised if extents["P"] < 100) == [20, 21, 22, 23]
+    quick.close()
     lengths = [extents["P"] for extents in engine.specialised if extents["P"] < 100]
     assert lengths == [20, 21, 22, 23]
     engine.run(step(31))
