@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.backends import backend_of, device_of
+from engines.compiler.agreement import agree
 from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
@@ -101,7 +102,7 @@ class Specialiser:
         # The general version, made at the same time, is of the same graph: it is imported once.
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
-        self._templates = Templates(self._counted)
+        self._templates = Templates(self._counted, self._is_right)
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """The plan for these numbers of the open extents; max_batch: for other than its usual number of items. Raises
@@ -122,16 +123,28 @@ class Specialiser:
         """The same by kernels that take extents at run time, where those that the plan has will do or the compiler is
         there; else for the NumPy backend: right, and slow."""
         try:
-            if plan := self._templates.plan(extents):
-                return plan
-            subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
+            plan = self._templates.plan(extents) or self._alone(extents)
         except ImportError as error:
             log.warning("%s: NumPy computes %s, slowly, for the compiler is not installed (%s)", self._plan.name,
                         dict(extents), error)
-            return self._made("numpy", extents)
+            plan = None
+        return plan or self._made("numpy", extents)
+
+    def _alone(self, extents: Extents) -> Plan | None:
+        """The general version of these extents and no others; None: the backend has nothing general."""
+        subject, recipe = self._imported(self._target, extents, apart=True), self._part.recipe
         plan = subject.builder.general(_graph(subject, recipe, extents), recipe.ranges if recipe else None,
                                        lambda: _graph(subject, recipe, self._plan.extents))
-        return replace(plan, extents=dict(extents)) if plan else self._made("numpy", extents)
+        return replace(plan, extents=dict(extents)) if plan else None
+
+    def _is_right(self, plan: Plan, extents: Extents) -> bool:
+        """Whether a template's plan computes what the one does that is made for these extents alone."""
+        alone = self._alone(extents)
+        if alone and agree(plan, alone, self._plan, self._part.options.precision):
+            return True
+        log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
+                    self._plan.name, dict(extents))
+        return False
 
     def _counted(self, counting: Counting, extents: Extents) -> Plan | None:
         """The same plan of extents that are counted."""

@@ -33,9 +33,11 @@ log = logging.getLogger(__name__)
 class Templates:
     """Those of one model. One thread at a time."""
 
-    def __init__(self, trace: Callable[[Counting, Extents], Plan | None]) -> None:
-        """trace: the plan of these extents, those that are ints being counted; None: there are no such plans."""
-        self._trace, self._credit = trace, CREDIT
+    def __init__(self, trace: Callable[[Counting, Extents], Plan | None],
+                 right: Callable[[Plan, Extents], bool] = lambda plan, extents: True) -> None:
+        """trace: the plan of these extents, those that are ints being counted; None: there are no such plans. right:
+        whether a plan computes what the model does: asked of each template, of the second shape that it serves."""
+        self._trace, self._right, self._credit = trace, right, CREDIT
         self._known: list[Template] = []            # the one used last at the end
         self._first: set[int] = set()               # ids of those that have served the shape alone that they are of
 
@@ -43,11 +45,10 @@ class Templates:
         """The plan for these extents; None: no template holds for them, and there is none to be had."""
         for template in reversed(self._known):
             if plan := template.plan(extents):
+                if id(template) in self._first and not self._proven(template, plan, extents):
+                    return None
                 self._known.remove(template)
                 self._known.append(template)
-                if id(template) in self._first:
-                    self._first.remove(id(template))
-                    self._credit = min(self._credit + 2, CREDIT)
                 return plan
         made = self._traced(extents) if self._credit > 0 else None
         plan = made.plan(extents) if made else None
@@ -55,6 +56,19 @@ class Templates:
             self._known = [*self._known[1 - MOST:], made]
             self._first = {id(made), *self._first.intersection(map(id, self._known))}
         return plan
+
+    def _proven(self, template: Template, plan: Plan, extents: Extents) -> bool:
+        """Whether the plan is right that a template makes of the first shape that it was not traced for. Where one is
+        not, none of this model is trusted, and none will be made."""
+        if dict(extents) == template.of_shape:
+            return True
+        if not self._right(plan, extents):
+            self._known.clear()
+            self._credit = 0
+            return False
+        self._first.remove(id(template))
+        self._credit = min(self._credit + 2, CREDIT)
+        return True
 
     def _traced(self, extents: Extents) -> Template | None:
         """Whatever cannot be traced is made for its shape alone, and says then what is wrong with it."""
@@ -64,7 +78,7 @@ class Templates:
         counted = {name: counting.extent(name, extent) for name, extent in extents.items() if name not in fixed}
         try:
             plan = self._trace(counting, {name: counted.get(name, extent) for name, extent in extents.items()})
-            return Template.of(plan, counting, tuple(counted), fixed) if plan else None
+            return Template.of(plan, counting, extents, tuple(counted), fixed) if plan else None
         except (Pinned, Exception) as reason:       # of what may be a fault, the shape alone will tell
             log.info("there is no template for %s: %s: %s", dict(extents), type(reason).__name__, reason)
             return None
@@ -72,16 +86,18 @@ class Templates:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """names: of the extents that are counted; fixed: the others, and the values of inputs that decide."""
+    """of_shape: the extents that it was traced with; names: of those that are counted; fixed: the others, and the
+    values of inputs that decide."""
+    of_shape: Extents
     names: tuple[str, ...]
     fixed: Extents
     _made: Callable[..., Plan | None]
 
     @staticmethod
-    def of(plan: Plan, counting: Counting, names: Sequence[str], fixed: Extents) -> Template:
+    def of(plan: Plan, counting: Counting, extents: Extents, names: Sequence[str], fixed: Extents) -> Template:
         """names: those that were counted first, in their order. Raises Pinned: something in the plan cannot
         be written as a function of them."""
-        return Template(tuple(names), dict(fixed), function_of(plan, counting, len(names)))
+        return Template(dict(extents), tuple(names), dict(fixed), function_of(plan, counting, len(names)))
 
     def plan(self, extents: Extents) -> Plan | None:
         """The plan for these extents; None: what it was made of does not hold for them, or one of its constants cannot

@@ -126,8 +126,12 @@ def table(values: Sequence[Any], dtype: np.dtype[Any]) -> Any:
 
 def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array],
                shape: tuple[int, ...]) -> list[Any]:
-    """The arrays of that shape that a function makes; now: what it makes for the extents at hand."""
+    """The arrays of that shape that a function makes; now: what it makes for the extents at hand. It is called for
+    others also where that is nothing: it is what says that it makes the same there."""
+    counting = counting_in(arguments)
+    assert isinstance(counting, Counting), "they follow from extents"
     all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
+    counting.checks.append(all_of_them)
     return [Deferred(operator.getitem, (all_of_them, which), one.dtype, shape) for which, one in enumerate(now)]
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from engines.errors import EngineError, GraphError, UnknownTensorError
-from engines.ir.counted import Counted
+from engines.ir.counted import Counted, Pinned
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
 from engines.ops.items import ItemAxes, Mixed, beside, only_first
@@ -174,7 +174,13 @@ def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple
 
 
 def settled(array: Array, kind: TensorType) -> Array:
-    """An object array as an ordinary one, if no Extent is left in it, and nothing that is counted."""
+    """An object array as an ordinary one, if no Extent is left in it, and nothing that is counted. Raises Pinned: a
+    number that is counted goes round in a dtype as small as its own."""
+    for number in array.flat:
+        if type(number) is Counted and kind.dtype.kind in "iu":
+            limits = np.iinfo(kind.dtype)
+            if number < limits.min or number > limits.max:
+                raise Pinned(f"{number} does not fit {kind.dtype}")
     left = any(isinstance(v, Extent) or type(v) is Counted for v in array.flat)
     return array if left else array.astype(kind.dtype)
 

@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 from engines import build_engine
-from engines.compiler import template
+from engines.compiler import specialise, template
+from engines.compiler.agreement import agree
 from engines.compiler.specialise import Specialiser
 from engines.compiler.template import Templates
 from engines.errors import ConfigError, ModelError
@@ -193,3 +194,67 @@ def _checks_rows(plan: Plan) -> None:
     assert len(templates._templates._known) == 1
     with pytest.raises(ModelError, match="its indices reach from .* to 64"):
         templates.general({name: 65})
+
+
+FACTORS: dict[str, tuple[str, int, Any]] = {
+    "Mul": ("Div", 20, lambda x, n: x * np.float32(n / 20)), "Add": ("Sub", 20, lambda x, n: x + np.float32(n - 20)),
+    "Pow": ("Div", 10, lambda x, n: np.abs(x) ** np.float32(n / 10))}
+
+
+@pytest.mark.parametrize("op", FACTORS)
+def test_a_number_that_changes_nothing_where_it_was_traced_does_elsewhere(op: str) -> None:
+    """At 20 rows the factor is 1, the summand 0, the exponent 2."""
+    made_by, by, expected = FACTORS[op]
+    model = small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Cast", "n", "rows", to=1),
+         node(made_by, "rows by", "number"), node("Abs", "x", "positive"),
+         node(op, "positive number" if op == "Pow" else "x number", "y")], {"x": ["N", "T", 8]}, ["y"],
+        {"one": np.array(1), "by": np.array(by, np.float32)})
+    plan = built(model)
+    first, templates = Engine(plan, 1), Specialiser(plan)
+    templates._templates._right = lambda plan, extents: True
+    for rows in (20, 30, 7, 40):
+        feed = feeds(plan, {"T": rows})
+        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        np.testing.assert_allclose(found, expected(feed["x"], rows), rtol=1e-5)
+
+
+def test_a_small_integer_goes_round_where_its_dtype_ends() -> None:
+    model = small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Cast", "n", "small", to=2),
+         node("Cast", "small", "large", to=7), node("Cast", "large", "number", to=1), node("Add", "x number", "y")],
+        {"x": ["N", "T", 8]}, ["y"], {"one": np.array(1)})
+    plan = built(model)
+    first, templates = Engine(plan, 1), Specialiser(plan)
+    for rows in (40, 41, 255, 256, 300):
+        feed = feeds(plan, {"T": rows})
+        found = Engine(templates.general({"T": rows}), 1, None, first).run(feed)["y"]
+        np.testing.assert_allclose(found, feed["x"] + rows % 256, rtol=1e-5)
+
+
+def test_a_model_with_a_template_that_is_wrong_has_none(monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    plan = built(attention_net())
+    asked: list[dict[str, Any]] = []
+
+    def agreed(ours: Plan, theirs: Plan, *_: object) -> bool:
+        asked.append(dict(ours.extents))
+        return False
+
+    monkeypatch.setattr(specialise, "agree", agreed)
+    templates, alone = Specialiser(plan), without_templates(plan)
+    for length in (40, 40, 41, 100, 42):
+        assert not differences(templates.general({"T": length}), alone.general({"T": length}))
+    assert asked == [{"T": 41}] and not templates._templates._known
+    assert "what was found for other extents does not hold for {'T': 41}" in caplog.text
+
+
+def test_plans_agree_that_compute_the_same_and_no_others() -> None:
+    def scaled(factor: float) -> onnx.ModelProto:
+        return small_model([node("Mul", "x factor", "y"), node("ArgMax", "x", "at", axis=2, keepdims=0)],
+                           {"x": ["N", "T", 8]}, ["y", "at"], {"factor": np.array(factor, np.float32)})
+
+    plan, other, third = (built(scaled(factor)) for factor in (1.5, 1.51, 1.5))
+    for precision, alike in (("fp32", False), ("int8", True)):
+        assert agree(plan, third, plan, precision)
+        assert agree(plan, other, other, precision) == alike

@@ -20,7 +20,7 @@ from engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_
 from engines.backends.llvm.tuning.nearest import Timed, correction
 from engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from engines.codegen.compiler_pool import CompilerPool
-from engines.ir.counted import plain, structure
+from engines.ir.counted import Pinned, plain, structure
 from engines.lowering.problems.problem import Problem
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel
@@ -140,7 +140,8 @@ class Tuner:
         if choice.told is None:
             return choice
         kernel = type(choice.kernel)(problem, choice.kernel.items)
-        assert kernel.applies(self.isa), "the kernel solves what its problem is now"
+        if not kernel.applies(self.isa):    # no assert: what is asked here are guards, which python -O would leave out
+            raise Pinned("the kernel does not solve what its problem is now")
         return replace(choice, kernel=kernel, told=told(self.generals.named(choice.symbol), kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:

@@ -1,0 +1,48 @@
+"""Whether two plans of a model compute the same: what a template makes is tried beside what its extents alone make."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from engines.errors import EngineError
+from engines.ir.dtypes import dtype_named
+from engines.ir.graph import Array
+from engines.plan.plan import IoTensor, Plan
+from engines.runtime.engine import Engine
+
+# Of the largest number of an output: two plans sum in other orders, and what is stored in fewer bits rounds otherwise.
+CLOSE: Mapping[str, float] = {"fp32": 1e-3}
+ROUNDED = 3e-2
+CHANGED = 0.01          # of the elements of integers: of numbers that are nearly equal another one is the greatest
+
+
+def agree(plan: Plan, other: Plan, first: Plan, precision: str) -> bool:
+    """Whether the plans make the same of numbers drawn at random (integers: 0 and 1, which are places in any table), as
+    far as a precision lets one expect. first: the plan whose constants they share."""
+    base = Engine(first)
+    random = np.random.default_rng(0)
+    feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
+    try:
+        ours, theirs = (Engine(one, beside=base if one.machine.shared else None).run(feeds) for one in (plan, other))
+    except EngineError:         # such numbers are none for this model
+        return False
+    return all(_alike(ours[name], array, CLOSE.get(precision, ROUNDED)) for name, array in theirs.items())
+
+
+def _drawn(random: np.random.Generator, io: IoTensor, items: int) -> Array:
+    shape, dtype = io.shape_of(items), dtype_named(io.dtype)
+    drawn = random.integers(0, 2, shape) if dtype.kind in "iub" else random.normal(size=shape)
+    return drawn.astype(dtype)
+
+
+def _alike(a: Array, b: Array, close: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.kind in "iub":
+        return not a.size or float(np.mean(a != b)) <= CHANGED
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(y)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return False
+    return bool(np.all(np.abs(x - y)[finite] <= close * np.max(np.abs(y), initial=0.0, where=finite)))
