@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engines.ir.graph import Graph, Node
+from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Peaks
@@ -42,9 +42,6 @@ class Session(Protocol):
     @property
     def arithmetic(self) -> Collection[str]:
         """The precisions that the target computes in; tensors of others are stored so, and sums are in float32."""
-
-    def by_reference(self, graph: Graph) -> Sequence[Node]:
-        """The nodes of such a graph that there are no kernels for."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> Any:

@@ -22,7 +22,7 @@ from engines.faults import faults_named
 from engines.frontend.inputs import Value, is_size
 from engines.frontend.onnx_file import Model
 from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.graph import BATCH, Graph, Node
+from engines.ir.graph import BATCH, Graph
 from engines.ir.pixels import Pixels
 from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
@@ -146,18 +146,6 @@ class Builder:
             most, usual = max(most for _, _, most in batches), batches[0][1]
             self.config = replace(self.config, max_batch=self.config.max_batch or most,
                                   opt_batch=self.config.opt_batch or (usual if usual > 1 else None))
-
-    def on_reference(self, graph: Graph) -> float:
-        """The share of what the nodes of a float graph read and write, but for constants, that is of nodes for which
-        there is no kernel."""
-        stored = quantize_as_given(graph, self.config.keep_float) if is_quantised(graph) else graph
-        stored = set_float_precision(stored, "fp32")
-
-        def moved(nodes: Sequence[Node]) -> int:
-            return sum(bytes_of(stored.types[name]) for node in nodes for name in {*node.inputs, *node.outputs}
-                       if name in stored.types and name not in stored.constants)
-
-        return moved(self._session.by_reference(stored)) / max(moved(stored.nodes), 1)
 
     def edges(self, graph: Graph) -> tuple[str, ...]:
         """The tensors whose ranges an int8 build asks for."""

@@ -40,7 +40,6 @@ Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 KEPT = 4            # graphs of other extents, by default: each holds what its constants were folded to
 GUESSES = (1, 64, 32, 16, 2)        # for all open extents, where the likely ones make no graph ...
 LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
-NOTICED = 0.05      # of what nodes read and write: less on the reference is not worth a specialisation for each batch
 
 
 @dataclass
@@ -156,38 +155,12 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
             builder.forget()
             builder.config = config         # without the batch of profiles
             continue
-        if each is types and len(tries) > 1 and not config.opt_batch and subject.graph.dependence:
-            return _with_kernels(subject, alone, seen)
         if each is alone:
             builder.notices.append("each number of items has a specialisation of its own, for the batch cannot be left "
                                    f"open: {reason}")
         return subject
     assert reason is not None
     raise reason
-
-
-def _with_kernels(subject: Subject, alone: Mapping[str, TensorType], seen: Seen) -> Subject:
-    """The subject, whose items depend on each other; where the reference would run a good part of it for the batch's
-    sake, as no kernel computes across items that only a run counts, that without a batch."""
-    builder = subject.builder
-    slow = builder.on_reference(subject.graph)
-    if slow < NOTICED:
-        return subject
-    said, config = (list(builder.log), list(builder.notices)), builder.config
-    builder.forget()
-    try:
-        counted = _compilable(builder, subject.source, alone, seen)
-        if builder.on_reference(counted.graph) < slow / 2:
-            builder.notices.append("each number of items has a specialisation of its own, for kernels do not compute "
-                                   f"across those of an open batch: {subject.graph.dependence}")
-            return counted
-    except EngineError as error:
-        if isinstance(error, CompilerFault):
-            raise
-    builder.forget()
-    builder.log[:], builder.notices[:] = said
-    builder.config = config
-    return subject
 
 
 def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorType], seen: Seen,

@@ -27,11 +27,6 @@ class Lowered:
         """The calls that solve problems."""
         return [call for call in self.calls if isinstance(call, Call)]
 
-    @property
-    def by_reference(self) -> list[Node]:
-        """The nodes that no rule takes."""
-        return [call.node for call in self.calls if isinstance(call, FallbackCall)]
-
 
 def lower(graph: Graph, lanes: int) -> Lowered:
     """The graph that passes.pipeline made, with stored types decided, as calls that solve problems.

@@ -17,7 +17,7 @@ from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.splitting import Splitting, aligned
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.errors import ConfigError
-from engines.ir.graph import BATCH, Graph, Node
+from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
@@ -99,9 +99,6 @@ class CudaSession:
     @property
     def processor(self) -> str:
         return self.tuner.device.name if self.tuner else detect().model
-
-    def by_reference(self, graph: Graph) -> list[Node]:
-        return lower(graph, GROUP_COUTS).by_reference
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CudaChosen:

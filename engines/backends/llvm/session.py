@@ -21,7 +21,7 @@ from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Tuner
 from engines.ir.counted import as_int, is_counted
 from engines.ir.deferred import table
-from engines.ir.graph import BATCH, Graph, Node
+from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import NO_BUFFER, Placement
@@ -87,9 +87,6 @@ class LlvmSession:
     @property
     def processor(self) -> str:
         return self.tuner.processor
-
-    def by_reference(self, graph: Graph) -> list[Node]:
-        return lower(graph, self.isa.lanes).by_reference
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CpuChosen:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engines.backends.base import Backend, Progress, TimedNode
-from engines.ir.graph import Graph, Node
+from engines.ir.graph import Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import name_of
 from engines.lowering.lower import Lowered, lower
@@ -63,9 +63,6 @@ class NumpySession:
 
     def take_over(self, plan: Plan) -> None:
         """Nothing: constants are those of the graph."""
-
-    def by_reference(self, graph: Graph) -> list[Node]:
-        return lower(graph, lanes=1).by_reference
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> NumpyChosen:

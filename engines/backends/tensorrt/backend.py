@@ -15,7 +15,7 @@ from engines.backends.base import Backend, Progress, Session, TimedNode
 from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
 from engines.capacity import gigabytes, too_large
 from engines.errors import ConfigError
-from engines.ir.graph import BATCH, Graph, Node
+from engines.ir.graph import BATCH, Graph
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import Buffer, GeneralKernel, MachinePart, Plan, Step, TensorView
@@ -47,10 +47,6 @@ class TensorRtSession:
 
     def take_over(self, plan: Plan) -> None:
         """Nothing: every engine has its own weights."""
-
-    def by_reference(self, graph: Graph) -> Sequence[Node]:
-        """None: what TensorRT has no kernel for, it refuses."""
-        return ()
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> TensorRtChosen:

@@ -106,34 +106,6 @@ def test_what_depends_on_the_number_of_items_is_specialised_for_each(name, nodes
         engine.run({"x": random(3, *shapes["x"][1:], 1)})
 
 
-@pytest.mark.parametrize("nodes", [
-    [helper.make_node("ReduceMean", ["x"], ["m"], axes=[0]), helper.make_node("Sub", ["x", "m"], ["y"])],
-    [helper.make_node("Softmax", ["x"], ["y"], axis=0)],
-    [helper.make_node("CumSum", ["x", "first"], ["y"])],
-    [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["t", "x"], ["y"])]],
-    ids=["a mean", "a softmax", "running sums", "products of columns"])
-def test_what_computes_across_items_has_kernels_for_each_number_of_them(nodes):
-    proto = model(nodes, {"x": ["n", 4]}, {"y": None}, first=np.array(0))
-    build = build_engine(proto, timing=False, cache=False)
-    engine = build.engine()
-    assert not build.coverage.by_reference and "across those of an open batch" in build.notices[-1]
-    for items in (1, 3, 40):
-        x = random(items, 4)
-        want, = ReferenceEvaluator(proto).run(None, {"x": x})
-        np.testing.assert_allclose(engine.run({"x": x})["y"], want, rtol=1e-5)
-    for asked in ({"max_batch": 8}, {"opt_batch": 4}):
-        assert build_engine(proto, timing=False, cache=False, **asked).plan.max_batch, asked
-
-
-def test_a_batch_stays_open_where_little_is_computed_across_its_items():
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["r"]),
-             helper.make_node("MatMul", ["r", "v"], ["z"]), helper.make_node("ReduceMean", ["z"], ["y"], axes=[0])]
-    build = build_engine(model(nodes, {"x": ["n", 64]}, {"y": None}, w=random(64, 256), v=random(256, 4)),
-                         timing=False, cache=False)
-    assert build.plan.max_batch and [one.operator for one in build.coverage.by_reference] == ["ReduceMean"]
-    assert any("neither cut nor merged" in notice for notice in build.notices)
-
-
 def test_a_recurrent_state_of_fixed_extents_is_not_stretched_over_the_batch():
     nodes = [helper.make_node("Transpose", ["x"], ["t"], perm=[1, 0, 2]),
              helper.make_node("RNN", ["t", "w", "r", "", "", "h"], ["", "y"], hidden_size=6)]
