@@ -79,11 +79,7 @@ class Inflight:
         time."""
         self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
         if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
-            call.timer = self._loop.call_later(self.send_timeout_secs, self.give_up, call)
-
-    def measured(self, call: OpenCall, held_bytes: int) -> None:
-        """To be called when it is found out what is held for a client."""
-        self._count(call, held_bytes - call.held_bytes)
+            call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
@@ -111,8 +107,7 @@ class Inflight:
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= _LITTLE_BYTES and not self._trimming:
             self._trimming = self._loop.call_later(_QUIET_SECS, self._trim)
 
-    def give_up(self, call: OpenCall) -> None:
-        """Disconnects a client that is too late."""
+    def _give_up(self, call: OpenCall) -> None:
         if call.client:
             log.warning("%s has not read its answer in %g s: its connection is closed", call.client.peer(),
                         self.send_timeout_secs)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import logging
 import tracemalloc
 import weakref
@@ -28,7 +27,6 @@ from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
-needs_fast = pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is None, reason="it is not installed")
 ONE_CALL = 3 * 4 * VALUES                       # what the server counts: an input, and an answer twice
 
 
@@ -90,40 +88,6 @@ def test_a_client_that_does_not_read_its_answer_in_time_is_disconnected(
         mute.close()
         assert client.is_server_live()
     assert caplog.text.count("has not read") == 1 and "Traceback" not in caplog.text
-
-
-def mute_on_the_fast_front(server: RunningServer, answers: int) -> MuteClient:
-    mute = MuteClient(server.ports.grpc)
-    for _ in range(answers):
-        mute.ask(INFER, request("large", VALUES))
-    return mute
-
-
-@needs_fast
-def test_answers_that_nobody_reads_count_on_the_fast_front_as_well(tmp_path: Path) -> None:
-    write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
-    write_model(tmp_path, "m")
-    with (serving(tmp_path, grpc_front="fast", max_inflight_bytes=16 << 20) as server,
-          grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel):
-        mute = mute_on_the_fast_front(server, 12)
-        assert eventually(lambda: held(server) > 14 << 20)
-        assert status(channel, INFER, request("large", VALUES)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert channel.unary_unary(INFER)(request("m", 4)), "there is room for it"
-        mute.close()
-        assert eventually(lambda: held(server) == 0)
-        assert channel.unary_unary(INFER)(request("large", VALUES))
-
-
-@needs_fast
-def test_a_client_that_reads_nothing_is_disconnected_from_the_fast_front(tmp_path: Path) -> None:
-    write_model(tmp_path, "large", shape=[VALUES], max_batch=1)
-    with serving(tmp_path, grpc_front="fast", send_timeout_secs=0.1) as server:
-        mute = mute_on_the_fast_front(server, 12)
-        with pytest.raises((EOFError, ConnectionError)):
-            while True:
-                mute.read_frame()
-        mute.close()
-        assert eventually(lambda: held(server) == 0)
 
 
 @pytest.mark.parametrize("method", [method.name for method in protos.methods(protos.INFERENCE_SERVICE)

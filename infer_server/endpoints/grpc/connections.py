@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import unquote
 
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
-_ACKNOWLEDGED = slice(120, 128)     # tcpi_bytes_acked of Linux's struct tcp_info: linux/tcp.h
 
 
 def stop_listening(port: int) -> None:
@@ -41,13 +39,6 @@ def disconnect(port: int, peer: str = "") -> None:
 def is_connected(port: int) -> bool:
     """Whether anybody is connected to a port of this process."""
     return any(not _listens(end) for _, end in _sockets(port))
-
-
-def acknowledged(port: int) -> dict[str, int]:
-    """The bytes that each peer of a port of this process has acknowledged, by its name as gRPC writes it."""
-    return {_peer(connection): int.from_bytes(connection.getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED], sys.byteorder)
-            for _, connection in _sockets(port) if not _listens(connection)}
 
 
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:

@@ -2,7 +2,7 @@
 
 Calls arrive in batches, as plain values: one hand-over to the event loop for all of them, and neither a coroutine nor a
 future for each. TLS and limits on the age of connections are for the server on grpc.aio alone. An answer counts as read
-once it is handed over, unless unread.py finds that its client's connection is far behind: pygrpc-native does not tell.
+once it is handed over, for pygrpc-native does not tell when a client has taken which.
 """
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import grpc
 import protos
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
-from infer_server.endpoints.grpc.unread import Unread
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
@@ -64,7 +63,6 @@ class FastServer:
         self._answers: dict[int, _Answer] = {}              # that are awaited, by the numbers of their calls
         self._loop = asyncio.get_running_loop()
         self.native: NativeGrpcFront
-        self.unread: Unread
 
     def add_insecure_port(self, address: str) -> int:
         from pygrpc_native import NativeGrpcFront
@@ -73,9 +71,7 @@ class FastServer:
                                           metrics=True, **self._settings)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"cannot bind {address}: {error}") from error
-        port: int = self.native.bound_port
-        self.unread = Unread(port, self._front.inflight, self._front.disconnect)
-        return port
+        return self.native.bound_port
 
     async def start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="infer-server-")
@@ -183,7 +179,6 @@ class _Answer:
         self._end()
         if not self._sent:
             self._server.native.respond(self.number, response)
-        self._server.unread.handed_over(self._peer, len(response))
 
     def fail(self, error: Exception) -> None:
         if not self.gone:
