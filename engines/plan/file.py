@@ -49,7 +49,7 @@ from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, 
 from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
-VERSION = 11
+VERSION = 12
 ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections

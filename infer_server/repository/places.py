@@ -61,7 +61,8 @@ class LocalFolder(Place):
             raise RepositoryError(f"model repository {self.path}: {error.strerror}") from error
 
     def has(self, name: str) -> bool:
-        return is_name(name) and os.path.isdir(self.path / name)     # without a look at all others, for each of them
+        # Where it is, without a look at all others for each of them; where it is not, the look says whether one can.
+        return is_name(name) and os.path.isdir(self.path / name) or name in self.names()
 
     def fetch(self, name: str) -> None:
         """It is here."""

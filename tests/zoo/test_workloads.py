@@ -1,16 +1,13 @@
 """The field's workloads, each shrunk: built without an option, in float32 and INT8, they say what ONNX Runtime says."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import pytest
 
-from benchmarks.zoo.__main__ import report, row
 from benchmarks.zoo.oracle import run_onnx
 from benchmarks.zoo.pictures import feeds_for
-from benchmarks.zoo.trial import Facts, Folder, compared
+from benchmarks.zoo.trial import compared
 from benchmarks.zoo.workloads import WORKLOADS
 from calibration import Calibration
 from engines import build_engine
@@ -48,15 +45,3 @@ def test_detectors_with_suppression_are_valid_models(name: str) -> None:
 def test_rows_of_indices_are_compared_in_any_order() -> None:
     kept = np.array([[0, 1, 7], [0, 1, 9], [0, 2, 3], [0, 2, 4]])
     assert compared([kept], [kept[::-1]]) == (0, np.inf) and compared([kept], [kept[[0, 0, 2, 3]]])[0] == 0.25
-
-
-def test_a_row_compares_turn_by_turn_and_a_failure_is_told(tmp_path) -> None:
-    facts = Facts("dcgan", "fp32", steps=9, by_reference=1, reference_share=0.25, operators=("Unique",), error=1e-6,
-                  sqnr_db=100.0, unit="ms", turns={"infer-server": [2.0, 4.0, 4.0], "ONNX Runtime": [4.0, 4.0, 8.0]},
-                  notes={"OpenVINO": "it failed", "ONNX Runtime": "fp32"})
-    folder = Folder(tmp_path, "dcgan", "fp32")
-    folder.write(facts)
-    assert folder.read() == facts
-    assert row(facts)[3:10] == ["25.0 %: Unique", "1.0e-06", "100", "4 (2)", "2.00 (1.50 to 2.00)", "failed", 3]
-    assert row(replace(facts, precision="int8", by_cost=True))[7::3] == ["2.00 (1.50 to 2.00, fp32)", "0, by cost"]
-    assert "not built" in report([Facts("dlrm", "int8", failure="not built")])

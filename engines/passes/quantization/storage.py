@@ -70,12 +70,9 @@ def stored_by(graph: Graph, node: Node) -> Stored:
 
 
 def _by_nests(graph: Graph, node: Node) -> bool:
-    """A window, or another operator on images, over those with their channels first, or over volumes; a transposed
-    convolution that is dilated."""
+    """A window, or another operator on images, over those with their channels first, or over volumes."""
     if not issubclass(op_of(node.op), LayoutOp):
         return False
-    if node.op == "ConvTranspose" and set(node.attrs.get("dilations") or (1,)) != {1}:
-        return True
     return not node.attrs.get("channels_last") or len(graph.shape(node.inputs[0])) > 4 and node.op not in _OF_VOLUMES
 
 

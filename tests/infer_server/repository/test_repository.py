@@ -321,3 +321,10 @@ def test_a_load_reads_the_model_once_and_does_not_look_at_all_others(tmp_path: P
     repository = Repository([place], load)
     asyncio.run(load_all())
     assert place.listings == 1 and place.read == dict.fromkeys(names, 1)
+
+
+def test_a_place_that_is_gone_is_not_one_without_the_model(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    assert LocalFolder(tmp_path).has("here") and not LocalFolder(tmp_path).has("there")
+    with pytest.raises(RepositoryError, match="No such file"):
+        LocalFolder(tmp_path / "gone").has("here")
