@@ -274,11 +274,11 @@ class Counted:
 
     def __le__(self, other: Any) -> Any:
         more = self._asked("<", other, -1)
-        return more if more is NotImplemented else not more
+        return more if more is NotImplemented else not more and other == other      # no number: neither
 
     def __ge__(self, other: Any) -> Any:
         less = self._asked("<", other)
-        return less if less is NotImplemented else not less
+        return less if less is NotImplemented else not less and other == other
 
     def __bool__(self) -> bool:
         return not self.counting.asked("==", self.polynomial)

@@ -315,8 +315,7 @@ class OpenEngine(OfPlan):
             engine = self._engine(plan) if plan.machine.shared else Engine(plan, self.threads)
             with self._lock:
                 self._general[key] = engine
-                while len(self._general) > self.policy.most:
-                    self._general.popitem(last=False)
+                self._drop_least_used(self._general)
             return engine
 
     def _order(self, key: Key) -> Ordered | None:
@@ -358,15 +357,15 @@ class OpenEngine(OfPlan):
             return self._specialiser
 
     def _keep(self, key: Key, engine: Engine) -> None:
-        """Keep it, and of the others those that were used last, as many as there is room for."""
-        limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
         with self._lock:
             self._ready[key], self._last = engine, None
-            while len(self._ready) > 1 and (len(self._ready) > self.policy.most or self._bytes() > limit):
-                self._ready.popitem(last=False)
+            self._drop_least_used(self._ready)
 
-    def _bytes(self) -> int:
-        return sum(engine.bytes for engine in self._ready.values())
+    def _drop_least_used(self, kept: OrderedDict[Key, Engine]) -> None:
+        """Keep those that were used last, as many as there is room for."""
+        limit = memory_limit() * MEMORY_SHARE if self.policy.memory is None else self.policy.memory
+        while len(kept) > 1 and (len(kept) > self.policy.most or sum(one.bytes for one in kept.values()) > limit):
+            kept.popitem(last=False)
 
     def _engine(self, plan: Plan) -> Engine:
         engine = Engine(plan, self.threads, self._cpus, self._first, self._gpu)

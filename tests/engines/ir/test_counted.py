@@ -128,3 +128,10 @@ def test_late_bytes_of_another_size_than_they_were_placed_by_are_refused() -> No
     assert late.joined([np.array([5])], [8]) == b"ab" * 32 + bytes([5]) + bytes(63) + bytes(8)
     with pytest.raises(ValueError, match="16"):
         late.joined([np.array([5, 6])], [8])
+
+
+def test_no_number_is_neither_more_nor_less() -> None:
+    counting = Counting()
+    n = counting.extent("n", 5)
+    assert not any((n < math.nan, n <= math.nan, n > math.nan, n >= math.nan, n == math.nan)) and n != math.nan
+    assert n <= math.inf and n >= -math.inf and not n >= math.inf
