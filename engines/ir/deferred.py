@@ -105,6 +105,11 @@ def contiguous(array: Any) -> Any:
     return array if isinstance(array, Deferred) else np.ascontiguousarray(array)
 
 
+def elementwise(function: Callable[[Array], Array], array: Any, dtype: np.dtype[Any]) -> Any:
+    """What a function makes of each element of an array, which may be deferred; of that dtype."""
+    return Deferred(function, (array,), dtype, array.shape) if isinstance(array, Deferred) else function(array)
+
+
 def _as_array(one: Any) -> Any:
     return one if isinstance(one, Deferred) else np.asarray(one)
 

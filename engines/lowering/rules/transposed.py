@@ -92,8 +92,9 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     couts, count = y.view.shape[-1], len(apart)
     first = min(column.first for column in columns)
     taps = max(column.first + len(column.taps) for column in columns) - first
-    alike = {(call.problem.program, call.problem.y) for call in apart if isinstance(call.problem, Contraction)}
-    if (others or len(alike) > 1 or count != columns[0].step or y.view.strides[-2] != count * couts * y.view.size
+    same = problem.program, problem.y
+    differ = any((one.problem.program, one.problem.y) != same for one in apart if isinstance(one.problem, Contraction))
+    if (others or differ or count != columns[0].step or y.view.strides[-2] != count * couts * y.view.size
             or taps * -(-count * couts // lanes) > sum(len(c.taps) for c in columns) * -(-couts // lanes)):
         return None
     outer, depth = problem.taps[:-1], x.view.shape[-1]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from engines.ir.counted import as_int
-from engines.ir.graph import Dim, Graph, Node
+from engines.ir.deferred import elementwise
+from engines.ir.graph import Array, Dim, Graph, Node
 from engines.passes.layout.permutations import axis_groups
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import ATTENTION, reader, scalar
@@ -156,11 +158,16 @@ class _AttentionFusion(GraphEditor):
         """0 where a score is seen, the value where it is hidden."""
         array = self.graph.constants.get(mask.name)
         if array is not None:
-            hide = array.astype(bool) == mask.holds
-            return self.add_constant(f"{base}.mask", np.where(hide, value, 0).astype(np.float32))
+            added = elementwise(partial(_added, mask.holds, value), array, np.dtype(np.float32))
+            return self.add_constant(f"{base}.mask", added)
         numbers = [self.add_constant(f"{base}.{label}", np.full(1, n, np.float32))
                    for label, n in (("hidden", value), ("seen", 0.0))]
         return self.add(f"{base}.mask", "Where", [mask.name, *(numbers if mask.holds else numbers[::-1])])
+
+
+def _added(holds: bool, value: float, mask: Array) -> Array:
+    """The value where the mask is that, else 0."""
+    return np.where(mask.astype(bool) == holds, value, 0).astype(np.float32)
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:

@@ -10,6 +10,7 @@ import numpy as np
 from engines.ir.counted import Counted, structure
 from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Graph, Node
+from engines.ir.shapes import CountedDim
 from engines.ops import op_of
 from engines.passes.rewriting.editor import GraphEditor
 
@@ -72,6 +73,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, CountedDim):
+        return structure(value.extent)
     if type(value) is Counted:          # those that were counted alike
         return structure(value)
     if isinstance(value, list | tuple):

@@ -44,7 +44,21 @@ def mixer() -> onnx.ModelProto:
          "middle": np.array([1])})
 
 
+def causal() -> onnx.ModelProto:
+    """Attention to what came before, by a mask that the model computes of how many rows there are."""
+    return small_model(
+        [node("Shape", "x", "s"), node("Gather", "s one", "n"), node("Range", "zero n one", "at"),
+         node("Unsqueeze", "at last", "column"), node("Unsqueeze", "at first", "row"),
+         node("LessOrEqual", "row column", "seen"), node("MatMul", "x w", "q"),
+         node("Transpose", "x", "k", perm=[0, 2, 1]), node("MatMul", "q k", "scores"),
+         node("Where", "seen scores hidden", "masked"), node("Softmax", "masked", "p", axis=-1),
+         node("MatMul", "p x", "y")], {"x": ["N", "T", 16]}, ["y"],
+        {"w": random(16, 16), "zero": np.array(0), "one": np.array(1), "first": np.array([0]), "last": np.array([1]),
+         "hidden": np.array(-np.inf, np.float32)})
+
+
 MODELS = {
+    "a causal mask": (causal(), [{"T": n} for n in (20, 21, 30, 47)]),
     "a table of places": (mixer(), [{"T": n} for n in (50, 51, 77)]),
     "tokens": (attention_net(), [{"T": n} for n in (40, 41, 100)]),
     "a cache that grows": (growing_net(), [{"P": n} for n in (5, 6, 7, 31, 32, 33, 200)]),
