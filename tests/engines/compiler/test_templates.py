@@ -161,6 +161,13 @@ def test_more_than_there_is_memory_for_is_refused_of_a_template_too(monkeypatch:
         templates.general({"T": 4000})
 
 
+def test_a_small_shape_is_served_though_there_is_no_memory_for_so_many_items_of_the_usual_one(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = without_templates(built(attention_net()))
+    monkeypatch.setattr(buffers, "too_large", lambda size: "all of it" if size > 100_000 else "")
+    assert alone.general({"T": 3})
+
+
 def test_a_constant_that_cannot_be_computed_leaves_the_word_to_the_model() -> None:
     """The table has 512 rows."""
     templates = Specialiser(built(growing_net()))
