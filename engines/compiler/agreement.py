@@ -17,14 +17,13 @@ ROUNDED = 3e-2
 CHANGED = 0.01          # of the elements of integers: of numbers that are nearly equal another one is the greatest
 
 
-def agree(plan: Plan, other: Plan, first: Plan, precision: str) -> bool:
+def agree(plan: Plan, other: Plan, first: Engine, precision: str) -> bool:
     """Whether the plans make the same of numbers drawn at random (integers: 0 and 1, which are places in any table), as
-    far as a precision lets one expect. first: the plan whose constants they share."""
-    base = Engine(first)
+    far as a precision lets one expect. first: the engine whose constants they share."""
     random = np.random.default_rng(0)
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:
-        ours, theirs = (Engine(one, beside=base if one.machine.shared else None).run(feeds) for one in (plan, other))
+        ours, theirs = (Engine(one, beside=first if one.machine.shared else None).run(feeds) for one in (plan, other))
     except EngineError:         # such numbers are none for this model
         return False
     return all(_alike(ours[name], array, CLOSE.get(precision, ROUNDED)) for name, array in theirs.items())

@@ -33,6 +33,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.quantization.recipe import prepared
 from engines.plan.extents import Extents, open_extents, value_name
 from engines.plan.plan import GeneralKernel, IoTensor, OpenOptions, OpenPart, Plan, graph_of
+from engines.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Specialiser:
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._importing = threading.Lock()
         self._templates = Templates(self._counted, self._is_right)
+        self.first: Engine | None = None        # of the plan, where somebody has it loaded
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
         """The plan for these numbers of the open extents; max_batch: for other than its usual number of items. Raises
@@ -140,7 +142,7 @@ class Specialiser:
     def _is_right(self, plan: Plan, extents: Extents) -> bool:
         """Whether a template's plan computes what the one does that is made for these extents alone."""
         alone = self._alone(extents)
-        if alone and agree(plan, alone, self._plan, self._part.options.precision):
+        if alone and agree(plan, alone, self.first or Engine(self._plan), self._part.options.precision):
             return True
         log.warning("%s: what was found for other extents does not hold for %s, so each is compiled alone from now on",
                     self._plan.name, dict(extents))

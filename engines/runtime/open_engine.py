@@ -51,7 +51,11 @@ log = logging.getLogger(__name__)
 
 
 class SpecialisationMaker(Protocol):
-    """What makes specialisations: engines.compiler.specialise.Specialiser."""
+    """What makes specialisations: engines.compiler.specialise.Specialiser.
+
+    first: the engine whose constants they share
+    """
+    first: Engine | None
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan: ...
     def general(self, extents: Extents) -> Plan: ...
@@ -354,6 +358,7 @@ class OpenEngine(OfPlan):
         with self._lock:
             if self._specialiser is None:
                 self._specialiser = self._make()
+                self._specialiser.first = self._first
             return self._specialiser
 
     def _keep(self, key: Key, engine: Engine) -> None:
