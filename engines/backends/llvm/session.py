@@ -16,7 +16,7 @@ from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
-from engines.backends.llvm.tuning.item_major import with_item_major_runs
+from engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
 from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Tuner
 from engines.ir.counted import as_int, is_counted
@@ -150,7 +150,10 @@ class LlvmSession:
             if self.tuner.timing:
                 self._timed |= self.tuner.corrections(chosen.choices)
             choices = [[chosen.choices[call.problem]] for call in chosen.lowered.compiled]
-        return _Assembler(chosen, self.isa, choices, self._shared).machine()
+        machine = _Assembler(chosen, self.isa, choices, self._shared).machine()
+        if self._beside and not self.tuner.timing:
+            return item_major_as_in(self._beside.machine, machine, chosen.max_batch)
+        return machine
 
     @property
     def timed(self) -> Mapping[str, Mapping[str, float]]:

@@ -7,14 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines import build_engine
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.tuning import item_major
 from engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
+from engines.compiler.specialise import Specialiser
 from engines.errors import PlanCorruptError
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import ItemMajorRun, Plan
 from engines.plan.verification import verify
 from engines.runtime.engine import Engine
+from tests.engines.compiler.open_models import picture_net
 from tests.engines.compiler.zoo_engines import MAX_BATCH, compiled
 from tests.zoo import TINY, images_for
 
@@ -100,3 +103,32 @@ def test_a_run_is_kept_whole_unless_its_windows_save_more(plan: Plan, monkeypatc
     monkeypatch.setattr(item_major, "_difference", lambda by_step, by_item, run: saving.get(run, 0.0))
     wanted = {"whole": (run,), "parts": (first, last), "none": ()}[chosen]
     assert with_item_major_runs(plan, TimingCache(), "this one").machine.item_major == wanted
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["specialisation", "general version"])
+def test_other_shapes_run_item_by_item_what_the_usual_one_does(monkeypatch: pytest.MonkeyPatch, general: bool) -> None:
+    monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
+    monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
+    usual = build_engine(picture_net(), cache=False, timing=False, max_batch=MAX_BATCH).plan
+    run, = (run for run in item_major._runs(usual.machine.steps) if run.last - run.first > 2)
+    gaining = Specialiser(run_item_major(usual, [replace(run, last=run.last - 1)]))
+    names = {step.name for step in usual.machine.steps[run.first:run.last - 1]}
+    for extents in ({"H": 21, "W": 34}, {"H": 40, "W": 28}):
+        by_item, by_step = (one.general(extents) if general else one.plan(extents)
+                            for one in (gaining, Specialiser(usual)))
+        assert verify(by_item) and not by_step.machine.item_major
+        found = [step.name for run in by_item.machine.item_major for step in by_item.machine.steps[run.first:run.last]]
+        assert names <= {*found} and usual.machine.steps[run.last - 1].name not in found
+        x = {"x": np.random.default_rng(3).standard_normal((MAX_BATCH, *by_item.inputs[0].shape[1:]), np.float32)}
+        expected = Engine(by_step, beside=Engine(usual)).run(x)
+        for name, output in Engine(by_item, beside=Engine(usual)).run(x).items():
+            np.testing.assert_array_equal(output, expected[name])
+
+
+def test_what_moves_little_at_another_shape_is_run_step_by_step(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_major, "ITEMS", MAX_BATCH)
+    usual = run_item_major(plan, long_runs(plan)).machine
+    monkeypatch.setattr(item_major, "LEAST_BYTES", 0)
+    assert item_major.item_major_as_in(usual, plan.machine, MAX_BATCH).item_major
+    monkeypatch.setattr(item_major, "LEAST_BYTES", 1 << 40)
+    assert not item_major.item_major_as_in(usual, plan.machine, MAX_BATCH).item_major

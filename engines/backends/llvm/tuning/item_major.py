@@ -5,7 +5,8 @@ Their tensors for all items do not fit the second-level cache, but those of one 
 A batch goes through a network step by step, so that weights are read once; early layers of a network of images have few
 weights and large tensors, and what one step hands on is out of the cache before the next one reads it. Item by item, it
 is also written where the item before was, in memory that the cache has. Whether reading the weights anew costs more is
-timed, as tactics are, and kept in the same cache: of two times their difference.
+timed, as tactics are, and kept in the same cache: of two times their difference. For other shapes of the same model
+nothing is timed: what gained at the usual shape is done again.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from itertools import groupby
 from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, run_segment
 from engines.backends.llvm.tuning.timing import seconds_of
 from engines.machine.timing_cache import TimingCache
-from engines.plan.plan import Buffer, ItemMajorRun, Plan, Step, runs_by_item
+from engines.plan.plan import Buffer, ItemMajorRun, MachinePart, Plan, Step, runs_by_item
 from engines.version import COMPILER_VERSION
 
 ITEMS = 8                       # of the batch that is timed
@@ -38,7 +39,7 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
     alone finds its inputs in the cache already, which hides what a longer run saves between windows; but a longer run
     may have parts that are slower so.
     """
-    if plan.max_batch < ITEMS or _is_watched(plan):
+    if plan.max_batch < ITEMS or _is_watched(plan.machine):
         return plan
     runs = [run for run in _runs(plan.machine.steps) if _moves_much(plan.machine.steps, run)]
     windows = {run: [window for window in _windows(run) if _moves_much(plan.machine.steps, window)] for run in runs}
@@ -51,23 +52,41 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
     return run_item_major(plan, chosen)
 
 
-def _is_watched(plan: Plan) -> bool:
+def item_major_as_in(usual: MachinePart, machine: MachinePart, max_batch: int) -> MachinePart:
+    """The machine part of a model at some shape with the item-major runs of that at its usual shape, where their steps
+    follow each other here, too, and move as much. Steps that are not there (borders) part no run."""
+    steps, before = machine.steps, usual.steps
+    known = {step.name for step in before}
+    inside = {step.name for run in usual.item_major for step in before[run.first:run.last]}
+    if not inside or max_batch < ITEMS or _is_watched(machine):
+        return machine
+    parts = [list(part) for run in _runs(steps)
+             for gains, part in groupby(range(run.first, run.last),
+                                        lambda i: steps[i].name in inside or steps[i].name not in known) if gains]
+    runs = [ItemMajorRun(part[0], part[-1] + 1) for part in parts if len(part) > 1]
+    return _run_by_item(machine, [run for run in runs if _moves_much(steps, run)])
+
+
+def _is_watched(machine: MachinePart) -> bool:
     """Whether outputs are only shown, for all items between two steps: in a run there is room for one item of them."""
-    made = (plan.machine.buffers[view.buffer] for view in plan.machine.outputs)
-    return any(buffer.first >= 0 and buffer.last < len(plan.machine.steps) for buffer in made)
+    made = (machine.buffers[view.buffer] for view in machine.outputs)
+    return any(buffer.first >= 0 and buffer.last < len(machine.steps) for buffer in made)
 
 
 def run_item_major(plan: Plan, runs: Sequence[ItemMajorRun]) -> Plan:
     """The plan with these item-major runs, and buffers that live as long as they need."""
-    used = {run: {o.buffer for step in plan.machine.steps[run.first:run.last] for o in step.operands} for run in runs}
+    return replace(plan, machine=_run_by_item(plan.machine, runs))
+
+
+def _run_by_item(machine: MachinePart, runs: Sequence[ItemMajorRun]) -> MachinePart:
+    used = {run: {o.buffer for step in machine.steps[run.first:run.last] for o in step.operands} for run in runs}
 
     def lasting(number: int, buffer: Buffer) -> Buffer:
         for run in (run for run in runs if number in used[run] and not run.keeps(buffer)):
             buffer = replace(buffer, first=min(buffer.first, run.first), last=max(buffer.last, run.last - 1))
         return buffer
 
-    buffers = tuple(lasting(i, b) for i, b in enumerate(plan.machine.buffers))
-    return plan.with_machine(item_major=tuple(runs), buffers=buffers)
+    return replace(machine, item_major=tuple(runs), buffers=tuple(lasting(i, b) for i, b in enumerate(machine.buffers)))
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
