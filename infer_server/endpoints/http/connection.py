@@ -48,6 +48,12 @@ class Exchange:
         self.request, self.held, self._connection = request, held, connection
         self.left: Callable[[], None] | None = None     # called if the client goes away before there is a response
 
+    def when_left(self, withdraw: Callable[[], None]) -> None:
+        """Has `withdraw` called if the client goes away before there is a response. Forgotten when there is one: what
+        was asked, and its answer, would keep each other until the garbage collector comes."""
+        if not self.gone:
+            self.left = withdraw
+
     @property
     def gone(self) -> bool:
         """Whether its client has gone, or has its response."""
@@ -259,7 +265,7 @@ class HttpConnection(asyncio.Protocol):
         """The response to an exchange is written: what waits behind it is next."""
         transport = self._transport
         assert transport is not None and exchange is self.exchange
-        self.exchange = None
+        self.exchange = exchange.left = None
         if self._keep_alive:
             self.watch(IDLE_SECS)
         else:

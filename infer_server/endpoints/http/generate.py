@@ -39,7 +39,7 @@ def generate(exchange: Exchange, model: Model, version: str, front: Front, strea
     """
     call = GenerateCall(exchange, model, version, front)
     reply = EventsReply(exchange) if streamed else OneReply(exchange)
-    exchange.left = front.inferences.submit(call, reply).cancel
+    exchange.when_left(front.inferences.submit(call, reply).cancel)
 
 
 class GenerateCall(Call):

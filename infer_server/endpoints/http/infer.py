@@ -46,7 +46,7 @@ _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensor
 def infer(exchange: Exchange, model: str, version: str, front: Front) -> None:
     """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors."""
     call = HttpCall(exchange.request, model, version, front, exchange.held)
-    exchange.left = front.inferences.submit(call, _InferReply(exchange)).cancel
+    exchange.when_left(front.inferences.submit(call, _InferReply(exchange)).cancel)
 
 
 class HttpReply(Reply):

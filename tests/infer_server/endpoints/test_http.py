@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import math
@@ -18,6 +19,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.endpoints.http.compression import decompressed
+from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.infer import from_json
 from infer_server.endpoints.http.messages import HttpRequest
 from infer_server.errors import InvalidRequestError
@@ -294,6 +296,18 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
             assert eventually(lambda: waiting() == 1)
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+@pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
+def test_what_was_answered_does_not_wait_for_the_garbage_collector(server: RunningServer, path: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for body in (body_of(), b'{"x": [1, 2, 3, 4]}'):        # one is an error of each of the forms
+            assert ask(server, post(f"/v2/models/affine/{path}", body, CLOSE))
+        assert eventually(lambda: not any(isinstance(one, Exchange) for one in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 def test_who_connects_while_the_loop_is_busy_ending_is_refused_and_not_cut_off(
