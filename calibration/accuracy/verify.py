@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,8 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         context = engine.create_context()
         feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
         oracle = oracle_of(Path(model), shapes, constants)
-        return verify_engine(engine, oracle, [item for item in data.limit(1)] if data else [feed], "fp32")
+        return verify_engine(engine, oracle, [item for item in data.limit(1)] if data else [feed],
+                             _precision_of_program(engine.plan))
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     if data is None and engine.plan.precision == "int8":
@@ -210,8 +211,18 @@ def precision_of(plan: Plan, graph: Graph) -> str:
         return "int8"
     found = {node.precision for node in graph.nodes} if plan.precision == "best" else {plan.precision}
     dtypes = {kind.dtype.name for kind in graph.types.values()}
-    found |= {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16")) if dtype in dtypes}
-    return next((precision for precision in ("int8", "bf16", "fp16") if precision in found), "fp32")
+    return _coarsest(found | {precision for dtype, precision in (("float16", "fp16"), ("bfloat16", "bf16"))
+                              if dtype in dtypes})
+
+
+def _precision_of_program(plan: Plan) -> str:
+    """The coarsest of its segments'."""
+    assert plan.program is not None
+    return _coarsest({precision_of(one, graph_at(one)) for segment in plan.program.segments for one in segment.plans})
+
+
+def _coarsest(precisions: Set[str]) -> str:
+    return next((precision for precision in ("int8", "bf16", "fp16") if precision in precisions), "fp32")
 
 
 def feeds_of(data: CalibrationData, max_batch: int) -> list[Feed]:

@@ -20,7 +20,7 @@ from engines.compiler.builder import BuildConfig, Builder, io_tensors
 from engines.compiler.engine_cache import EngineCache
 from engines.compiler.subject import Subject
 from engines.compiler.template import Templates
-from engines.errors import EngineError, PlanTargetError
+from engines.errors import ConfigError, EngineError, PlanTargetError
 from engines.faults import faults_named
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.counted import Counting
@@ -206,8 +206,11 @@ class Specialiser:
 def graph_at(plan: Plan) -> Graph:
     """The graph that a plan was lowered from, of its first specialisation where it has several.
 
-    Raises PlanTargetError: it is stripped; PlanCorruptError.
+    Raises PlanTargetError: it is stripped; ConfigError: it is a program; PlanCorruptError.
     """
+    if plan.program is not None:
+        raise ConfigError(f"{plan.name} is a program of {len(plan.program.segments)} segments (data decide about "
+                          "extents or about what is computed), which has no one graph to write out")
     return Specialiser(plan).graph(plan.extents) if plan.open else graph_of(plan)
 
 

@@ -88,11 +88,11 @@ def _command(options: argparse.Namespace) -> int:
     notify(f"{options.output}: " + (
         f"taken from the engine cache ({build.cached}); --no-cache builds it again" if build.cached else
         f"built in {time.perf_counter() - begin:.1f} s"))
+    _summary(build, options, notify)
     if options.export_qdq:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
-        _for_tensorrt(options, notify)
-    _summary(build, options, notify)
+        _for_tensorrt(build.plan, options, notify)
     if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
@@ -173,7 +173,9 @@ def _refuse_reference(coverage: Coverage) -> None:
                           f"run by reference:\n{coverage.reasons}")
 
 
-def _for_tensorrt(options: argparse.Namespace, notify: Notify) -> None:
+def _for_tensorrt(plan: Plan, options: argparse.Namespace, notify: Notify) -> None:
+    if plan.program is not None:
+        raise ConfigError(f"--tensorrt-cache: {plan.name} is a program, whose ranges are in no calibration cache")
     if not Path(options.calib_cache).exists():
         raise ConfigError(f"--tensorrt-cache: there is no {options.calib_cache}, for the plan was taken from the "
                           "engine cache; --no-cache calibrates anew")

@@ -13,9 +13,12 @@ import onnx.parser
 import pytest
 from onnx import TensorProto
 
+from calibration import Calibration
 from calibration.accuracy.oracle import Oracle, oracle_of
 from calibration.accuracy.verify import LIMITS, OutputErrors, verify, verify_engine
 from calibration.data.generated import generated, index_bound
+from calibration.open_data import open_calibration_data
+from engines import build_engine
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ModelError
 from engines.ir.graph import Array
@@ -23,6 +26,8 @@ from engines.ir.pixels import Pixels
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved
+from tests.engines.compiler.open_models import random
+from tests.engines.compiler.program_models import chosen_patches
 from tests.engines.compiler.recurrent_models import MODELS
 from tests.zoo import TINY
 
@@ -204,3 +209,15 @@ def test_the_oracle_of_a_file_that_is_no_model_is_a_named_error(tmp_path: Path) 
     (tmp_path / "m.onnx").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="m.onnx"):
         oracle_of(tmp_path / "m.onnx")
+
+
+def test_a_program_is_judged_by_the_coarsest_of_its_segments(tmp_path: Path) -> None:
+    onnx.save(chosen_patches(), tmp_path / "m.onnx")
+    data = [{"x": random(1, 3, 6, 8)}]
+    for precision in ("fp32", "int8"):
+        calibration = Calibration(data, "minmax") if precision == "int8" else None
+        build_engine(tmp_path / "m.onnx", precision=precision, calibration=calibration, cache=False,
+                     timing=False).save(tmp_path / "m.plan")
+        inputs = read_plan(tmp_path / "m.plan").inputs
+        found = verify(tmp_path / "m.plan", tmp_path / "m.onnx", open_calibration_data(lambda: data, inputs))
+        assert (found.precision, found.faults) == (precision, ())

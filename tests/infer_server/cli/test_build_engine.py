@@ -23,6 +23,7 @@ from engines.loading import load_engine
 from engines.lowering.calls.calls import GENERAL, RULES
 from engines.plan.file import read_plan
 from infer_server.cli.build_engine import parse_constant, parse_shape
+from tests.engines.compiler.program_models import chosen_patches
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
 from tests.zoo import run_onnx
@@ -122,6 +123,18 @@ def test_the_exported_qdq_model_computes_what_the_engine_computes(workshop: Work
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in exported.graph.node}
     expected = run_onnx(exported, workshop.feeds())["output"]
     assert relative_error(engine.run(workshop.feeds())["output"], expected) < 0.05
+
+
+@pytest.mark.parametrize("option", [
+    ("--export-qdq", "q.onnx"), ("--calib-cache", "c.table", "--tensorrt-cache", "t.cache", "8.6.1")],
+    ids=["Q/DQ", "TensorRT"])
+def test_a_program_has_no_one_graph_to_write_out(workshop: Workshop, option: tuple[str, ...]) -> None:
+    onnx.save(chosen_patches(), workshop.path("rows.onnx"))
+    np.savez(workshop.path("rows.npz"), x=np.random.default_rng(0).standard_normal((2, 3, 6, 8)).astype(np.float32))
+    paths = [workshop.path(word) if "." in word and word[0].isalpha() else word for word in option]
+    assert workshop.build("--int8", "--calib", workshop.path("rows.npz"), "--calibrator", "minmax", *paths, *UNTIMED,
+                          model="rows.onnx") == 2
+    assert "rows is a program" in workshop.said and Path(workshop.path("m.plan")).exists()
 
 
 def test_quiet_says_nothing_about_a_build_without_fallbacks(workshop: Workshop) -> None:
