@@ -47,6 +47,7 @@ from engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
 from engines.passes.rules.scatter import ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
+from engines.passes.rules.tables import TABLES
 
 Pass = Callable[[Graph], Graph]
 SCALES = (LinearScale(), ScaleLinear(), ScaleDepthwise())
@@ -114,6 +115,8 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         # those whose weights no kernel can pack at the build
         ("write_out_recurrent", lambda g: write_out_recurrent(g, log)),
         ("split_recurrent", lambda g: split_recurrent(g, log)),
+        # the products of those, too, once Transposes around them are nodes
+        ("tables", _rules(log, *TABLES)),
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
         # what moving left behind; means over what are now rows and columns; what a split layer makes, rounded there

@@ -1,0 +1,80 @@
+"""Products and sums of rows that are looked up become part of the table, where that grows little."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engines.ir.graph import BATCH, Graph, TensorType
+from engines.ops import reference
+from engines.passes.pipeline import optimise
+from engines.passes.rules.tables import LARGEST
+from tests.engines.passes.build import SAME, Build, ops
+
+ROWS, WIDTH = 7, 6
+
+
+def places(net: Build, *shape: int) -> str:
+    name = net.input("places", *shape)
+    net.types[name] = TensorType(np.dtype(np.int64), net.types[name].shape)
+    return name
+
+
+def rows(net: Build, *shape: int) -> str:
+    return str(net("Gather", net.draw(ROWS, WIDTH), places(net, *shape), axis=0))
+
+
+def keeps_rows(graph: Graph) -> Graph:
+    after = optimise(graph)
+    shape = [3, *graph.shape("places")[1:]]
+    fed = {"places": np.random.default_rng(1).integers(0, WIDTH, shape)}
+    for name, wanted in reference.run(graph, fed).items():
+        np.testing.assert_allclose(reference.run(after, fed)[name], wanted, **SAME)
+    return after
+
+
+@pytest.mark.parametrize("form", ["a product", "and a bias", "through views", "a Gemm"])
+def test_products_of_rows_of_a_table_are_rows_of_a_table_of_products(form: str) -> None:
+    net = Build()
+    x, weights = rows(net) if form == "a Gemm" else rows(net, 5), net.draw(WIDTH, 4)
+    if form == "a Gemm":
+        y = net("Gemm", x, net.draw(4, WIDTH), transB=1)
+    elif form == "through views":
+        seen = net("Reshape", net("Transpose", x, perm=(1, 0, 2)), shape=(5, BATCH, 1, WIDTH))
+        y = net("Add", net("Transpose", net("MatMul", seen, weights), perm=(1, 0, 2, 3)), net.draw(4))
+    else:
+        y = net("MatMul", x, weights)
+        y = net("Add", y, net.draw(4)) if form == "and a bias" else y
+    graph = keeps_rows(net.graph(y))
+    assert [op for op in ops(graph) if op not in ("Reshape", "Transpose")] == ["Gather"]
+
+
+@pytest.mark.parametrize(("count", "columns", "left"), [
+    (WIDTH, LARGEST, "Gather"), (WIDTH + 1, LARGEST, "MatMul"),
+    (LARGEST // 16, 4, "Gather"), (LARGEST // 16 + 1, 4, "MatMul")])
+def test_a_table_of_products_takes_no_more_than_the_weights_or_a_second_level_of_cache(
+        count: int, columns: int, left: str) -> None:
+    net = Build()
+    x = net("Gather", net.constant(np.zeros((count, WIDTH))), places(net, 5), axis=0)
+    graph = optimise(net.graph(net("MatMul", x, net.constant(np.zeros((WIDTH, columns))))))
+    assert ops(graph)[-1] == left
+
+
+def test_rows_and_tables_that_others_read_stay() -> None:
+    net = Build()
+    x = rows(net, 5)
+    assert "MatMul" in ops(keeps_rows(net.graph(net("MatMul", x, net.draw(WIDTH, 4)), net("Relu", x))))
+    net = Build()
+    x = rows(net, 5)
+    table = net.nodes[0].inputs[0]
+    y = net("Add", x, net.draw(WIDTH))
+    again = net("Gather", table, "places", axis=0)
+    assert "Add" in ops(keeps_rows(net.graph(y, net("Relu", again))))
+
+
+def test_a_product_of_what_is_no_whole_row_stays() -> None:
+    net = Build()
+    halves = net("Reshape", rows(net, 5), shape=(BATCH, 10, WIDTH // 2))
+    assert "MatMul" in ops(keeps_rows(net.graph(net("MatMul", halves, net.draw(WIDTH // 2, 4)))))
+    net = Build()
+    columns = net("Gather", net.draw(WIDTH, ROWS), places(net, WIDTH), axis=1)
+    assert "MatMul" in ops(keeps_rows(net.graph(net("MatMul", columns, net.draw(WIDTH, 4)))))
