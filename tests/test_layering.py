@@ -74,6 +74,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.kernels.common": ("engines.backends.llvm.kernels.kernel",),
     "engines.backends.llvm.kernels.contraction": (
         "engines.backends.llvm.kernels.common", "engines.backends.llvm.tuning.cost"),
+    "engines.backends.llvm.kernels.few_couts": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.winograd": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.depthwise": ("engines.backends.llvm.kernels.contraction",),
     "engines.backends.llvm.kernels.rows": ("engines.backends.llvm.kernels.common", "engines.codegen.row_formulas"),
@@ -86,9 +87,10 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.llvm.kernels.pooling": ("engines.backends.llvm.kernels.common",),
     "engines.backends.llvm.kernels.recurrent": ("engines.backends.llvm.kernels.common",),
     "engines.backends.llvm.kernels": (
-        "engines.backends.llvm.kernels.depthwise", "engines.backends.llvm.kernels.matmul",
-        "engines.backends.llvm.kernels.movement", "engines.backends.llvm.kernels.pooling",
-        "engines.backends.llvm.kernels.recurrent", "engines.backends.llvm.kernels.winograd"),
+        "engines.backends.llvm.kernels.depthwise", "engines.backends.llvm.kernels.few_couts",
+        "engines.backends.llvm.kernels.matmul", "engines.backends.llvm.kernels.movement",
+        "engines.backends.llvm.kernels.pooling", "engines.backends.llvm.kernels.recurrent",
+        "engines.backends.llvm.kernels.winograd"),
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels", "engines.backends.base"),
     "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
     "engines.backends.cuda.runtime": ("engines.backends.device",),

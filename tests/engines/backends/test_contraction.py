@@ -10,6 +10,7 @@ from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.paired import PairedContraction
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
+from engines.backends.llvm.kernels.few_couts.dots import DotContraction
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
@@ -57,6 +58,10 @@ SHAPES = {
     "dilated, one dimension": Shape(5, 6, 10, 33, taps=(3, 1), dilation=(2, 1)),
     "groups": Shape(5, 6, 24, 36, taps=(3, 3), stride=(1, 2), dilation=(2, 1), groups=4),
     "few couts": Shape(5, 27, 10, 3, taps=(3, 3)),
+    "one cout": Shape(3, 19, 7, 1, taps=(5, 5)),
+    "few couts, dilated, gaps": Shape(5, 6, 40, 4, taps=(3, 2), stride=(1, 2), dilation=(2, 3), gaps=True),
+    "volumes of two couts": Shape(2, 5, 8, 2, (2, 3, 3), (1, 1, 1), (1, 1, 1), planes=2),
+    "two scores of an item": Shape(1, 1, 100, 2),
     "groups of few couts": Shape(4, 9, 24, 16, taps=(3, 3), groups=2),
     "gemm of one row an item": Shape(1, 1, 100, 70),
     "volumes": Shape(3, 6, 12, 17, (3, 3, 2), (2, 1, 1), (2, 1, 1), gaps=True, planes=3),
@@ -294,6 +299,28 @@ def test_a_pass_of_a_k_loop_takes_several_short_turns_each_of_which_loads_for_it
     kernel_of(spec).emit(module, "kernel", AVX2, Tile(1, 6, 2))
     assert "; for k in 0..64" in module.text(), "of 258 turns two are left"
     assert spills(assembly(module.text(), AVX2)) == 0
+
+
+@pytest.mark.parametrize("isa", [AVX2, AVX512_VNNI])
+@pytest.mark.parametrize("couts", [1, 2, 3, 5, 8])
+def test_dot_products_of_few_couts_keep_their_sums_in_registers(couts, isa):
+    spec = Shape(8, 24, 40, couts, taps=(3, 3)).spec("fp32", EpilogueProgram(), residual=False)
+    for tactic in DotContraction(spec).tactics(isa):
+        module = Module()
+        DotContraction(spec).emit(module, "kernel", isa, tactic)
+        assert spills(assembly(module.text(), isa)) == 0, tactic
+
+
+def test_dot_products_are_for_few_couts_that_have_much_to_sum():
+    def fastest(couts, channels):
+        spec = Shape(8, 24, channels, couts, taps=(3, 3)).spec("fp32", EpilogueProgram(), residual=False)
+        ways = [(kernel.cost(AVX2, tactic), type(kernel).__name__) for kernel in kernels_for(spec)
+                for tactic in kernel.tactics(AVX2)]
+        return min(ways)[1]
+
+    assert fastest(1, 40) == DotContraction.__name__
+    assert fastest(16, 40) != DotContraction.__name__
+    assert fastest(4, 1) != DotContraction.__name__
 
 
 def test_tiles_across_a_row_are_as_even_as_can_be():

@@ -54,6 +54,19 @@ def transposed(rows: list[Value]) -> list[Value]:
     return rows
 
 
+def lane_sums(vectors: Sequence[Value]) -> Value:
+    """n vectors of n lanes as one: lane j is the sum of vector j's."""
+    n = len(vectors)
+    distance = n // 2
+    while distance:
+        own = [i + n * bool(i & distance) for i in range(n)]            # lane i of the one, or of the other
+        others = [(i ^ distance) + n * bool(i & distance) for i in range(n)]
+        vectors = [a.f.shuffle(a, b, own, "own") + a.f.shuffle(a, b, others, "others")
+                   for a, b in zip(vectors[:distance], vectors[distance:], strict=True)]
+        distance //= 2
+    return vectors[0]
+
+
 def item_addresses(addresses: Sequence[Value], views: Sequence[View], item: Value) -> list[Value]:
     return [offset(address, [item], [view.item]) for address, view in zip(addresses, views, strict=True)]
 

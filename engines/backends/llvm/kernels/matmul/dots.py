@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engines.backends.llvm.kernels.common.access import lane_sums
 from engines.backends.llvm.kernels.matmul.operands import Right, converted
 from engines.codegen.ir_builder import Value
 
@@ -36,17 +37,4 @@ def _vector(right: Right, x: Value, columns: Sequence[Value]) -> Value:
         part = converted(isa, "float32", "float32", x + k * 4, count, None)
         for j, column in enumerate(columns):
             acc[j] = isa.fma(part, converted(isa, "float32", "float32", column + k * 4, count, None), acc[j])
-    return _summed([*acc.values(), *[f.constant(0, isa.floats)] * (isa.lanes - len(columns))])
-
-
-def _summed(vectors: Sequence[Value]) -> Value:
-    """n vectors of n lanes as one: lane j is the sum of vector j's."""
-    n = len(vectors)
-    distance = n // 2
-    while distance:
-        own = [i + n * bool(i & distance) for i in range(n)]            # lane i of the one, or of the other
-        others = [(i ^ distance) + n * bool(i & distance) for i in range(n)]
-        vectors = [a.f.shuffle(a, b, own, "own") + a.f.shuffle(a, b, others, "others")
-                   for a, b in zip(vectors[:distance], vectors[distance:], strict=True)]
-        distance //= 2
-    return vectors[0]
+    return lane_sums([*acc.values(), *[f.constant(0, isa.floats)] * (isa.lanes - len(columns))])
