@@ -28,8 +28,8 @@ from engines.codegen.types import FLOAT, PTR, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
-MOST = 8            # couts
 SUMS = 4            # that are made at once, at least: a sum waits for its last product as long as four take
+SHARE = 5 / 8       # of the registers, for sums: beside them vectors of x and of the weights
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class DotContraction(TiledContraction):
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
         problem = self.problem
         near = problem.x.strides[-1] == problem.x.size
-        if problem.precision != "fp32" or problem.weights or problem.groups > 1 or problem.cout > MOST or not near:
+        if (problem.precision != "fp32" or problem.weights or problem.groups > 1 or problem.cout >= isa.lanes
+                or not near):
             return ()
-        most = isa.registers // 2 // problem.cout       # beside their sums the weights of a turn, and a vector of x
+        most = max(int(isa.registers * SHARE) // problem.cout, 1)
         return tuple((pixels, 1) for pixels in dict.fromkeys((most, max(most // 2, 1))))
 
     def vectors_of_a_run(self, isa: Isa) -> int:
@@ -128,12 +129,23 @@ class _DotLoops(TiledLoops):
         for k, count in f.tiles("run", self.kernel.run, isa.lanes * chains, sums=sums):
             x, w = at["x"] + k * 4, at["w"] + k * (4 * couts)
             for chain, first in enumerate(range(0, count, isa.lanes)):
-                weights = [f.load(isa.floats, w + (chain * couts + cout) * isa.bytes, isa.bytes, "weights")
-                           for cout in range(couts)]
-                for p, pixel in enumerate(pixels):
-                    part = _loaded(isa, x + (pixel + first * 4), min(isa.lanes, count - first))
-                    for cout, weight in enumerate(weights):
-                        sums[p, cout, chain] = isa.fma(part, weight, sums[p, cout, chain])
+                def weight(cout: int, chain: int = chain) -> Value:
+                    return f.load(isa.floats, w + (chain * couts + cout) * isa.bytes, isa.bytes, "weights")
+
+                def part(p: int, first: int = first) -> Value:
+                    return _loaded(isa, x + (pixels[p] + first * 4), min(isa.lanes, count - first))
+
+                # the fewer factors stay in registers, the more come one by one
+                if couts < len(pixels):
+                    kept = [weight(cout) for cout in range(couts)]
+                    products = ((p, cout, x_part, kept[cout]) for p in range(len(pixels)) for x_part in [part(p)]
+                                for cout in range(couts))
+                else:
+                    kept = [part(p) for p in range(len(pixels))]
+                    products = ((p, cout, kept[p], w_part) for cout in range(couts) for w_part in [weight(cout)]
+                                for p in range(len(pixels)))
+                for p, cout, x_part, w_part in products:
+                    sums[p, cout, chain] = isa.fma(x_part, w_part, sums[p, cout, chain])
 
     def _spread(self, f: Function, sums: Mapping[tuple[int, int], Value], acc: dict[Any, Value]) -> None:
         """{(pixel, cout): vector of which the lanes are to be summed} -> each pixel's couts, a lane each."""
