@@ -202,7 +202,7 @@ class ProgramEngine(OfPlan):
             self.check(shapes)
             self._fitting = shapes
         values = self._main.run([given[name] for name in self.part.main.inputs], {})
-        return {io.name: value if isinstance(value, list) or value is None else as_in_memory(np.asarray(value))
+        return {io.name: value if isinstance(value, list) or value is None else _given_out(np.asarray(value))
                 for io, value in zip(self.plan.outputs, values, strict=True)}
 
     def _checked(self, io: IoTensor, feeds: Mapping[str, Any]) -> Any:
@@ -244,3 +244,8 @@ class ProgramEngine(OfPlan):
 
 
 AnyEngine = Engine | OpenEngine | ProgramEngine
+
+
+def _given_out(array: Array) -> Array:
+    """An output as callers take it: strings are objects, whatever operators made of them on the way."""
+    return array.astype(object) if array.dtype.kind in "US" else as_in_memory(array)

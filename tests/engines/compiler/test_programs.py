@@ -259,3 +259,16 @@ def test_a_context_holds_the_inputs_until_the_program_runs() -> None:
 def test_feeds_that_do_not_fit_are_refused(feed: dict[str, Array], message: str) -> None:
     with pytest.raises(InputError, match=message):
         built(models.chosen_rows()).engine().run(feed)
+
+
+def test_names_of_classes_are_given_out_as_objects() -> None:
+    classifier = helper.make_node(
+        "LinearClassifier", ["x"], ["label", "scores"], domain="ai.onnx.ml", coefficients=[1.0, 0.0, 0.0, 1.0],
+        intercepts=[0.0, 0.0], classlabels_strings=["a cat", "a dog"])
+    outputs = [helper.make_tensor_value_info("label", TensorProto.STRING, ["n"]),
+               helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["n", 2])]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])
+    graph = helper.make_graph([classifier], "g", [x], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)])
+    label = built(model).engine().run({"x": np.array([[2, 1], [0, 3]], np.float32)})["label"]
+    assert label.dtype == object and label.tolist() == ["a cat", "a dog"]
