@@ -13,7 +13,7 @@ from engines.lowering.nest.program import ITEM, KINDS, Linear, NestProgram, Numb
 from engines.lowering.problems.nest import Nest, Scatter
 from engines.lowering.problems.view import View
 
-THE_ITEM = Linear(0, ((ITEM, 1),))
+THE_ITEM, THE_FIRST = Linear(0, ((ITEM, 1),)), Linear(0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class NestWriter(Writer):
         kind, indices = KINDS[dtype], list(indices)
         if BATCH in shape:
             item, view = indices.pop(list(shape).index(BATCH)), placement.view
-            if not self.batched or item.linear != THE_ITEM:
+            if not self.batched and item.linear == THE_FIRST:
+                view = replace(view, item=0)
+            elif not self.batched or item.linear != THE_ITEM:
                 raise Refused("it reads across the items of a batch")
         else:
             placement = as_one_item(placement) if shape else placement

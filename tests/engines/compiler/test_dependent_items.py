@@ -59,6 +59,18 @@ def test_more_items_that_depend_on_each_other_than_a_plan_is_for_are_compiled_fo
         np.testing.assert_allclose(engine.run({"x": x})["y"], x / x.sum(axis=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("item", "compiled"), [(np.array(0), True), (np.array([0]), True), (np.array(1), False)])
+def test_the_first_item_which_each_batch_has_is_taken_by_a_kernel(item, compiled):
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Gather", ["r", "item"], ["p"]),
+             helper.make_node("Exp", ["p"], ["y"])]
+    build = build_engine(model(nodes, {"x": ["n", 3, 5]}, {"y": [*item.shape, 3, 5]}, item=item), timing=False,
+                         max_batch=4)
+    assert (not build.coverage.by_reference) == compiled
+    for items in (2, 4):
+        x = random(items, 3, 5)
+        np.testing.assert_allclose(build.engine().run({"x": x})["y"], np.exp(x[item]), rtol=1e-5)
+
+
 def test_independent_items_are_run_in_slices():
     _, plan = built(model([helper.make_node("Relu", ["x"], ["y"])], {"x": ["n", 4]}, {"y": ["n", 4]}), max_batch=8)
     x = random(19, 4)

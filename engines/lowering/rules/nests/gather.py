@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.ir.graph import Node
+from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
 
@@ -14,8 +14,19 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
     behind = axis + len(ctx.type(index).shape)
-    chosen = w.counted(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
+    if first_item(ctx, node):
+        chosen = w.constant(0, "i64")
+    else:
+        chosen = w.counted(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
     return [w.call(w.at(data, [*w.axes[:axis], chosen, *w.axes[behind:]]))]
+
+
+def first_item(ctx: Context, node: Node) -> bool:
+    """Whether a Gather takes the first item of the batch, the only one that every batch has."""
+    data, index = (ctx.graph.types[name] for name in node.inputs)
+    of_items = data.shape[node.attrs.get("axis", 0) % len(data.shape)] == BATCH
+    constant = ctx.graph.constants.get(node.inputs[1])
+    return of_items and constant is not None and index.shape in ((), (1,)) and not constant.any()
 
 
 @lowers_in_general("GatherElements")
