@@ -32,7 +32,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     if not depthwise:
         weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     body = write_body(ctx, node, accumulator_of(ctx, node, sum_of_couts(weights)))
-    y, border = ctx.placements[node.outputs[0]], _border(ctx, conv, x.view)
+    y, pads = ctx.placements[node.outputs[0]], Window.of(conv, len(taps)).pads
+    border = border_of(ctx, conv, x.view, [before for before, _ in pads])
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
     if len(taps) == 2 and views[0].shape[1] == views[1].shape[1] == 1 < taps[0]:    # a signal: its column may be a row
         views = [turned(view) for view in views]
@@ -109,14 +110,14 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placeme
     return replace(placement, view=view), window.strides, window.dilations
 
 
-def _border(ctx: Context, conv: Node, view: View) -> Halo:
-    """The zeros around an image in what the taps reach; none where its zero point is another number."""
+def border_of(ctx: Context, conv: Node, view: View, before: Sequence[int]) -> Halo:
+    """The zeros around an image in what the taps reach, from so many rows and columns before it on; none where its zero
+    point is another number."""
     quant = ctx.type(conv.inputs[0]).quant
     if quant is not None and quant.zero_point[0] != 0 or len(view.shape) != 3:
         return Halo()
-    (top, _), (left, _) = Window.of(conv, 2).pads
-    height, width = (as_int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
-    return Halo(top, left, max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
+    (top, left), (height, width) = before, (as_int(extent) for extent in ctx.type(conv.inputs[0]).shape[1:3])
+    return Halo(max(top, 0), max(left, 0), max(view.shape[0] - top - height, 0), max(view.shape[1] - left - width, 0))
 
 
 def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, ...]:

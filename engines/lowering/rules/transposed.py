@@ -21,7 +21,7 @@ from engines.lowering.calls.phases import Phase, phases
 from engines.lowering.calls.placement import Placement
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.problem import Array
-from engines.lowering.rules.contraction import accumulator_of, merge_small_groups, sum_of_couts
+from engines.lowering.rules.contraction import accumulator_of, border_of, merge_small_groups, sum_of_couts
 
 
 @lowers("ConvTranspose", images=True, volumes=True)
@@ -39,7 +39,7 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     calls: list[Call] = []
     for place in product(*outer):
         apart = [_phase(ctx, node, weights, groups, (*place, column)) for column in columns]
-        together = _together(ctx.lanes, apart, columns) if groups == 1 else None
+        together = _together(ctx, apart, place, columns) if groups == 1 else None
         calls += [together] if together else apart
     return calls
 
@@ -70,7 +70,8 @@ def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequenc
     ones = (1,) * len(place)
     seen = (x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
             tuple(len(phase.taps) for phase in place), ones, ones)
-    problem = Depthwise(*seen) if _alone(weights, groups) else Contraction(*seen, groups)
+    border = border_of(ctx, conv, x.view, [-phase.first for phase in place])
+    problem = Depthwise(*seen) if _alone(weights, groups) else Contraction(*seen, groups, border)
     return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
@@ -81,8 +82,9 @@ def _part(placement: Placement, place: Sequence[Phase]) -> Placement:
     return placement
 
 
-def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Call | None:
-    """The calls of all phases of the columns as one, their channels one behind the other.
+def _together(ctx: Context, apart: Sequence[Call], place: Sequence[Phase], columns: Sequence[Phase]) -> Call | None:
+    """The calls of all phases of the columns as one, their channels one behind the other. place: the phase along each
+    axis before them.
 
     None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
     pixels that a phase does not read, cost more vectors than are saved.
@@ -95,7 +97,7 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     same = problem.program, problem.y
     differ = any((one.problem.program, one.problem.y) != same for one in apart if isinstance(one.problem, Contraction))
     if (others or differ or count != columns[0].step or y.view.strides[-2] != count * couts * y.view.size
-            or taps * -(-count * couts // lanes) > sum(len(c.taps) for c in columns) * -(-couts // lanes)):
+            or taps * -(-count * couts // ctx.lanes) > sum(len(c.taps) for c in columns) * -(-couts // ctx.lanes)):
         return None
     outer, depth = problem.taps[:-1], x.view.shape[-1]
     weights = np.zeros((count, couts, depth, *outer, taps), apart[0].constants["weights"].dtype)
@@ -107,6 +109,8 @@ def _together(lanes: int, apart: Sequence[Call], columns: Sequence[Phase]) -> Ca
     y = replace(y, view=replace(y.view, shape=(*y.view.shape[:-1], count * couts)))
     program = [np.concatenate([np.broadcast_to(constant, couts) for constant in constants])
                for constants in zip(*(call.constants["program"] for call in apart), strict=True)]
-    problem = replace(problem, x=x.view, y=y.view, taps=(*outer, taps))
-    return Call(apart[0].node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
+    node = apart[0].node
+    border = border_of(ctx, node.anchor, x.view, [*(-phase.first for phase in place), -first])
+    problem = replace(problem, x=x.view, y=y.view, taps=(*outer, taps), border=border)
+    return Call(node, problem, (x,), (y,), {"weights": weights.reshape(-1, *weights.shape[2:]),
                                                  "program": program})

@@ -10,7 +10,7 @@ from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.paired import PairedContraction
 from engines.backends.llvm.kernels.contraction.taps import TapAxis
 from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_batch
-from engines.backends.llvm.kernels.few_couts.dots import DotContraction
+from engines.backends.llvm.kernels.few_couts.dots import DotContraction, DotTile
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
@@ -195,6 +195,18 @@ def test_taps_in_a_border_of_zeros_are_left_out(shape, border, tile, cpu):
     spec = replace(spec, border=border)
     tile = replace(tile, cols=min(tile.cols, shape.cols))
     check(spec, cpu, [zeros_around(x, border), *others], constants, tactic=tile, pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("shape, border", BORDERED.values(), ids=BORDERED)
+def test_dot_products_leave_out_rows_of_taps_in_a_border_of_zeros(shape, border, cpu):
+    """With other numbers above and below, only what was left out can make the result right."""
+    spec, (x, *others), constants = problem(replace(shape, cout=3), "fp32")
+    spec, tile = replace(spec, border=border), DotTile(1, min(3, shape.cols), 1, 2, skip=True)
+    between_columns = zeros_around(x, replace(border, top=0, bottom=0))
+    got, = run(DotContraction(spec), cpu, [between_columns, *others], constants, tactic=tile, slack=4)
+    expected, = spec.reference([zeros_around(x, border), *others], constants)
+    np.testing.assert_allclose(got, expected, TOLERANCE["fp32"], TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize("name", ["both sides in one tile", "a padded 1x1, strided"])

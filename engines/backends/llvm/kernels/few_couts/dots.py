@@ -24,7 +24,7 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContracti
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import FLOAT, PTR, vector
+from engines.codegen.types import FLOAT, I64, PTR, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
@@ -39,8 +39,9 @@ class DotTile(Tile):
 
 @solves(Contraction)
 class DotContraction(TiledContraction):
-    """Weights are packed [run][vector][cout][lane], zeros behind a run."""
+    """Weights are packed [run][vector][cout][lane], zeros behind a run. Of taps in the border, rows are left out."""
     tile = DotTile
+    skips_taps = True
 
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
         problem = self.problem
@@ -62,7 +63,8 @@ class DotContraction(TiledContraction):
         couts = self.problem.cout
         sums = Work(others=3 * isa.lanes * -(-pixels // pixels_of_a_vector(isa, couts)) + pixels)
         turn = Work(pixels * couts, 0, 2 * pixels + couts) + sums * (1 / self.turns_and_bytes(isa, vectors)[0])
-        return max(turn.congested_cycles, LATENCY * min(pixels * couts / SUMS, 1))
+        live = self.axes[0].live_share(self.image.rows) if tile.skip and tile.rows == 1 else 1
+        return live * max(turn.congested_cycles, LATENCY * min(pixels * couts / SUMS, 1))
 
     def packing_anywhere(self, tactic: Tile) -> Any:
         problem = self.problem
@@ -89,31 +91,51 @@ def _lanes_of(couts: int) -> int:
 
 
 class _DotLoops(TiledLoops):
-    """The parameter of a micro-kernel beside those of every tile: the weights."""
+    """Parameters of a micro-kernel beside those of every tile: the weights, and how many rows of taps are live, where
+    some are left out."""
     kernel: DotContraction
     arrays = 1
 
+    @property
+    def _bytes_of_a_run(self) -> int:
+        """Of its weights."""
+        return self.kernel.vectors_of_a_run(self.isa) * self.problem.cout * self.isa.bytes
+
+    @property
+    def _runs_of_a_row(self) -> int:
+        return 1 if self.kernel.one_run else self.kernel.image.taps[1]
+
     def parameters(self, part: Part) -> Mapping[str, str]:
-        return dict(w=PTR)
+        return dict(w=PTR) | ({"tap_rows": I64} if part.tap_rows else {})
+
+    def tile_arguments(self, part: Part, x: Value, arguments: dict[str, Value], tile: Value,
+                       channels: int) -> tuple[Value, dict[str, Value]]:
+        if part.tap_rows:
+            first, arguments["tap_rows"] = part.tap_rows
+            x += first * (self.problem.x.strides[0] * self.problem.dilation[0])
+            arguments["w"] += first * (self._runs_of_a_row * self._bytes_of_a_run)
+        return x, arguments
 
     def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
         return {"w": self.weights[0]}       # there is one panel
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
-        problem, kernel, planes = self.kernel.image, self.kernel, self.kernel.planes
+        problem, planes = self.kernel.image, self.kernel.planes
         pixels = [self.offset(i, j) for i, j in part.pixels]
         chains = -(-SUMS // (len(pixels) * problem.cout))       # of products that do not wait for each other
         sums = {(p, cout, chain): f.constant(0, self.isa.floats) for p in range(len(pixels))
                 for cout in range(problem.cout) for chain in range(chains)}
         at = {key: f.parameters[key] for key in ("x", "w")}
-        columns = 1 if kernel.one_run else problem.taps[1]
+        live_rows = f.parameters.get("tap_rows")
         for _ in f.loop("tap plane", planes.taps, sums=sums, at=at):
             plane = at["x"]
-            for _ in f.loop("tap row", problem.taps[0], sums=sums, at=at):
+            rows = f.loop("tap row", problem.taps[0], sums=sums, at=at) if live_rows is None else \
+                f.range("tap row", live_rows.like(0), live_rows, sums=sums, at=at)
+            for _ in rows:
                 row = at["x"]
-                for _ in f.loop("tap column", columns, sums=sums, at=at):
+                for _ in f.loop("tap column", self._runs_of_a_row, sums=sums, at=at):
                     self._run(f, sums, at, pixels, chains)
-                    at["w"] += kernel.vectors_of_a_run(self.isa) * problem.cout * self.isa.bytes
+                    at["w"] += self._bytes_of_a_run
                     at["x"] += problem.x.strides[1] * problem.dilation[1]
                 at["x"] = row + problem.x.strides[0] * problem.dilation[0]
             at["x"] = plane + planes.tap_step
@@ -125,27 +147,31 @@ class _DotLoops(TiledLoops):
     def _run(self, f: Function, sums: dict[Any, Value], at: Mapping[str, Value], pixels: Sequence[int],
              chains: int) -> None:
         """The products of one run, of pixels so many bytes from the first."""
-        isa, couts = self.isa, self.problem.cout
-        for k, count in f.tiles("run", self.kernel.run, isa.lanes * chains, sums=sums):
-            x, w = at["x"] + k * 4, at["w"] + k * (4 * couts)
-            for chain, first in enumerate(range(0, count, isa.lanes)):
-                def weight(cout: int, chain: int = chain) -> Value:
-                    return f.load(isa.floats, w + (chain * couts + cout) * isa.bytes, isa.bytes, "weights")
+        lanes, couts = self.isa.lanes, self.problem.cout
+        for k, count in f.tiles("run", self.kernel.run, lanes * chains, sums=sums):
+            for chain, first in enumerate(range(0, count, lanes)):
+                x, w = at["x"] + (k + first) * 4, at["w"] + (k + first) * (4 * couts)
+                self._turn(sums, chain, [x + pixel for pixel in pixels], w, min(lanes, count - first))
 
-                def part(p: int, first: int = first) -> Value:
-                    return _loaded(isa, x + (pixels[p] + first * 4), min(isa.lanes, count - first))
+    def _turn(self, sums: dict[Any, Value], chain: int, pixels: Sequence[Value], w: Value, count: int) -> None:
+        """Of so many elements of the run. The fewer factors stay in registers, the others come one by one."""
+        isa, couts = self.isa, range(self.problem.cout)
 
-                # the fewer factors stay in registers, the more come one by one
-                if couts < len(pixels):
-                    kept = [weight(cout) for cout in range(couts)]
-                    products = ((p, cout, x_part, kept[cout]) for p in range(len(pixels)) for x_part in [part(p)]
-                                for cout in range(couts))
-                else:
-                    kept = [part(p) for p in range(len(pixels))]
-                    products = ((p, cout, kept[p], w_part) for cout in range(couts) for w_part in [weight(cout)]
-                                for p in range(len(pixels)))
-                for p, cout, x_part, w_part in products:
-                    sums[p, cout, chain] = isa.fma(x_part, w_part, sums[p, cout, chain])
+        def weight(cout: int) -> Value:
+            return w.f.load(isa.floats, w + cout * isa.bytes, isa.bytes, "weights")
+
+        if len(couts) < len(pixels):
+            weights = [weight(cout) for cout in couts]
+            for p, pixel in enumerate(pixels):
+                part = _loaded(isa, pixel, count)
+                for cout in couts:
+                    sums[p, cout, chain] = isa.fma(part, weights[cout], sums[p, cout, chain])
+            return
+        parts = [_loaded(isa, pixel, count) for pixel in pixels]
+        for cout in couts:
+            row = weight(cout)
+            for p, part in enumerate(parts):
+                sums[p, cout, chain] = isa.fma(part, row, sums[p, cout, chain])
 
     def _spread(self, f: Function, sums: Mapping[tuple[int, int], Value], acc: dict[Any, Value]) -> None:
         """{(pixel, cout): vector of which the lanes are to be summed} -> each pixel's couts, a lane each."""
