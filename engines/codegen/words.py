@@ -42,8 +42,8 @@ class Words:
         return a.f.select(a.compare("olt", b), a, a.like(b), "min")
 
     def unary(self, word: str, x: Value) -> Value:
-        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere."""
-        return x.f.call(self.floats, f"llvm.{word}.{overload(self.floats)}", x, hint=word)
+        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere; of as many floats as x has."""
+        return x.f.call(x.type, f"llvm.{word}.{overload(x.type)}", x, hint=word)
 
     def compare(self, a: Value, order: str, b: Value | Number) -> Value:
         return a.compare(order, b)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.codegen.ir_builder import Number, Value
-from engines.codegen.types import I8, I16, I32, vector
+from engines.codegen.types import I8, I16, I32, overload, vector
 from engines.codegen.words import Words
 from engines.errors import ConfigError
 
@@ -183,7 +183,7 @@ class Portable(Isa):
         size = super().unary("fabs", x)
         rounded = (size + (1 << 23)) - (1 << 23)
         near = x.f.select(size.compare("olt", 1 << 23), rounded, size)
-        return x.f.call(self.floats, f"llvm.copysign.v{self.lanes}f32", near, x, hint="rint")
+        return x.f.call(x.type, f"llvm.copysign.{overload(x.type)}", near, x, hint="rint")
 
     def half_to_float(self, halves: Value) -> Value:
         """The exponent and fraction moved into place; a product with 2**112 makes up for the smaller bias."""

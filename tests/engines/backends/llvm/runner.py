@@ -71,7 +71,7 @@ class CpuRunner:
         piece first."""
         solved, isa = kernel_of(problem), self.isa
         tactic = solved.tactics(isa)[0] if tactic is None else tactic
-        native = runs_here(isa) and bool(isa.requires) if native is None else native
+        native = runs_here(isa) if native is None else native
         kernel = self.loaded(solved, tactic, native)
         packed = [constants_of(c) for c in solved.expanded_constants(isa, tactic, constants)]
         grid = solved.grid(isa, tactic)

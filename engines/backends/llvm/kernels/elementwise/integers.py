@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import Runs, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.integers import OPERATIONS, truth
 from engines.codegen.ir_builder import Module, Value
-from engines.codegen.types import ELEMENTS, lanes_of, vector
+from engines.codegen.types import ELEMENTS, vector
 from engines.lowering.problems.elementwise import UNSIGNED, Integers
 from engines.lowering.problems.view import View, joined
 
@@ -37,12 +37,13 @@ class IntegersKernel(Kernel[Integers]):
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(self.problem.sources) + 1)
-        self.runs.emit(f, addresses, begin, end, isa.lanes * max(32 // self.bits, 1), self._vector)
+        self.runs.emit(f, addresses, begin, end, isa.lanes * max(32 // self.bits, 1), partial(self._vector, isa))
 
-    def _vector(self, at: list[Value], start: Value, count: int) -> None:
+    def _vector(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
         *views, output = self.runs.views
         *places, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
-        values = [load_integers(view, place, count, self.bits) for view, place in zip(views, places, strict=True)]
+        values = [load_integers(isa, view, place, count, self.bits)
+                  for view, place in zip(views, places, strict=True)]
         store_integers(output, OPERATIONS[self.problem.operation](*values), target, count)
 
 
@@ -53,7 +54,7 @@ def _bits(view: View, output: View) -> int:
     return min(8 * view.size * (2 if view.dtype in UNSIGNED and view.dtype != "bool" else 1), 64)
 
 
-def load_integers(view: View, address: Value, count: int, bits: int = 64) -> Value:
+def load_integers(isa: Isa, view: View, address: Value, count: int, bits: int = 64) -> Value:
     """`count` elements along the innermost axis as integers of so many bits; a float is truncated. A stride of 0
     repeats one element."""
     f, element, stride, wide = address.f, ELEMENTS[view.dtype], view.strides[-1], vector(count, f"i{bits}")
@@ -67,16 +68,16 @@ def load_integers(view: View, address: Value, count: int, bits: int = 64) -> Val
             one = f.load(element, address + i * stride, hint="stored")
             stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {i}", "gathered")
     if view.dtype == "float32":
-        return f.cast("fptosi", stored if bits == 64 else _wrapped(stored), wide, "truncated")
+        return f.cast("fptosi", stored if bits == 64 else _wrapped(isa, stored), wide, "truncated")
     if stored.type == wide:
         return stored
     return f.cast("zext" if view.dtype in UNSIGNED else "sext", stored, wide, "wide")
 
 
-def _wrapped(x: Value) -> Value:
+def _wrapped(isa: Isa, x: Value) -> Value:
     """The floats whose integers are those of x, cut to 32 bits; 0 of what 64 bits do not hold. All of it is exact."""
     f, whole = x.f, 2.0 ** 32
-    rest = x - f.call(x.type, f"llvm.rint.v{lanes_of(x.type)}f32", x * (1 / whole), hint="turns") * whole
+    rest = x - isa.unary("rint", x * (1 / whole)) * whole
     rest = f.select(rest.compare("oge", whole / 2), rest.like(-whole / 2), rest)
     return f.select(rest.compare("oeq", rest), rest, rest.like(0.0))
 

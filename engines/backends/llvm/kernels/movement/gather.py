@@ -106,17 +106,17 @@ class GatherElementsKernel(Kernel[GatherElements]):
         views = (replace(problem.x, strides=steps[0]), problem.index, problem.y)
         for at in each_row(f, begin, end, addresses, views, problem.y.shape[:-1]):
             for start, count in f.tiles("element", problem.y.shape[-1], TOGETHER):
-                self._elements([offset(a, [start], s[-1:]) for a, s in zip(at, steps, strict=True)], count)
+                self._elements(isa, [offset(a, [start], s[-1:]) for a, s in zip(at, steps, strict=True)], count)
 
     def _steps(self) -> tuple[int, ...]:
         """x's strides; along the axis the index says where to go."""
         return tuple(0 if axis == self.problem.axis else stride for axis, stride in enumerate(self.problem.x.strides))
 
-    def _elements(self, at: list[Value], count: int) -> None:
+    def _elements(self, isa: Isa, at: list[Value], count: int) -> None:
         """`count` neighbours; at: where in x, the index and y."""
         problem, (x, index, y) = self.problem, at
         f, extent = x.f, problem.x.shape[problem.axis]
-        chosen = load_integers(problem.index, index, count)
+        chosen = load_integers(isa, problem.index, index, count)
         chosen = f.select(chosen.compare("slt", 0), chosen + extent, chosen)
         chosen = f.select(chosen.below(extent), chosen, chosen.like(extent - 1))
         element = ELEMENTS[problem.x.dtype]
