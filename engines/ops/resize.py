@@ -13,6 +13,7 @@ from engines.ir.shapes import extent, fixed
 from engines.ops.items import ItemAxes, only_first
 from engines.ops.op import Inputs, LayoutOp, Stored, Types
 
+BY_AXIS = frozenset({"sizes", "scales", "roi"})       # attributes that have numbers of each axis
 EXACT = 1 << 20      # parts of a scale: of so many, times any size that there is, no double loses a bit
 
 

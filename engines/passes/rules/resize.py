@@ -1,0 +1,39 @@
+"""Images whose channels are last in the model are resized as images.
+
+    Resize(x) along the middle axes = Transpose(Resize(Transpose(x)), back)
+
+The Transposes go where layouts are settled: they are the layout that images are stored in.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engines.ops import resize
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
+
+_FIRST, _LAST = (0, 3, 1, 2), (0, 2, 3, 1)          # the channels of an image, seen from where they were
+
+
+class ResizeOfChannelsLast(Rule):
+    pattern = P("Resize", Value("x"))
+
+    def check(self, match: Match) -> bool:
+        before, after = match.shape(match.value("x")), match.made.shape
+        scales = match.root.attrs.get("scales", (1,) * len(before))
+        changed = [a != b or scale != 1 for a, b, scale in zip(before, after, scales, strict=True)]
+        return len(before) == 4 and changed[1] and not changed[0] and not changed[3]
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        images = draft.node("Transpose", [match.value("x")], {"perm": _FIRST})
+        made = draft.node("Resize", [images], _along(match.root.attrs, _FIRST))
+        draft.finish("Transpose", [made], {"perm": _LAST})
+
+
+def _along(attrs: Mapping[str, Any], perm: Sequence[int]) -> dict[str, Any]:
+    """The attributes with the numbers of each axis where the axis is now."""
+    moved = dict(attrs)
+    for name in resize.BY_AXIS & attrs.keys():
+        count = len(attrs[name]) // len(perm)       # a region of interest has two for each axis
+        moved[name] = tuple(attrs[name][part * len(perm) + axis] for part in range(count) for axis in perm)
+    return moved
