@@ -18,13 +18,16 @@ import numpy as np
 
 from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Graph, Node
+from engines.ir.grid import grid_params, offset_grid
 from engines.ops import OPS, op_of
-from engines.passes.rewriting.facts import pads_with_zeros
+from engines.passes.rewriting.facts import output_axis, pads_with_zeros
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 _SELECT = ("MaxPool", "GlobalMaxPool", "Pad")
 _MOVES = (*(name for name, op in OPS.items() if op.moves), *_SELECT)
-_INTEGERS = ("uint8", "int8", "uint16", "int16")
+_BYTES = ("uint8", "int8")
+_INTEGERS = (*_BYTES, "uint16", "int16")
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def _sources(node: Node) -> tuple[str, ...]:
@@ -64,12 +67,16 @@ class PairToFakeQuantize(Rule):
         first = match.graph.producer[match.value("stored")]
         numbers = _numbers(match.graph, match.root)
         assert numbers is not None
-        limits, zero = np.iinfo(numbers[1].dtype), numbers[1].item()
-        shift = 128 if limits.min == -128 else 0
         draft.absorb(first)
-        draft.finish("FakeQuantize", first.inputs[:1], {
-            "scale": float(numbers[0].item()), "zero_point": zero + shift, "low": limits.min + shift,
-            "high": limits.max + shift})
+        draft.finish("FakeQuantize", first.inputs[:1], _rounding(*numbers))
+
+
+def _rounding(scale: Array, zero: Array) -> dict[str, float]:
+    """The attributes of the FakeQuantize that rounds to numbers stored so."""
+    limits = np.iinfo(zero.dtype)
+    shift = 128 if limits.min == -128 else 0
+    return {"scale": float(scale.item()), "zero_point": zero.item() + shift, "low": limits.min + shift,
+            "high": limits.max + shift}
 
 
 class PairOfChannels(Rule):
@@ -81,7 +88,7 @@ class PairOfChannels(Rule):
         numbers, axes = _numbers(match.graph, match.root), [node.attrs.get("axis", 1) for node in match.nodes]
         return (_same(numbers, _numbers(match.graph, match["first"])) and axes[0] == axes[1] and numbers is not None
                 and numbers[0].ndim == 1 and numbers[0].size > 1 and match.made.dtype == FLOAT
-                and numbers[1].dtype.name in _INTEGERS[:2] and bool(np.all(numbers[1] == numbers[1][0])))
+                and numbers[1].dtype.name in _BYTES and bool(np.all(numbers[1] == numbers[1][0])))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         numbers = _numbers(match.graph, match.root)
@@ -201,7 +208,8 @@ def _is_alone(match: Match) -> bool:
 
 
 class DequantizedByArithmetic(Rule):
-    """(x - zero point) * scale, of integers that come from elsewhere."""
+    """(x - zero point) * scale, of integers that come from elsewhere. Where a quantised layer reads it, a FakeQuantize
+    that changes nothing says that these are numbers of a grid: the layer then computes on the integers."""
     pattern = P("DequantizeLinear", Value("stored"))
 
     def check(self, match: Match) -> bool:
@@ -214,7 +222,37 @@ class DequantizedByArithmetic(Rule):
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
             x = draft.node("Sub", [x, point])
-        draft.finish("Mul", [x, _aligned(draft, match, scale, rank)])
+        factors = [x, _aligned(draft, match, scale, rank)]
+        if (attrs := self._grid_of_layer(match)) is None:
+            draft.finish("Mul", factors)
+        else:
+            draft.finish("FakeQuantize", [draft.node("Mul", factors)], attrs)
+
+    @staticmethod
+    def _grid_of_layer(match: Match) -> dict[str, float] | None:
+        """How a quantised layer's input was rounded, if this is one."""
+        numbers = _numbers(match.graph, match.root)
+        if numbers is None or numbers[0].size != 1 or numbers[1].dtype.name not in _BYTES or numbers[0].item() <= 0:
+            return None
+        return _rounding(*numbers) if _is_read_by_layer(match.graph, match.root.outputs[0]) else None
+
+
+def _is_read_by_layer(graph: Graph, name: str) -> bool:
+    """Whether a contraction by weights on a grid reads the tensor, or what only moves its elements."""
+    for node in graph.consumers[name]:
+        if node.op in _MOVES and name in _sources(node):
+            found = any(_is_read_by_layer(graph, made) for made in node.outputs)
+        else:
+            found = node.op in _LAYERS and node.inputs[0] == name and _is_on_grid(graph, node)
+        if found:
+            return True
+    return False
+
+
+def _is_on_grid(graph: Graph, layer: Node) -> bool:
+    """Whether its weights are integers of a scale."""
+    weight, axis = graph.constants.get(layer.inputs[1]), output_axis(layer)
+    return weight is not None and (grid_params(weight, axis) is not None or offset_grid(weight, axis) is not None)
 
 
 class QuantizedByArithmetic(Rule):

@@ -357,6 +357,9 @@ def test_a_depthwise_layer_may_have_a_scale_for_each_channel_of_its_input() -> N
 
 
 # ---- operators on integers
+INTEGER_LIMITS = {"uint8": (0, 256), "int8": (-128, 128)}
+
+
 def scaled(**numbers: tuple[float, Any]) -> Arrays:
     """name -> name.s and name.z, the scale and the zero point of that tensor."""
     return {f"{name}{end}": np.asarray(value, kind) for name, (scale, zero) in numbers.items()
@@ -430,6 +433,24 @@ def test_a_product_of_integers_is_one_kernel_between_conversions() -> None:
     build, made, wanted = rounded(model)
     assert precisions(build) == ["int8"] and not fallbacks(build.engine())
     assert_same_steps(made, wanted, 0.1)
+
+
+@pytest.mark.parametrize("zero", [np.uint8(130), np.int8(-7)], ids=str)
+def test_bytes_that_a_model_reads_and_makes_are_multiplied_as_integers(zero: Any) -> None:
+    """As a model is written whose images have their channels last."""
+    numbers = scaled(x=(0.03, zero), w=([0.01] * 4 + [0.02] * 4, np.zeros(8, np.int8)), y=(0.1, type(zero)(11)))
+    nodes = [node("Transpose", "x", "q", perm=[0, 3, 1, 2]),
+             node("QLinearConv", "q x.s x.z w w.s w.z y.s y.z", "c", pads=[1, 1, 1, 1]),
+             node("Transpose", "c", "y", perm=[0, 2, 3, 1])]
+    model = small_model(nodes, {"x": ["N", 9, 7, 4]}, ["y"], {**numbers, "w": weights(8, 4, 3, 3, steps=60)})
+    kind = onnx.helper.np_dtype_to_tensor_dtype(zero.dtype)
+    model.graph.input[0].type.tensor_type.elem_type = kind
+    feeds = {"x": np.random.default_rng(1).integers(*INTEGER_LIMITS[zero.dtype.name], (4, 9, 7, 4)).astype(zero.dtype)}
+    build = built(model)
+    assert precisions(build) == ["int8"] and not fallbacks(build.engine())
+    made, wanted = build.engine().run(feeds)["y"], literally(model, feeds)["y"]
+    assert made.dtype == zero.dtype
+    assert_same_steps(made.astype(np.float32), wanted.astype(np.float32), 1)
 
 
 def test_an_attention_stores_what_the_model_rounds_behind_it() -> None:

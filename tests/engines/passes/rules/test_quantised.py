@@ -142,3 +142,26 @@ def test_scales_of_channels_that_others_read_too_stay_a_product() -> None:
     x = net("DequantizeLinear", stored, step, point, axis=1)
     graph = simple(net, net("Sigmoid", net.conv(x, 3, 3, group=3)), net("Exp", x))
     assert ops(graph).count("Mul") == 2 and ops(graph).count("FakeQuantize") == 1
+
+
+def bytes_before_a_layer(net: Build, integers: np.dtype[Any], weight: str) -> Graph:
+    """Bytes that nothing quantised, dequantised and moved before a product."""
+    stored = net("Cast", net("Relu", net.input("x", 6, 5)), to=integers.name)
+    x = net("DequantizeLinear", stored, net.constant(np.float32(0.1)), net.constant(integers.type(7)))
+    return simple(net, net("MatMul", net("Transpose", x, perm=(0, 2, 1)), weight))
+
+
+@pytest.mark.parametrize("integers", ["uint8", "int8"])
+def test_bytes_that_nothing_quantised_are_a_grid_to_a_quantised_layer(integers: str) -> None:
+    net = Build()
+    steps = net.random.integers(-127, 128, (6, 4)).astype(np.float32) * np.float32(0.01)
+    graph = bytes_before_a_layer(net, np.dtype(integers), net.constant(steps))
+    grids = [node.attrs for node in graph.nodes if node.op == "FakeQuantize"]
+    point = 7 + 128 * (integers == "int8")
+    assert grids == [{"scale": float(np.float32(0.1)), "zero_point": point, "low": 0, "high": 255}]
+
+
+def test_bytes_that_nothing_quantised_are_numbers_to_a_layer_in_float() -> None:
+    net = Build()
+    graph = bytes_before_a_layer(net, np.dtype(np.uint8), net.draw(6, 4))
+    assert "FakeQuantize" not in ops(graph)
