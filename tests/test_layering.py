@@ -92,7 +92,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
         "engines.backends.llvm.kernels.pooling", "engines.backends.llvm.kernels.recurrent",
         "engines.backends.llvm.kernels.winograd"),
     "engines.backends.llvm.tuning": ("engines.backends.llvm.kernels", "engines.backends.base"),
-    "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering"),
+    "engines.backends.llvm": ("engines.backends.llvm.tuning", "engines.lowering", "engines.passes.quantization"),
     "engines.backends.cuda.runtime": ("engines.backends.device",),
     "engines.backends.cuda.cost": (),
     "engines.backends.cuda.codegen": ("engines.codegen", "engines.errors"),

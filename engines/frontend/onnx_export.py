@@ -74,9 +74,13 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
 
 
 def _by_floats(graph: Graph) -> Graph:
-    """Products by weights of four bits as products by what those mean: this opset has no scales for blocks."""
-    nodes, constants = [], {}
+    """Products by weights of four bits as products by what those mean: this opset has no scales for blocks. That their
+    rows may be rounded is left to who runs it."""
+    nodes, constants, types = [], {}, {}
     for node in graph.nodes:
+        if node.op in ("QuantizeBlocks", "FakeQuantizeBlocks"):
+            node = replace(node, op="Identity", attrs={})
+            types[node.outputs[0]] = graph.types[node.inputs[0]]
         if (product := node.anchor).op == "MatMulBlocks":
             x, q, scales, offsets, *bias = product.inputs
             name, numbers = f"{q}.real", unpacked(graph.constants[q], product.attrs["depth"])
@@ -86,7 +90,7 @@ def _by_floats(graph: Graph) -> Graph:
             anchor = replace(product, op=op, inputs=(x, name, *bias), attrs=attrs)
             node = node.with_body((anchor, *node.body[1:]))
         nodes.append(node)
-    return graph.rebuild(nodes, constants)
+    return graph.rebuild(nodes, constants, types)
 
 
 def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:

@@ -52,6 +52,7 @@ from engines.passes.rules.tables import TABLES
 
 Pass = Callable[[Graph], Graph]
 SCALES = (LinearScale(), ScaleLinear(), ScaleDepthwise())
+IMAGES = (GlobalPoolOfRows(), WholeImagePool(), SpatialReduce(), ResizeOfChannelsLast())
 VIEWS = (ToReshape(), TransposeOfOnes(), MergeReshapes(), MergeTransposes())
 
 
@@ -71,8 +72,7 @@ def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), GemmOfComputed(), MatMulToGemm(),
-                             InstanceNorm(), ScatterOfRows(), GlobalPoolOfRows(), WholeImagePool(), SpatialReduce(),
-                             ResizeOfChannelsLast())),
+                             InstanceNorm(), ScatterOfRows(), *IMAGES)),
         # in few nodes: what attention is recognised by, later
         ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone

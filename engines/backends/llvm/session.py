@@ -30,6 +30,7 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.steps import io_views, step_of
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
+from engines.passes.quantization.weights import with_rounded_rows
 from engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
 
 USUAL_BATCH = 32            # of full tiles, whatever their shape
@@ -101,7 +102,7 @@ class LlvmSession:
     def _lowered(self, graph: Graph, max_batch: int, opt_batch: int | None) -> tuple[Lowered, tuple[int, ...]]:
         """And the batches that kernels are for."""
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
-        lowered = lower(graph, self.isa.narrow.lanes)
+        lowered = lower(with_rounded_rows(graph), self.isa.narrow.lanes)
         buffers = buffers_of(lowered, max_batch)
         if not is_counted(buffers):         # else once they are known
             check_memory(graph.name, buffers, max_batch)
@@ -117,7 +118,8 @@ class LlvmSession:
                 return ()
             self._usual_is_met = True
             # Whether there is memory for that many items of it is not asked: nothing of it is run.
-            return (call.problem for call in write_borders(lower(usual(), self.isa.narrow.lanes), max_batch).compiled)
+            lowered = lower(with_rounded_rows(usual()), self.isa.narrow.lanes)
+            return (call.problem for call in write_borders(lowered, max_batch).compiled)
 
         choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])

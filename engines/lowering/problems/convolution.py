@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.ir.rounding import HEAD, from_bytes
 from engines.lowering.epilogue.functions import fma
 from engines.lowering.epilogue.program import load_meaning, store_meaning
 from engines.lowering.problems.problem import STORED, Array, ImageProblem
@@ -118,6 +119,27 @@ class BlockedProduct(Contraction):
         q, scales, offsets = (np.asarray(constants[name]) for name in ("weights", "scales", "offsets"))
         scales, offsets = (np.repeat(array, self.block, 1)[:, :q.shape[1]] for array in (scales, offsets))
         return np.asarray(fma(q.astype(np.float32), scales, offsets))
+
+
+@dataclass(frozen=True)
+class RoundedProduct(BlockedProduct):
+    """The same of rows of x that were rounded by the same blocks: bytes, as engines/ops/blocks.py lays them out. Sums
+    inside a block are exact in integers."""
+    family = "rounded_product"
+
+    @property
+    def misfit(self) -> str:
+        others = (view.dtype for view in (*self.operands, self.y) if view.dtype not in self.computes_on)
+        return next(others, "" if self.x.dtype == "int8" else self.x.dtype)
+
+    @property
+    def cin(self) -> int:
+        """To the end of the last block."""
+        return self.x.shape[-1] // (HEAD + self.block) * self.block
+
+    def sums(self, x: Array, constants: Mapping[str, Any]) -> Array:
+        weights = self.real_weights(constants)
+        return np.asarray(np.tensordot(from_bytes(x, self.block)[..., :weights.shape[1]], weights, (-1, -1)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""MatMulBlocks -> BlockedProduct."""
+"""MatMulBlocks -> BlockedProduct, RoundedProduct; rows that are rounded by blocks, by nests."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from engines.ir.counted import as_int
 from engines.ir.graph import Node
+from engines.ir.rounding import HEAD, STEPS
 from engines.lowering.calls.body import call_of, write_body
-from engines.lowering.calls.calls import Call, Context, lowers
-from engines.lowering.problems.convolution import BlockedProduct
+from engines.lowering.calls.calls import Call, Context, Refused, lowers, lowers_in_general
+from engines.lowering.calls.nesting import NestWriter
+from engines.lowering.calls.placement import Placement
+from engines.lowering.nest.program import Term
+from engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
+from engines.lowering.problems.view import View
 from engines.lowering.rules.contraction import matrices
 from engines.ops.blocks import CENTRE, unpacked
 
@@ -22,8 +28,52 @@ def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
     offsets = ctx.constant(offset) if offset else -CENTRE * scales
     body = write_body(ctx, node, (1.0, ctx.constant(bias[0]).reshape(-1).astype(np.float64) if bias else 0.0))
     x, y, operands = matrices(ctx, node, body)
-    problem = BlockedProduct(x.view, y.view, operands, body.program, node.precision, block=product.attrs["block"],
-                             centred=not offset)
+    kind, precision = (RoundedProduct, "int8") if x.view.dtype == "int8" else (BlockedProduct, node.precision)
+    problem = kind(x.view, y.view, operands, body.program, precision, block=product.attrs["block"], centred=not offset)
     call = call_of(ctx, node, problem, body, weights=unpacked(ctx.constant(packed), product.attrs["depth"]),
                    scales=scales, offsets=offsets)
     return [replace(call, inputs=(x, *call.inputs[1:]), outputs=(y,))]
+
+
+@lowers_in_general("FakeQuantizeBlocks")
+def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
+    w, scale, numbers = _rounded(ctx, node)
+    y, block = w.target(node.outputs[0]), node.attrs["block"]
+    if ctx.type(node.outputs[0]).shape[-1] % block:
+        raise Refused("its last block is not whole")
+    inner, strides = (y.view.shape[-1] // block, block), (block * y.view.size, y.view.size)
+    cut = replace(y, view=_in_blocks(y.view, y.view.dtype, inner, strides))
+    return [w.call(numbers * scale, inside=True, targets=[cut])]
+
+
+@lowers_in_general("QuantizeBlocks")
+def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
+    """The heads, then what is behind each of them."""
+    w, scale, numbers = _rounded(ctx, node)
+    y, block = w.target(node.outputs[0]), node.attrs["block"]
+    step = HEAD + block
+    blocks = y.view.shape[-1] // step
+
+    def part(offset: int, dtype: str, inner: Sequence[int], strides: Sequence[int]) -> Placement:
+        return replace(y, offset=y.offset + offset, view=_in_blocks(y.view, dtype, inner, strides))
+
+    whole = numbers.to("i32")
+    heads = [part(0, "float32", [blocks], [step]), part(HEAD // 2, "int32", [blocks], [step])]
+    return [w.call(scale, w.reduce("sum", whole), targets=heads),
+            w.call(whole, inside=True, targets=[part(HEAD, "int8", [blocks, block], [step, 1])])]
+
+
+def _in_blocks(view: View, dtype: str, inner: Sequence[int], strides: Sequence[int]) -> View:
+    """Rows whose last axis is cut so."""
+    return View(dtype, (*view.shape[:-1], *inner), (*view.strides[:-1], *strides), view.item)
+
+
+def _rounded(ctx: Context, node: Node) -> tuple[NestWriter, Term, Term]:
+    """(over blocks and what is in them, a block's scale, its integers as floats): see engines/ir/rounding.py."""
+    shape, block = ctx.type(node.inputs[0]).shape, int(node.attrs["block"])
+    w = NestWriter(ctx, node, (*shape[:-1], -(-as_int(shape[-1]) // block)), (block,))
+    *rows, number = w.axes
+    x = w.at(node.inputs[0], [*rows, number * block + w.inner[0]], outside=0.0)
+    scale = w.reduce("max", x.unary("abs")) * (1 / STEPS)
+    inverse = w.where(scale > 0.0, scale.like(1.0) / scale, 0.0)
+    return w, scale, (x * inverse).unary("rint")

@@ -70,6 +70,22 @@ def _by_blocks(editor: GraphEditor, node: Node, blocks: Blocks) -> Node:
     return node.with_body((anchor, *node.body[1:]))
 
 
+def with_rounded_rows(graph: Graph) -> Graph:
+    """The graph whose products by weights of four bits read bytes where the model lets their rows be rounded, by blocks
+    like those of the weights: for targets with kernels for it."""
+    editor, made = GraphEditor(graph), dict[str, str]()
+    for node in graph.nodes:
+        product = node.anchor
+        maker = graph.producer.get(product.inputs[0]) if product.op == "MatMulBlocks" else None
+        if maker is not None and maker.op == "FakeQuantizeBlocks" and maker.attrs["block"] == product.attrs["block"]:
+            if (name := made.get(product.inputs[0])) is None:
+                name = made[product.inputs[0]] = editor.add(
+                    f"{product.inputs[0]}.bytes", "QuantizeBlocks", maker.inputs, maker.attrs, maker.origin)
+            node = reading(node, {product.inputs[0]: name})
+        editor.nodes.append(node)
+    return editor.finish() if made else graph
+
+
 def _with_tables_of_bytes(graph: Graph) -> Graph:
     """A Gather of rows on a grid: of their bytes, times what it gathers of their scales."""
     editor = GraphEditor(graph)

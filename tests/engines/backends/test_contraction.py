@@ -13,9 +13,11 @@ from engines.backends.llvm.kernels.contraction.tiled import Tile, tiles_of_the_b
 from engines.backends.llvm.kernels.few_couts.dots import DotContraction, DotTile
 from engines.backends.llvm.kernels.kernel import kernels_for
 from engines.codegen.ir_builder import Module
+from engines.ir.graph import Node
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
-from engines.lowering.problems.convolution import BlockedProduct, Contraction
+from engines.lowering.problems.convolution import BlockedProduct, Contraction, RoundedProduct
 from engines.lowering.problems.view import Halo, dense_view
+from engines.ops.blocks import QuantizeBlocks
 from tests.engines.backends.llvm.jit import assembly, spills
 from tests.engines.backends.llvm.runner import CpuRunner, kernel_of
 from tests.engines.backends.runners import EVERY_BACKEND, EVERY_ISA
@@ -124,6 +126,26 @@ def test_weights_of_four_bits_have_a_scale_for_each_block(block, centred, runner
     more = [np.concatenate([array] * 4)[:7] for array in (x, residual)]
     check(spec, runner, more, {**constants, "weights": weights, "scales": scales, "offsets": offsets}, 1e-4, pieces=2,
           slack=15)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("block, centred", [(32, True), (16, False), (128, True)])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_that_are_rounded_by_the_same_blocks_are_multiplied_as_integers(rows, block, centred, cpu):
+    depth, random = 77, np.random.default_rng(1)
+    shape = Shape(1, rows, depth, 70)
+    spec, (x, residual), constants = problem(shape, "fp32")
+    numbers = [random.uniform(low, 1, (shape.cout, -(-depth // block))).astype(np.float32) for low in (0.5, -1)]
+    scales, offsets = numbers[0], -8 * numbers[0] if centred else numbers[1]
+    x = QuantizeBlocks.compute(Node("QuantizeBlocks", (), (), {"block": block}), x)
+    spec = RoundedProduct(dense_view("int8", x.shape[1:]), spec.y, spec.operands, spec.program, "int8", block=block,
+                          centred=centred)
+    weights = random.integers(0, 16, (shape.cout, depth)).astype(np.uint8)
+    constants |= {"weights": weights, "scales": scales, "offsets": offsets}
+    kernel, = cpu.ways(spec)
+    for tactic in kernel.tactics(cpu.isa):
+        for one in (tactic, replace(tactic, prefetch=True)):
+            check(spec, cpu, [x, residual], constants, 1e-4, pieces=2, tactic=one)
 
 
 def test_a_nan_behind_an_odd_run_stays_out():

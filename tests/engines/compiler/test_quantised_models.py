@@ -18,6 +18,7 @@ from engines.compiler.build import EngineBuild, build_engine
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
+from engines.ir import rounding
 from engines.ops.reference import run
 from engines.plan.plan import graph_of
 from tests.engines.compiler.small_models import small_model
@@ -205,6 +206,42 @@ def test_weights_of_four_bits_stay_two_a_byte(zeros: bool, bias: bool) -> None:
     np.testing.assert_allclose(build.engine().run(feeds)[name], wanted, 1e-4, 1e-4)
     (again,) = literally(onnx_from_graph(graph_of(build.plan)), feeds).values()
     np.testing.assert_allclose(again, wanted, 1e-4, 1e-4)
+
+
+def products_of_few_bits(depth: int, zeros: bool, level: int) -> onnx.ModelProto:
+    """Two by weights of four bits, of the same rows."""
+    random, blocks = np.random.default_rng(0), -(-depth // 32)
+    constants: Arrays = {"s": random.uniform(0.1, 1, 48 * blocks).astype(np.float32)}
+    constants |= {"p": random.integers(0, 256, (48, -(-blocks // 2))).astype(np.uint8)} if zeros else {}
+    constants |= {f"{name}.q": random.integers(0, 256, (48, blocks, 16)).astype(np.uint8) for name in "yz"}
+    nodes = [node("MatMulNBits", f"x {name}.q s" + " p" * zeros, name, domain="com.microsoft", K=depth, N=48, bits=4,
+                  block_size=32, accuracy_level=level) for name in "yz"]
+    model = small_model(nodes, {"x": ["N", 7, depth]}, ["y", "z"], constants)
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    return model
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("depth", [128, 100])
+def test_rows_that_may_be_rounded_are_rounded_once_and_multiplied_as_integers(depth: int, zeros: bool) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 7, depth), np.float32)
+    build = built(products_of_few_bits(depth, zeros, level=4))
+    kernels = [step.tactic.partition(":")[0] for step in build.plan.machine.steps]
+    assert kernels == ["nest", "nest", "rounded_product", "rounded_product"] and not fallbacks(build.engine())
+    scales, numbers = rounding.rounded(x, 32)
+    feeds = {"x": rounding.real_rows(scales, numbers)[..., :depth]}
+    for name, wanted in literally(products_of_few_bits(depth, zeros, level=0), feeds).items():
+        np.testing.assert_allclose(build.engine().run({"x": x})[name], wanted, 1e-4, 1e-3)
+    onnx.checker.check_model(onnx_from_graph(graph_of(build.plan)))
+
+
+@pytest.mark.parametrize("target", ["avx2", "portable", "numpy"])
+def test_rows_are_rounded_alike_for_every_target(target: str) -> None:
+    model = products_of_few_bits(100, False, level=4)
+    x = np.random.default_rng(1).standard_normal((4, 7, 100), np.float32)
+    made = built(model, target=target).engine().run({"x": x})
+    for name, wanted in built(model).engine().run({"x": x}).items():
+        np.testing.assert_allclose(made[name], wanted, 1e-4, 1e-3)
 
 
 def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:

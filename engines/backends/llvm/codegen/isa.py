@@ -143,6 +143,10 @@ class Isa(Words):
         """dot4 of bytes as they are, where no sum of two products overflows 16 bits (see pairing.py)."""
         raise NotImplementedError(f"{self.name} has no saturating products of bytes")
 
+    def small_dot(self, acc: Value, quads: Value, others: Value) -> Value:
+        """dot4 of bytes as they lie, where those of `quads` are below 128: no two products overflow 16 bits."""
+        return self.dot4(acc, self.unsigned(quads), self.spread(others))
+
     # ---- INT16
     one_dot2: ClassVar[bool] = False        # dot2 is one instruction
 
@@ -273,6 +277,9 @@ class Avx2(Isa):
 
     def shuffle_bytes(self, window: Value, indices: Value) -> Value:
         return window.f.call(window.type, "llvm.x86.avx2.pshuf.b", window, indices, hint="taken")
+
+    def small_dot(self, acc: Value, quads: Value, others: Value) -> Value:
+        return self.paired_dot(acc, quads, others)
 
     def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
         shorts = vector(2 * self.lanes, I16)

@@ -80,16 +80,22 @@ def _distances(call: Call) -> list[Node]:
     return w.finish(op, w("Sub", a, b), w.ints(2), keepdims=0)
 
 
+EIGHT_BITS = 4          # an accuracy_level
+
+
 @contrib("MatMulNBits", "A:T B:X scales:T zero_points:X1? g_idx:I? bias:T?",
          "K:int! N:int! accuracy_level=0 bits=4 block_size:int! weight_prepacked=0")
 def _matmul_n_bits(call: Call) -> list[Node]:
-    """A times the transpose of B [N, K], which has a scale for each block of a row."""
+    """A times the transpose of B [N, K], which has a scale for each block of a row. The accuracy_level says how A may
+    be rounded on the way: at EIGHT_BITS it is, by blocks like B's, as ONNX Runtime does."""
     w, (n, k) = StandardParts(call), (call.attr("N"), call.attr("K"))
-    call.ignore("accuracy_level")       # of how A may be rounded on the way
     if call.has(4):
         raise GraphError("weights in groups that are not blocks (g_idx) are not supported")
     weights = blocks_of_bits(w, call, 1, 2, 3, n, k)
-    y = w("MatMul", call.node.inputs[0], w("Transpose", weights, perm=(1, 0)))
+    a = call.node.inputs[0]
+    if call.attr("accuracy_level", 0) == EIGHT_BITS and call.attr("bits", 4) == 4:
+        a = w("FakeQuantizeBlocks", a, block=int(call.attr("block_size")))
+    y = w("MatMul", a, w("Transpose", weights, perm=(1, 0)))
     return w.finish("Identity", w.plus(y, call, 5))
 
 

@@ -4,6 +4,13 @@
       for k, k + 1: a byte holds the weights of both
         w = scale * q + offset;   acc[pixel] += x[pixel] * w           for all pixels of the tile
 
+Where the rows were rounded by the same blocks, both are bytes, and a block's sum is exact:
+
+    for block of K: scale of each cout, scale and sum of the row's block
+      for eight of K: four bytes hold the weights of all, those of the first four in the lower bits
+        sum[pixel] += x[pixel] * q                              by four, in int32
+      acc[pixel] += scales * (sum[pixel] - 8 * sum of x)        or offset * sum of x apart
+
 A product of few rows takes as long as its weights take to read; with more rows, what a weight costs here is shared by
 the pixels of a tile. The loops around are those of tiled.py.
 """
@@ -15,18 +22,24 @@ from typing import Any
 import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, arithmetic_for
 from engines.backends.llvm.kernels.contraction.direct import usual_tile_shapes
-from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.loops import CACHE_LINE, Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.tuning.cost import LATENCY, Work
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I8, PTR, vector
-from engines.lowering.problems.convolution import BlockedProduct
+from engines.codegen.types import FLOAT, I8, I32, PTR, vector
+from engines.ir.rounding import HEAD
+from engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
 from engines.lowering.problems.problem import Array
 
 UNPACKING = 5           # instructions that make floats of a vector of bytes: widen, mask, shift, twice convert
+EIGHT = 8               # of K in four bytes of weights, and in as many of x
+TOGETHER = 4            # such steps in a turn of the loop
+# Of a block's sums and those of all: two accumulators for each vector of a pixel.
+ROUNDED_TILES = ((1, 4), (2, 4), (4, 2), (6, 2), (2, 2), (3, 2), (4, 1), (6, 1), (12, 1), (1, 2))
 
 
 @solves(BlockedProduct)
@@ -72,12 +85,50 @@ class BlockedKernel(TiledContraction):
                 first = number * self.problem.block
                 heads = [scales] if self.problem.centred else [scales, offsets]
                 parts += [head[panel, number].astype(np.float32).ravel().view(np.uint8) for head in heads]
-                bits = np.pad(q[panel, first:first + count], ((0, 0), (0, 0), (0, count % 2))).astype(np.uint8)
-                parts.append((bits[..., ::2] | bits[..., 1::2] << 4).transpose(2, 0, 1).ravel())
+                parts.append(self.packed_block(q[panel, first:first + count].astype(np.uint8)))
         return np.concatenate(parts), pack_program(self.problem, panels, constants)
+
+    def packed_block(self, q: Array) -> Array:
+        """[vector][lane][k] of one block -> the bytes behind its head."""
+        bits = np.pad(q, ((0, 0), (0, 0), (0, q.shape[-1] % 2)))
+        return np.asarray((bits[..., ::2] | bits[..., 1::2] << 4).transpose(2, 0, 1).ravel())
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         _BlockedLoops(self, module, name, isa, tactic).emit()
+
+
+@solves(RoundedProduct)
+class RoundedKernel(BlockedKernel):
+    """Weights are packed [panel][block]: the same heads, then [eight of K][vector][lane] four bytes."""
+    problem: RoundedProduct
+
+    def arithmetic(self, isa: Isa) -> Arithmetic:
+        """Of the sums over all blocks."""
+        return arithmetic_for("fp32", isa)
+
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        return [(pixels, vectors) for pixels, vectors in ROUNDED_TILES
+                if 2 * (pixels + 1) * vectors + pixels < isa.registers]
+
+    @property
+    def blocks(self) -> list[int]:
+        return [self.problem.block] * (self.problem.cin // self.problem.block)
+
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
+        turns = self.problem.cin / EIGHT
+        return turns, round(self.bytes_of_cout * isa.lanes / turns)
+
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        turn = Work(2 * vectors * pixels, 3 * vectors, vectors + 2 * pixels + tile.prefetch)
+        return max(turn.congested_cycles, LATENCY * 2)
+
+    def packed_block(self, q: Array) -> Array:
+        eights = np.pad(q, ((0, 0), (0, 0), (0, self.problem.block - q.shape[-1])))
+        eights = eights.reshape(*q.shape[:2], -1, 2, EIGHT // 2)
+        return np.asarray((eights[..., 0, :] | eights[..., 1, :] << 4).transpose(2, 0, 1, 3).ravel())
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        _RoundedLoops(self, module, name, isa, tactic).emit()
 
 
 class _BlockedLoops(TiledLoops):
@@ -133,3 +184,62 @@ class _BlockedLoops(TiledLoops):
                     acc[p, v] = isa.fma(pixel, weight, acc[p, v])
         at["x"] += count * size
         at["w"] += len(scales) * isa.lanes
+
+
+class _RoundedLoops(_BlockedLoops):
+    kernel: RoundedKernel
+
+    def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
+        at, block = {key: f.parameters[key] for key in ("x", "w")}, self.kernel.problem.block
+        pixels = {p: self.offset(i, j) for p, (i, j) in enumerate(part.pixels)}
+        for _ in f.loop("block", self.problem.cin // block, acc=acc, at=at):
+            scales = self._heads(f, at, vectors)
+            offsets = [] if self.kernel.problem.centred else self._heads(f, at, vectors)
+            sums = self._sums(f, at, pixels, vectors)
+            for p, offset in pixels.items():
+                scale = f.splat(f.load(FLOAT, at["x"] + offset, 4, "scale"), self.isa.lanes)
+                for v in range(vectors):
+                    acc[p, v] = self.isa.fma(self.isa.to_float(sums[p, v]), scales[v] * scale, acc[p, v])
+                if offsets:
+                    total = self.isa.to_float(self._total(f, at["x"] + offset)) * scale
+                    for v in range(vectors):
+                        acc[p, v] = self.isa.fma(offsets[v], total, acc[p, v])
+            at["x"] += HEAD + block
+
+    def _total(self, f: Function, row: Value) -> Value:
+        """The sum of a block of x, in all lanes."""
+        return f.splat(f.load(I32, row + HEAD // 2, 4, "total"), self.isa.lanes)
+
+    def _sums(self, f: Function, at: dict[str, Value], pixels: Mapping[int, int],
+              vectors: int) -> dict[Any, Value]:
+        """Of x times q, less 8 where that is the middle of all q, over a block."""
+        sums: dict[Any, Value] = {}
+        for p, offset in pixels.items():
+            first = f.constant(0, self.isa.ints)
+            if self.kernel.problem.centred:
+                first = first - (self._total(f, at["x"] + offset) << 3)
+            sums |= {(p, v): first for v in range(vectors)}
+        steps = self.kernel.problem.block // EIGHT
+        together = next(n for n in range(TOGETHER, 0, -1) if steps % n == 0)
+        inside = {"x": at["x"] + HEAD, "w": at["w"]}
+        for _ in f.loop("k", steps // together, acc=sums, at=inside):
+            for _ in range(together):
+                self._eight(f, sums, inside, pixels, vectors)
+        at["w"] = inside["w"]
+        return sums
+
+    def _eight(self, f: Function, sums: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, int],
+               vectors: int) -> None:
+        isa = self.isa
+        for v in range(vectors):
+            bytes_ = f.load(vector(isa.bytes, I8), at["w"] + v * isa.bytes, 4, "bits")
+            for half, q in enumerate((bytes_ & 15, bytes_.binary("lshr", 4))):
+                for p, offset in pixels.items():
+                    word = f.splat(f.load(I32, at["x"] + (offset + half * EIGHT // 2), 4, "word"), isa.lanes)
+                    x = f.cast("bitcast", word, bytes_.type, "x")
+                    sums[p, v] = isa.small_dot(sums[p, v], q, x)
+        if self.tile.prefetch:
+            for v in range(0, vectors * isa.bytes, CACHE_LINE):
+                isa.prefetch(at["w"] + (self.panel * self.kernel.bytes_of_cout + v))
+        at["x"] += EIGHT
+        at["w"] += vectors * isa.bytes

@@ -1,0 +1,32 @@
+"""Rows rounded by blocks: x = scale[b] * r, b = k // block, r whole numbers from -127 to 127, and their bytes.
+
+A block is a HEAD, its scale as float32 and the sum of its integers as int32, and then the integers.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.ir.graph import Array
+
+STEPS = 127             # of the greatest number of a block
+HEAD = 8                # bytes
+
+
+def rounded(x: Array, block: int) -> tuple[Array, Array]:
+    """(scales, numbers) of the last axis: float32 [..., blocks], int8 [..., blocks, block], zeros behind its end."""
+    rows = np.pad(x.astype(np.float32), [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % block)])
+    rows = rows.reshape(*x.shape[:-1], -1, block)
+    scales = np.abs(rows).max(-1) * np.float32(1 / STEPS)
+    inverse = np.where(scales > 0, 1 / scales, 0).astype(np.float32)
+    return scales, np.rint(rows * inverse[..., None]).astype(np.int8)
+
+
+def real_rows(scales: Array, numbers: Array) -> Array:
+    """What these mean, to the end of the last block."""
+    return np.asarray(numbers * scales[..., None], np.float32).reshape(*scales.shape[:-1], -1)
+
+
+def from_bytes(x: Array, block: int) -> Array:
+    """The same of rows as bytes."""
+    blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], -1, HEAD + block)
+    return real_rows(np.ascontiguousarray(blocks[..., :4]).view(np.float32)[..., 0], blocks[..., HEAD:])
