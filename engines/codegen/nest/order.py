@@ -13,11 +13,13 @@ NONE = -2       # no loop: neither one of the nest's nor the items
 @dataclass(frozen=True)
 class Cut:
     """How loops are cut. lanes: the loop along which vectors lie, `vectors` of them at once; rows: the outer loop of
-    which `count` neighbours are computed at once. NONE: there is no such loop."""
+    which `count` neighbours are computed at once; within: an outer loop that runs inside the one with lanes, for which
+    what does not depend on it is computed once. NONE: there is no such loop."""
     lanes: int = NONE
     vectors: int = 1
     rows: int = NONE
     count: int = 1
+    within: int = NONE
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Loops:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The outer loops, from without to within."""
-        last = [loop for loop in (self.cut.rows, self.cut.lanes) if 0 <= loop < self.outer]
+        last = [loop for loop in (self.cut.rows, self.cut.lanes, self.cut.within) if 0 <= loop < self.outer]
         return (*(loop for loop in range(self.outer) if loop not in last), *last)
 
     @cached_property

@@ -116,6 +116,25 @@ def test_picks_by_loops_by_tensors_and_by_the_item(runner):
     check(spec, runner, [draw(table), shown(index, draw(index, 3))], {}, pieces=2)
 
 
+@EVERY_ISA_WIDTH
+@pytest.mark.parametrize("shape", [(5, 3, 37), (9001, 1, 5), (3, 2, 3001)], ids=str)
+def test_what_does_not_depend_on_a_loop_may_be_computed_before_it(shape, cpu):
+    """y[i, j, k] = table[i, place[k]] * weight[k], with i or j within the loop that has the lanes."""
+    table = dense_view("float32", (shape[0], 40))
+    w = Writer(shape)
+    place = w.read(1, "i64").within(40)
+    program = w.program(w.pick(0, "f32", [w.index(0), place]) * (w.read(2, "f32") + 0.5) + w.read(3, "f32"))
+    along = [View(dtype, shape, (0, 0, size), size * shape[2]) for dtype, size in (("int64", 8), ("float32", 4))]
+    across = View("float32", shape, (0, 4, 0), 4 * shape[1])
+    spec = Nest((table, *along, across), (gapped("float32", shape),), shape, (), program)
+    arrays = [draw(table), *(shown(view, draw(view, 1)) for view in (*along, across))]
+    kernel, = kernels_for(spec)
+    tactics = kernel.tactics(cpu.isa)
+    assert {tactic.cut.within for tactic in tactics} & {0, 1}
+    for tactic in tactics:
+        check(kernel, cpu, arrays, {}, 1e-6, tactic=tactic, pieces=3)
+
+
 @EVERY_WIDTH
 @pytest.mark.parametrize("combined", ["", "add", "mul", "max", "min"])
 def test_updates_that_meet_in_an_element_are_made_in_order(combined, runner):

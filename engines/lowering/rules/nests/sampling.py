@@ -32,7 +32,8 @@ def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
         weight = corner[0][1]
         for _, other in corner[1:]:
             weight = weight * other
-        part = w.where(weight.differs(0.0), pixel.to("f64") * weight, 0.0)
+        weight = weight.to(pixel.kind if pixel.kind in FLOATING else "f64")
+        part = w.where(weight.differs(0.0), pixel.to(weight.kind) * weight, 0.0)
         total = part if total is None else total + part
     assert total is not None
     return [w.call(total)]

@@ -34,7 +34,8 @@ class NestTactic(Tactic):
     def __str__(self) -> str:
         cut = self.cut
         lanes = f"lanes along loop {cut.lanes}, {cut.vectors} at once" if cut.lanes != NONE else "one by one"
-        return lanes + (f", {cut.count} of loop {cut.rows}" if cut.rows != NONE else "")
+        lanes += f", {cut.count} of loop {cut.rows}" if cut.rows != NONE else ""
+        return lanes + (f", loop {cut.within} within" if cut.within != NONE else "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Blocks:
     @staticmethod
     def of(loops: Loops, lanes: int) -> Blocks:
         work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
-        last = loops.order.index(loops.cut.rows) if loops.cut.rows != NONE else len(loops.order)
+        several = {loops.cut.rows} | ({loops.cut.lanes} if loops.cut.within != NONE else set())
+        last = next((place for place, loop in enumerate(loops.order) if loop in several), len(loops.order))
         for split in reversed(range(len(loops.order))):
             extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
             if work * extent >= BLOCK and split <= last or not split:
@@ -80,7 +82,8 @@ class NestKernel(Kernel[Nest]):
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
                 shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes)
                           for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
-                cuts += [Cut(lanes, vectors), *shared]
+                within = [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
+                cuts += [Cut(lanes, vectors), *shared, *within]
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))[:6]
 
     def _shared(self, lanes: int) -> list[int]:
@@ -91,6 +94,15 @@ class NestKernel(Kernel[Nest]):
         depends = self.loops(Cut(lanes)).depends
         reads = [depends[i] for i, one in enumerate(self.problem.program.operations) if one.op in ("read", "pick")]
         return [loop for loop in outer if 0 < sum(loop in some for some in reads) < len(reads)]
+
+    def _free(self, lanes: int) -> list[int]:
+        """Outer loops on which something does not depend that is made of what is known for each lane."""
+        if not 0 <= lanes < len(self.problem.loops):
+            return []
+        depends = self.loops(Cut(lanes)).depends
+        made = [depends[i] for i, one in enumerate(self.problem.program.operations) if one.args and lanes in depends[i]]
+        return [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] > 1
+                and any(loop not in some for some in made)]
 
     def cost(self, isa: Isa, tactic: NestTactic) -> float:
         loops, cut = self.loops(tactic.cut), tactic.cut
