@@ -9,7 +9,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed
-from engines.ops.op import Inputs, Op, Types
+from engines.ops.op import Inputs, LayoutOp, Op, Types
 
 Taps = list[tuple[Array, Array]]        # (index, weight): the pixels that a sample is made of along an axis
 _CUBIC = -0.75
@@ -50,7 +50,7 @@ def _cells(first: int, last: int, count: int, size: int) -> list[slice]:
     return [slice(*(min(max(bound, 0), size) for bound in pair)) for pair in bounds]
 
 
-class GridSample(Op):
+class GridSample(LayoutOp):
     """x [N, C, ...image] at grid [N, ...places, axes of the image]: a number for each axis, the last one first, where
     -1 and 1 are the image's ends: the centres of its first and last pixel with align_corners, else their outer edges.
 

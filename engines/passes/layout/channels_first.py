@@ -5,7 +5,8 @@
     Resize that repeats every pixel    =  Expand(x [N, C, H, 1, W, 1])
 
 Windows that slide over each channel by itself take vectors from its rows, if those are long and neighbours in them are
-neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain.
+neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain. Samples
+are picked one by one wherever they lie; of an image that is turned for nobody else, that takes less than turning it.
 """
 from __future__ import annotations
 
@@ -34,10 +35,15 @@ _TO_SPACE = {"DCR": (0, 3, 4, 1, 5, 2), "CRD": (0, 1, 4, 2, 5, 3)}
 
 def does_as_well(graph: Graph, node: Node) -> bool:
     """Whether a node may as well be computed of an image that has its channels first."""
-    return bool(in_rows(node, graph.shape(node.inputs[0]))) or slides_along_rows(graph, node)
+    return bool(in_rows(node, graph.shape(node.inputs[0]))) or stays_the_same(graph, node)
 
 
-def slides_along_rows(graph: Graph, node: Node) -> bool:
+def stays_the_same(graph: Graph, node: Node) -> bool:
+    """Whether it is then the node that it was."""
+    return node.op == "GridSample" or _slides_along_rows(graph, node)
+
+
+def _slides_along_rows(graph: Graph, node: Node) -> bool:
     """A window over each channel by itself: with a step of one column, or of a pool that cuts the rows into windows."""
     shape = graph.shape(node.inputs[0])
     if node.op not in ("MaxPool", "AveragePool", "Conv") or len(shape) != 4 or as_int(shape[3]) < LONG:

@@ -26,7 +26,7 @@ from engines.ir.counted import as_int
 from engines.ir.deferred import contiguous
 from engines.ir.graph import BATCH, Array, Dim, Graph, Node, TensorType
 from engines.ops import LayoutOp, op_of
-from engines.passes.layout.channels_first import does_as_well, in_rows, slides_along_rows
+from engines.passes.layout.channels_first import does_as_well, in_rows, stays_the_same
 from engines.passes.layout.permutations import (
     Perm,
     channels_last,
@@ -167,7 +167,7 @@ class _Layout(GraphEditor):
         if self._producer_layout(source) != identity(rank) or channels_last(rank) in self.layouts[source] \
                 or self._items_first(source) != identity(rank) or result in self.wants_image:
             return False
-        if slides_along_rows(self.graph, node):
+        if stays_the_same(self.graph, node):
             self._keep_onnx_layout(node)
             return True
         steps = in_rows(node, shape)

@@ -21,14 +21,17 @@ _CUBIC = -0.75
 def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     x, grid = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
-    item, channel, *places = w.axes
+    last = bool(node.attrs.get("channels_last"))
+    item, *axes = w.axes
+    channel, places = (axes[-1], axes[:-1]) if last else (axes[0], axes[1:])
     taps = []
     for axis in range(len(places)):
         number = w.constant(len(places) - 1 - axis, "i64")      # the last axis of the image comes first
-        taps.append(_taps(node, w.at(grid, [item, *places, number]).to("f64"), w.extent(x, axis + 2)))
+        taps.append(_taps(node, w.at(grid, [item, *places, number]).to("f64"), w.extent(x, axis + 2 - last)))
     total = None
     for corner in product(*taps):
-        pixel = w.at(x, [item, channel, *(index for index, _ in corner)])
+        place = [index for index, _ in corner]
+        pixel = w.at(x, [item, *place, channel] if last else [item, channel, *place])
         weight = corner[0][1]
         for _, other in corner[1:]:
             weight = weight * other

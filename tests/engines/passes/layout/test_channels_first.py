@@ -69,3 +69,23 @@ def test_beside_convolutions_it_takes_their_images() -> None:
     graph = net.graph(net("GlobalAveragePool", net("SpaceToDepth", x, blocksize=2)))
     assert ops(keeps(to_channels_last, graph)) == ["Transpose", "MaxPool", "Conv", "Conv", "SpaceToDepth",
                                                    "GlobalAveragePool", "Reshape"]
+
+
+@pytest.mark.parametrize("channels", [3, 20])
+def test_samples_are_taken_of_an_image_as_it_lies(channels: int) -> None:
+    """Between convolutions its channels are last; alone, and however many it has, they are where ONNX has them."""
+    for layers, expected in ((False, ["GridSample"]), (True, ["Transpose", "Conv", "GridSample", "Conv", "Transpose"])):
+        net = Build()
+        x, grid = net.input("x", channels, 7, 6), net.input("grid", 4, 5, 2)
+        x = net.conv(x, channels, 3) if layers else x
+        y = net("GridSample", x, grid, mode="linear", padding_mode="reflection")
+        assert ops(keeps(to_channels_last, net.graph(net.conv(y, channels) if layers else y))) == expected
+
+
+def test_what_is_sampled_as_it_was_made_with_its_channels_last_is_not_turned() -> None:
+    """The values of an attention at places are: [items, pixels, channels]."""
+    net = Build()
+    values, grid = net.input("x", 42, 20), net.input("grid", 4, 5, 2)
+    image = net("Reshape", net("Transpose", values, perm=(0, 2, 1)), shape=("batch", 20, 7, 6))
+    graph = net.graph(net("GridSample", image, grid, mode="linear"))
+    assert ops(keeps(to_channels_last, graph)) == ["Reshape", "GridSample", "Transpose"]
