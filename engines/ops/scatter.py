@@ -49,6 +49,21 @@ class ScatterElements(Op):
         return _put(node, data, tuple(places), updates)
 
 
+class Unpool(Op):
+    """y [size] is x at the indices, and the number `elsewhere` elsewhere: what MaxUnpool does, of flattened tensors."""
+    attributes = ("size",)
+
+    @classmethod
+    def types(cls, node: Node, x: TensorType, index: TensorType, elsewhere: TensorType) -> Types:
+        if index.shape != x.shape:
+            raise GraphError("it has not an index for each element")
+        return (TensorType(x.dtype, (node.attrs["size"],)),)
+
+    @classmethod
+    def compute(cls, node: Node, x: Array, index: Array, elsewhere: Array) -> Array:
+        return _put(node, np.full(node.attrs["size"], elsewhere), (index,), x)
+
+
 class ScatterND(Op):
     """y is data, but y[index[i]] = updates[i]: the last axis of index holds coordinates of the first axes of data."""
     attributes = ("reduction",)

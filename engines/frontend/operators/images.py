@@ -11,7 +11,8 @@ import numpy as np
 from engines.errors import GraphError
 from engines.frontend.operators.normalise import Beyond, Call, as_dims, rule
 from engines.frontend.operators.parts import Parts
-from engines.ir.graph import Node
+from engines.ir.counted import as_int
+from engines.ir.graph import BATCH, Node
 from engines.ir.shapes import dim, fixed, normal_axis
 from engines.ops.window import Window
 
@@ -45,6 +46,24 @@ def _pool(call: Call) -> list[Node]:
     attrs |= _without_ceil(call, attrs) if call.attr("ceil_mode", 0) else _with_one_window(call, attrs)
     order = call.keep("storage_order")      # of the indices that are the second output
     return call.node_with(1, **attrs | (order if len(call.node.outputs) > 1 else {}))
+
+
+@rule("MaxUnpool")
+def _unpool(call: Call) -> list[Node]:
+    """The indices are places in the flattened result, which an output_shape enlarges by zeros behind every axis."""
+    shape, kernel = call.type().shape, tuple(call.attr("kernel_shape"))
+    if BATCH in shape:
+        raise Beyond("its indices count through all items")
+    steps = _steps(call, len(kernel))
+    sizes = [(as_int(size) - 1) * stride + window - before - after for size, stride, window, before, after in zip(
+        shape[2:], steps["strides"], kernel, steps["pads"], steps["pads"][len(kernel):], strict=False)]
+    made = (*fixed(shape[:2]), *sizes)
+    wanted = call.ints(2) or made
+    w, zero = Parts(call), np.zeros((), call.type().dtype)
+    flat = [w("Reshape", name, shape=(math.prod(fixed(shape)),)) for name in call.node.inputs[:2]]
+    y = w("Reshape", w("Unpool", *flat, w.constant(zero), size=math.prod(made)), shape=made)
+    behind = tuple(more - size for more, size in zip(wanted, made, strict=True))
+    return w.finish("Pad", y, pads=(0,) * len(made) + behind) if any(behind) else w.finish("Identity", y)
 
 
 def _steps(call: Call, rank: int) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def ints(top: int, *shape: int, dtype: str = "int64", low: int = 0) -> Array:
     return np.random.default_rng(1).integers(low, top, shape).astype(dtype)
 
 
+# Places in a result of [2, 3, 9, 12], none of them twice.
+UNPOOLED = np.random.default_rng(3).permutation(2 * 3 * 9 * 12)[:180].reshape(2, 3, 5, 6)
 # Operators whose inputs behind the first are constants.
 BY_CONSTANTS = ("Slice", "Split", "Pad", "Tile", "CumSum", "Resize", "TopK", "Col2Im")
 
@@ -152,6 +154,8 @@ CASES = {
              (floats(2, 12, 15), np.int64([6, 7]), np.int64([2, 3])), 1),
         Case(node("MaxPool", "x", "y i", kernel_shape=[3, 2], strides=[2, 1], pads=[1, 1, 0, 0]), (X,)),
         Case(node("MaxPool", "x", "y", kernel_shape=[2, 3, 2], dilations=[2, 1, 1]), (floats(2, 3, 5, 6, 19),), 1),
+        Case(node("MaxUnpool", "x i", "y", kernel_shape=[2, 3], strides=[2, 2], pads=[0, 1, 1, 0]),
+             (floats(2, 3, 5, 6), UNPOOLED)),
         Case(node("AveragePool", "x", "y", kernel_shape=[2, 2, 3], pads=[1, 0, 1, 0, 1, 1], ceil_mode=1,
                   strides=[2, 2, 2]), (floats(2, 3, 5, 6, 9),), 1),
         Case(node("MaxPool", "x", "y", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),

@@ -20,6 +20,13 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.scatter(data, w.at(updates, w.axes), place, COMBINED[node.attrs.get("reduction", "none")])]
 
 
+@lowers_in_general("Unpool")
+def lower_unpool(ctx: Context, node: Node) -> Sequence[Call]:
+    x, index, elsewhere = node.inputs
+    w = NestWriter(ctx, node, ctx.type(x).shape)
+    return [w.scatter(elsewhere, w.at(x, w.axes), [w.counted(w.at(index, w.axes), node.attrs["size"])])]
+
+
 @lowers_in_general("ScatterND")
 def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
     """The last axis of the indices counts along the first axes of the data."""
