@@ -333,9 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     results = Findings(options.results, options.minutes)
     if options.emulated:
-        from tests.gpu.emulated import EmulatedGpu
-        played = EmulatedGpu(options.emulated)
-        DEVICE.open_gpu = lambda number: played
+        from tests.gpu.emulated import EmulatedGpu, machine_with
+        vars(DEVICE).update(machine_with(EmulatedGpu(options.emulated)))
     target = options.emulated or BACKEND.session("cuda", TimingCache(), timing=False).target
     bench = Bench(options, results, DEVICE.gpu, target)
     results("gpu", [bench.device.name, bench.device.architecture, target, bench.device.memory(), sys.version])

@@ -3,7 +3,8 @@
     EngineError
     ├── ModelError ── UnknownValueError
     ├── GraphError ── UnknownTensorError
-    ├── ConfigError, CalibrationError, InputError, CompilerFault
+    ├── ConfigError ── NoKernelError
+    ├── CalibrationError, InputError, CompilerFault
     └── PlanError ── PlanCorruptError, PlanVersionError, PlanTargetError
 """
 from __future__ import annotations
@@ -51,6 +52,10 @@ class UnknownTensorError(GraphError):
 
 class ConfigError(EngineError):
     """Options make no sense, alone or together."""
+
+
+class NoKernelError(ConfigError):
+    """The target cannot run a node; another target may."""
 
 
 class CalibrationError(EngineError):

@@ -42,7 +42,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")
     plan = read_plan(path)
     if retune:
-        plan = _retuned(plan, cache)
+        plan = _retuned(plan, cache, gpu)
     return engine_of(plan, threads, on_target_mismatch, cpus, str(path), specialise, specialisations, cache, gpu)
 
 
@@ -122,7 +122,7 @@ def _specialiser(plan: Plan, cache: str | os.PathLike[str] | bool) -> Specialisa
     return specialiser
 
 
-def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool) -> Plan:
+def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool, gpu: int) -> Plan:
     """Raises PlanTargetError: it is stripped, or the compiler is not installed."""
     try:
         from engines.compiler.engine_cache import EngineCache
@@ -130,7 +130,7 @@ def _retuned(plan: Plan, cache: str | os.PathLike[str] | bool) -> Plan:
     except ImportError as error:
         raise PlanTargetError(f"{plan.name}: to choose its tactics anew, install what is missing ({error})") from error
     kept = None if cache is False else EngineCache("" if cache is True else cache)
-    found: Plan = retuned(plan, kept)
+    found: Plan = retuned(plan, kept, gpu)
     return found
 
 

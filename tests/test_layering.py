@@ -34,7 +34,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     # the plan, and serving it
     "engines.plan": ("engines.ir", "engines.machine"),
     "engines.runtime.fallback": ("engines.plan",),
-    "engines.backends.base": ("engines.plan",), "engines.backends.device": ("engines.plan",),
+    "engines.backends.base": ("engines.backends.device",), "engines.backends.device": ("engines.plan",),
     "engines.backends": ("engines.backends.base", "engines.backends.device"),       # it imports the others by name
     "engines.backends.llvm.runtime": ("engines.backends.device", "engines.runtime.fallback"),
     "engines.runtime.host": ("engines.plan",),

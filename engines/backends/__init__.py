@@ -5,14 +5,15 @@ nothing to those who do not build for it, and serving a plan loads no compiler.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from engines.errors import ConfigError, PlanTargetError, did_you_mean
 
 if TYPE_CHECKING:
-    from engines.backends.base import Backend
-    from engines.backends.device import Device
+    from engines.backends.base import Backend, BuildsForGpus
+    from engines.backends.device import Device, GpuInfo
 
 
 class _Modules(NamedTuple):
@@ -47,6 +48,13 @@ def backend_of(target: str) -> Backend:
 def every_target() -> list[str]:
     """The targets of all backends."""
     return [target for name in _MODULES for target in backend_named(name).targets]
+
+
+def gpus_here() -> Sequence[tuple[GpuInfo, str]]:
+    """The GPUs of this machine, each with the target to build for it; "": it is older than all targets. Nothing of a
+    GPU is started."""
+    backend: BuildsForGpus = import_module(_MODULES["cuda"].backend).BACKEND
+    return backend.gpus()
 
 
 def device_of(backend: str, number: int = 0) -> Device:

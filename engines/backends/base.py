@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from engines.backends.device import GpuInfo
 from engines.ir.graph import Graph
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel, MachinePart, Plan
@@ -102,3 +103,11 @@ class Backend(Protocol):
 
     def peaks(self) -> Peaks:
         """What this machine does at best, measured now."""
+
+
+class BuildsForGpus(Protocol):
+    """A backend whose targets are GPUs."""
+
+    def gpus(self) -> Sequence[tuple[GpuInfo, str]]:
+        """Those of this machine, each with its target; "": it is older than all that there are. Nothing of a GPU is
+        started."""

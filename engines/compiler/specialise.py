@@ -236,10 +236,10 @@ def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
     return replace(first, metadata=plan.metadata, open=part)
 
 
-def retuned(plan: Plan, cache: EngineCache | None = None) -> Plan:
-    """The plan with its tactics timed here; itself if they were, or if it does not run here. cache: where the plan that
-    is made of one of a file is kept, and looked up."""
-    device = device_of(plan.machine.backend)
+def retuned(plan: Plan, cache: EngineCache | None = None, gpu: int = 0) -> Plan:
+    """The plan with its tactics timed here; itself if they were, or if it does not run here, on the GPU of that number.
+    cache: where the plan that is made of one of a file is kept, and looked up."""
+    device = device_of(plan.machine.backend, gpu)
     if any(step.time_us for step in plan.machine.steps) or device.mismatch(plan):
         return plan
     if cache is None or not plan.fingerprint:

@@ -35,7 +35,8 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
     def fails(bench: gpu.Bench) -> None:
         raise ValueError("the reason")
 
-    monkeypatch.setattr(DEVICE, "open_gpu", DEVICE.open_gpu)        # which the command replaces
+    for name in ("open_gpu", "find"):       # which the command replaces
+        monkeypatch.setattr(DEVICE, name, getattr(DEVICE, name))
     monkeypatch.setattr(tuner, "HOPEFUL", 1.0)                      # one tactic of each kernel
     monkeypatch.setattr(gpu, "TUNED_FOR", (1,))
     monkeypatch.setattr(gpu, "STEPS", {"broken": fails, **gpu.STEPS})

@@ -1,9 +1,14 @@
 """A GPU that the PTX machine plays, behind the runtime's own driver (engines/backends/cuda/runtime/driver.py)."""
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
-from engines.backends.cuda.runtime.driver import CudaGpu, Library
+import numpy as np
+import pytest
+
+from engines.backends.cuda.runtime.device import DEVICE
+from engines.backends.cuda.runtime.driver import CudaGpu, Library, _info
 from engines.ir.graph import Array
 from tests.gpu.libcuda.library import Clock, Libcuda
 from tests.gpu.ptx.text import Kernel
@@ -56,6 +61,18 @@ class EmulatedGpu(CudaGpu):
 
     def bytes_at(self, address: int, size: int) -> Array:
         return self.cuda.bytes_at(address, size)
+
+
+def machine_with(*gpus: EmulatedGpu) -> dict[str, Callable[..., Any]]:
+    """What DEVICE asks for a machine's GPUs."""
+    return {"open_gpu": gpus.__getitem__, "find": lambda: [
+        _info(gpu.driver, 0)._replace(number=number, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus)]}
+
+
+def install(patch: pytest.MonkeyPatch, *gpus: EmulatedGpu) -> None:
+    """This machine has these GPUs from now on."""
+    for name, function in machine_with(*gpus).items():
+        patch.setattr(DEVICE, name, function)
 
 
 class DeviceArray:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.zoo.vision.mobile import inverted_residual
 from benchmarks.zoo.vision.resnet import basic_block
+from engines.backends import gpus_here
 from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
@@ -37,7 +38,7 @@ from engines.runtime.engine import Engine
 from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
-from tests.gpu.emulated import DeviceArray, EmulatedGpu
+from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
 from tests.gpu.libcuda.library import used
 from tests.zoo import Net, Tensor, architecture, images_for
 
@@ -60,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Here:
     """gpu(architecture, ...): this machine has it from now on."""
     def put(architecture: str, **options: int) -> EmulatedGpu:
         found = EmulatedGpu(architecture, **options)
-        monkeypatch.setattr(DEVICE, "open_gpu", lambda number: found)
+        install(monkeypatch, found)
         return found
     return put
 
@@ -209,7 +210,7 @@ def test_an_array_of_dlpack_and_a_tensor_with_gaps_are_copied_by_rows() -> None:
 
 def test_a_plan_runs_on_the_gpu_of_its_number(plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     here = [EmulatedGpu("sm_75"), EmulatedGpu("sm_80")]
-    monkeypatch.setattr(DEVICE, "open_gpu", here.__getitem__)
+    install(monkeypatch, *here)
     with pytest.raises(PlanTargetError, match="this GPU is sm_75, an older one"):
         engine_of(plans("sm_80"), on_target_mismatch="refuse")
     engine = engine_of(plans("sm_80"), on_target_mismatch="refuse", gpu=1)
@@ -226,6 +227,15 @@ def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why
     gpu(here)
     found = DEVICE.mismatch(plans(target))
     assert why in found if why else found == ""
+
+
+def test_what_is_built_for_each_gpu_of_a_machine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"sm_75": "sm_75", "sm_87": "sm_86", "sm_90": "sm_90a", "sm_103": "sm_100", "sm_52": ""}
+    install(monkeypatch, *map(EmulatedGpu, targets))
+    assert [(gpu.architecture, target) for gpu, target in gpus_here()] == list(targets.items())
+    install(monkeypatch, EmulatedGpu("sm_52"))
+    with pytest.raises(ConfigError, match="that is sm_52, which is older than all that there are kernels for: sm_61"):
+        Builder(BuildConfig(target="cuda"))
 
 
 def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(

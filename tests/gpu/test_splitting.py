@@ -4,12 +4,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.backends.cuda.runtime.device import DEVICE
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.emulated import EmulatedGpu, install
 
 DEPTH = 2048
 RANDOM = np.random.default_rng(0)
@@ -25,7 +24,7 @@ def plan_for(target: str, items: int) -> Plan:
 
 def test_a_product_of_few_tiles_is_cut_along_k_and_gives_the_bytes_of_a_whole_one(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DEVICE, "open_gpu", lambda number: EmulatedGpu("sm_75"))
+    install(monkeypatch, EmulatedGpu("sm_75"))
     plan, x = plan_for("sm_75", 2), {"x": RANDOM.standard_normal((2, DEPTH), np.float32)}
     parts = [step for step in plan.machine.steps if step.name.endswith(".parts")]
     assert len(parts) == 1 and parts[0].tactic.startswith("partial_sums")

@@ -10,7 +10,6 @@ from engines import load_engine
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
-from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
@@ -20,7 +19,7 @@ from engines.plan.file import write_plan
 from engines.plan.plan import Plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.cases import convolution
-from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.emulated import EmulatedGpu, install
 from tests.gpu.libcuda.library import RESOURCES, Refused
 from tests.gpu.ptx.text import Kernel
 
@@ -77,14 +76,14 @@ def plan() -> Plan:
 def test_a_plan_that_was_built_without_a_gpu_is_tuned_once_where_there_is_one(
         plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = EmulatedGpu("sm_75", name="a GPU", clock=large_blocks_are_fast)
-    monkeypatch.setattr(DEVICE, "open_gpu", lambda number: device)
+    install(monkeypatch, EmulatedGpu("sm_61"), device)
     write_plan(plan, tmp_path / "m.plan")
-    tuned = load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache")
+    tuned = load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache", gpu=1)
     before, after = expected(plan), expected(tuned.plan)
     assert "on T4" in before and "at batch 2" in before and "nothing was timed" in before
     assert "on a GPU" in after and "at batch 2" in after and "as its kernels were timed there" in after
     assert all(step.time_us for step in tuned.plan.machine.steps)
     x = {"x": np.ones((3, 24), np.float32)}
-    np.testing.assert_array_equal(tuned.run(x)["y"], load_engine(tmp_path / "m.plan").run(x)["y"])
+    np.testing.assert_array_equal(tuned.run(x)["y"], load_engine(tmp_path / "m.plan", gpu=1).run(x)["y"])
     monkeypatch.setattr(GpuTuner, "choose", None)       # the second start asks the engine cache
-    assert load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache").plan == tuned.plan
+    assert load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache", gpu=1).plan == tuned.plan

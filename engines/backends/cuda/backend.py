@@ -1,12 +1,15 @@
 """The CUDA backend: its targets are compute capabilities. It builds for them without a GPU; LLVM is loaded on use."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engines.backends import backend_of
 from engines.backends.base import Backend, Session
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.device import GpuInfo
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache
 from engines.plan.roofline import Level, Peaks
@@ -37,26 +40,38 @@ class CudaBackend:
         macs = {precision: rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
         return Peaks(card.name, "cuda", macs, (Level("memory", float("inf"), card.memory),))
 
+    def gpus(self) -> Sequence[tuple[GpuInfo, str]]:
+        return [(gpu, _target_of(gpu.architecture)) for gpu in DEVICE.find()]
+
 
 def _at_hand() -> str:
-    """Raises ConfigError: no GPU, or one that is not known."""
+    """Raises ConfigError: no GPU, or one that is older than all that are known."""
     try:
-        name = DEVICE.gpu.architecture
+        here = DEVICE.gpu.architecture
     except CudaError as error:
         raise ConfigError(f"target 'cuda' is the GPU of this machine, but {error}; name an architecture to build for "
                           f"another machine: {', '.join(GPUS)}") from error
-    if name == "sm_90":
+    target = _target_of(here)
+    if not target:
+        raise ConfigError(f"target 'cuda' is the GPU of this machine, but that is {here}, which is older than all that "
+                          f"there are kernels for: {', '.join(GPUS)}")
+    return target
+
+
+def _target_of(architecture: str) -> str:
+    """What is built for a GPU; "": it is older than all that are known."""
+    if architecture == "sm_90":
         return "sm_90a"         # which runs on no other
-    return max((known for known in GPUS if _number(known) <= _number(name)), key=_number, default=next(iter(GPUS)))
+    return max((known for known in GPUS if _number(known) <= _number(architecture)), key=_number, default="")
 
 
 def _device_for(target: str) -> GpuDriver | None:
-    """The GPU at hand, if its times are those of the target."""
+    """The first GPU of this machine whose times are those of the target."""
+    numbers = [gpu.number for gpu in DEVICE.find() if gpu.architecture == target.rstrip("a")]
     try:
-        gpu = DEVICE.gpu
-    except CudaError:
+        return DEVICE.at(numbers[0]).gpu if numbers else None
+    except CudaError:       # it is there, and cannot be used
         return None
-    return gpu if gpu.architecture == target.rstrip("a") else None
 
 
 def _number(name: str) -> int:

@@ -16,7 +16,7 @@ from engines.backends.cuda.kernels.kernel import GpuKernel, kernel_for
 from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.splitting import Splitting, aligned
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
-from engines.errors import ConfigError
+from engines.errors import NoKernelError
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import AnyCall, Call, name_of
@@ -115,10 +115,10 @@ class CudaSession:
         return CudaChosen(lowered, choices, max_batch, items, self.tuner.device.name if self.tuner else "")
 
     def _compiled(self, call: AnyCall) -> Call:
-        """Raises ConfigError: a node that no kernel of a GPU runs."""
+        """Raises NoKernelError: no kernel of a GPU runs it."""
         if not isinstance(call, Call):
-            raise ConfigError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {call.reason}; nothing "
-                              "of a plan for a GPU runs on the host")
+            raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {call.reason}; "
+                                "nothing of a plan for a GPU runs on the host")
         return call
 
     def _wanted(self, call: Call, items: int) -> Wanted:
@@ -126,7 +126,7 @@ class CudaSession:
         kernel = kernel_for(problem, self.gpu, aligned)
         refusal = kernel.refusal if kernel else f"there is no kernel of {problem.family} for GPUs yet"
         if kernel is None or refusal:
-            raise ConfigError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
+            raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
         return Wanted(kernel, call.constants, items if call.outputs[0].items == BATCH else int(call.outputs[0].items))
 
     def settle(self, chosen: CudaChosen, progress: Progress | None = None) -> CudaChosen:

@@ -24,7 +24,7 @@ from engines.backends.cuda.kernels.kernel import GpuKernel
 from engines.backends.cuda.kernels.kernel import cheapest as least
 from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
 from engines.backends.cuda.runtime.holdings import Passing
-from engines.errors import ConfigError
+from engines.errors import NoKernelError
 from engines.lowering.problems.view import View
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
@@ -57,7 +57,7 @@ class GpuTuner:
         self.device, self.target, self.cache = device, target, cache
 
     def choose(self, wanted: Sequence[Wanted], card: Card, progress: Progress | None = None) -> list[tuple[Any, float]]:
-        """The fastest tactic of each kernel, and its seconds. Raises ConfigError: a kernel does not run at all."""
+        """The fastest tactic of each kernel, and its seconds. Raises NoKernelError: a kernel does not run at all."""
         candidates = [likely(one, card) for one in wanted]
         found = {one: us for some in candidates for one in some if (us := self.cache.get(self._key(one))) is not None}
         missing = [(one, of.constants) for of, some in zip(wanted, candidates, strict=True)
@@ -82,8 +82,8 @@ class GpuTuner:
         ran = [one for one in candidates if one in found]
         if not ran:
             one = candidates[0]
-            raise ConfigError(f"no tactic of a kernel of {one.kernel.problem.family} runs on this GPU "
-                              f"({self.device.name}): {one.tactic}: {refusals[one]}")
+            raise NoKernelError(f"no tactic of a kernel of {one.kernel.problem.family} runs on this GPU "
+                                f"({self.device.name}): {one.tactic}: {refusals[one]}")
         best = min(ran, key=lambda one: found[one])
         return best.tactic, found[best] / 1e6
 
