@@ -13,11 +13,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Gpu(NamedTuple):
-    """A GPU of this machine."""
+    """A GPU of this machine, as one that may run a model."""
     number: int
     name: str
     uuid: str
-    why_not: str = ""           # it does not run a plan; "": it does
+    why_not: str = ""           # it does not run it; "": it does
+    target: str = ""            # what is built for it; "": the model is a plan already
 
     def __str__(self) -> str:
         return f"GPU {self.number} ({self.name})"
@@ -128,6 +129,14 @@ def gpus_for(path: Path) -> list[Gpu]:
         return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
         return []
+
+
+def gpus_to_build_for() -> list[Gpu]:
+    """The GPUs of this machine, each with the target of builds for it, or why there is none."""
+    from engines.backends import gpus_here
+    return [Gpu(gpu.number, gpu.name, gpu.uuid,
+                "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
+            for gpu, target in gpus_here()]
 
 
 def is_open(engine: Engine) -> bool:

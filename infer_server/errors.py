@@ -3,7 +3,7 @@
     ServeError
     ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
-    ├── RepositoryError ── ModelConfigError, FetchError
+    ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
     └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
         NotServedError, ExecutionError, UnexplainedError, ExistsError, CancelledError
 """
@@ -96,6 +96,11 @@ class ModelConfigError(RepositoryError):
 
     def __str__(self) -> str:
         return "; ".join(self.args)
+
+
+class NotBuiltError(RepositoryError):
+    """A model cannot be built for a target that has no kernel of a node; for another it may."""
+    STATUS = 3      # that build-engine exits with then
 
 
 class FetchError(RepositoryError):

@@ -74,6 +74,7 @@ class ServerOptions:
     cores: int = 1                              # for the instances of a model that does not say how many it has
     rate_limit: Mapping[str, int] | None = None     # the resources that there are; None: rate_limiters do not count
     kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
+    kind_auto: str = "cpu"                      # of a model.onnx, instances that leave the kind open; or "gpu"
     explicit_control: bool = False              # models are loaded and unloaded by clients
     model_memory_bytes: int = 0                 # of models, which are loaded on demand; 0: they are loaded at start
     poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
@@ -130,7 +131,7 @@ class Server:
         loader = Loader(asyncio.get_running_loop(), lambda name, version: self.repository.find(name, version),
                         lambda: self._service.models, self._compiler,
                         ResponseCache(options.response_cache_bytes), options.threads, load_engine,
-                        options.cores, options.kind_gpu,
+                        options.cores, options.kind_gpu, options.kind_auto,
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
                         custom_metrics=self._custom_metrics)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from engines.debug import debugging
-from engines.errors import CompilerFault, EngineError
+from engines.errors import CompilerFault, EngineError, NoKernelError
 from engines.faults import summary
+from infer_server.errors import NotBuiltError
 
 USER_ERROR = 2              # exit code: something that the user can mend
 FAULT = 70                  # ... and a fault of ours: EX_SOFTWARE of sysexits.h
@@ -21,8 +22,7 @@ Cell = str | int | float
 
 def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
             arguments: Sequence[str] | None) -> int:
-    """Parse and run; an error becomes one line on stderr, never a traceback, and exit code 2, or 70 if it is a fault of
-    ours."""
+    """Parse and run; an error becomes one line on stderr, never a traceback, and the exit code of its kind."""
     options = parser.parse_args(arguments)
     try:
         code = command(options)
@@ -39,7 +39,13 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
         if debugging("traceback"):
             traceback.print_exc()
         print(f"{parser.prog}: {_said(parser.prog, error)}", file=sys.stderr)
-        return USER_ERROR if _is_users(error) else FAULT
+        return _code_of(error)
+
+
+def _code_of(error: Exception) -> int:
+    if isinstance(error, NoKernelError):
+        return NotBuiltError.STATUS
+    return USER_ERROR if _is_users(error) else FAULT
 
 
 def _is_users(error: Exception) -> bool:

@@ -162,7 +162,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
-        name=parsed.id, response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
+        kind_auto=parsed.kind_auto, name=parsed.id,
+        response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
             parsed.response_cache_byte_size),
         explicit_control=parsed.model_control_mode == "explicit", repository_cache=parsed.repository_cache,
         repository_cache_bytes=parsed.repository_cache_mib << 20,
@@ -245,6 +246,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
                         help="where no GPU runs a model's instances of KIND_GPU they are served on the CPU, with a "
                              "warning, or it is refused (default %(default)s)")
+    parser.add_argument("--kind-auto", choices=("cpu", "gpu"), default="cpu",
+                        help="what a model.onnx is built for whose instance_group leaves the kind open; gpu: the GPUs "
+                             "of this machine, where there are any, as in Triton (default %(default)s)")
     parser.add_argument("--cache-config", type=_cache_bytes, default="local,size=67108864", metavar="local,size=N",
                         help="bytes for the responses of models that have a response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",

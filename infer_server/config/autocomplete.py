@@ -24,8 +24,8 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
              instances: int = 1, gpus: Sequence[Gpu] = ()) -> model_config.ModelConfig:
     """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError.
 
-    instances: of an instance group on the CPU that says nothing of its count. gpus: of this machine, if the model is a
-    plan for one.
+    instances: of an instance group on the CPU that says nothing of its count. gpus: of this machine, that may
+    run the model.
     """
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)

@@ -97,7 +97,7 @@ TREATMENTS: dict[str, Treatment] = {
     "ensemble_scheduling.step.model_namespace": _refused("names of models are unique; rename it, and remove this"),
     "ensemble_scheduling.max_inflight_requests": _advisory("the queues of its models bound it: max_queue_size"),
     "instance_group.name": _SERVED,
-    "instance_group.kind": _SERVED,                     # what is no plan for GPUs is served on the CPU: see --kind-gpu
+    "instance_group.kind": _SERVED,                     # what no GPU runs is served on the CPU: see --kind-gpu
     "instance_group.count": _SERVED,
     "instance_group.rate_limiter": _SERVED,             # under --rate-limit execution_count, as there
     "instance_group.gpus": _SERVED,

@@ -2,7 +2,7 @@
 needs for that of resources that instances of all models share (rate_limiter)."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,12 +10,13 @@ from infer_server.backend import Gpu
 from infer_server.errors import ModelConfigError
 from protos import model_config
 
-_WHY = "the model is no plan for GPUs, or there is none that runs it"
+_WHY = "no GPU here runs the model"
 ON_CPU = f"instance_group.kind: KIND_GPU is served on the CPU, for {_WHY} (see --kind-gpu)"
 REFUSED = (f"instance_group: KIND_GPU is refused by --kind-gpu=refuse, for {_WHY}; write kind: KIND_CPU, or start the "
            "server with --kind-gpu=cpu")
 NOT_KNOWN = ("instance_group: KIND_GPU: whether the model is a plan that runs on a GPU here cannot be told before its "
              "file is copied")
+NOT_BUILT = "instance_group: KIND_GPU: whether the GPU has a kernel for each node is known when the model is built"
 Group = model_config.ModelInstanceGroup
 
 
@@ -37,32 +38,53 @@ def devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
 def settle(message: model_config.ModelConfig, gpus: Sequence[Gpu] = (), instances: int = 1) -> None:
     """Has a configuration say how its groups are served, as Triton completes them.
 
-    gpus: of this machine, if the model is a plan for one: a group that names none has all that run it. instances: of a
-    group on the CPU that says nothing of its count. Raises ModelConfigError: a GPU that it names is not there, or does
-    not run the plan.
+    gpus: of this machine, that may run the model. instances: of a group on the CPU that says nothing of its count.
+    Raises ModelConfigError: a GPU that it names is not there, or does not run the model.
     """
+    if message.dynamic_batching.preserve_ordering:
+        instances = 1
+    _place(message, gpus, auto=True)
+    for group in message.instance_group:
+        group.count = group.count or (1 if group.kind == Group.KIND_GPU else instances)
+
+
+def placed(message: model_config.ModelConfig, gpus: Sequence[Gpu], auto: bool = True) -> model_config.ModelConfig:
+    """A copy whose groups name the devices that they are served on: a group that names no GPU has all that run the
+    model. auto: so has one that leaves the kind open. Raises ModelConfigError, as `settle`."""
+    copy = model_config.ModelConfig()
+    copy.CopyFrom(message)
+    _place(copy, gpus, auto)
+    return copy
+
+
+def without(message: model_config.ModelConfig, numbers: Collection[int]) -> model_config.ModelConfig:
+    """A copy of what `placed` gives, whose groups have these GPUs no more, and the CPU where none is left."""
+    copy = model_config.ModelConfig()
+    copy.CopyFrom(message)
+    for group in copy.instance_group:
+        left = [number for number in group.gpus if number not in numbers]
+        group.ClearField("gpus")
+        group.gpus.extend(left)
+        group.kind = Group.KIND_GPU if left else Group.KIND_CPU
+    return copy
+
+
+def _place(message: model_config.ModelConfig, gpus: Sequence[Gpu], auto: bool) -> None:
     able = [gpu.number for gpu in gpus if not gpu.why_not]
     if message.dynamic_batching.preserve_ordering:
-        able, instances = able[:1], 1
+        able = able[:1]
     if not message.instance_group:
         message.instance_group.add(name=message.name)
     for group in message.instance_group:
         named = list(dict.fromkeys(group.gpus))
         group.ClearField("gpus")
-        if able and group.kind != Group.KIND_CPU:
+        asked = bool(named) or group.kind == Group.KIND_GPU
+        if able and group.kind != Group.KIND_CPU and (asked or auto):
             _check(named, gpus)
-            group.kind, group.count = Group.KIND_GPU, group.count or 1
+            group.kind = Group.KIND_GPU
             group.gpus.extend(named or able)
         else:
-            group.kind, group.count = Group.KIND_CPU, group.count or instances
-
-
-def settled(message: model_config.ModelConfig, gpus: Sequence[Gpu]) -> model_config.ModelConfig:
-    """A copy whose groups say how they are served. Raises ModelConfigError."""
-    copy = model_config.ModelConfig()
-    copy.CopyFrom(message)
-    settle(copy, gpus)
-    return copy
+            group.kind = Group.KIND_CPU
 
 
 def _check(named: Sequence[int], gpus: Sequence[Gpu]) -> None:
@@ -72,7 +94,7 @@ def _check(named: Sequence[int], gpus: Sequence[Gpu]) -> None:
             raise ModelConfigError(f"instance_group.gpus: there is no GPU {number}; this machine has "
                                    f"{', '.join(map(str, gpus))}")
         if why := there[number].why_not:
-            raise ModelConfigError(f"instance_group.gpus: {there[number]} does not run the plan: {why}")
+            raise ModelConfigError(f"instance_group.gpus: {there[number]} does not run the model: {why}")
 
 
 # ---- rate_limiter

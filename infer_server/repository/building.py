@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from infer_server.errors import RepositoryError
+from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.repository.folders import Source
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,13 @@ class Compiler:
         self._closed = False
         self._running: set[subprocess.Popen[str]] = set()
 
-    def build(self, source: Source, threads: int) -> AbstractContextManager[Path]:
-        """A plan built from the ONNX file of `source`; the file is there for the length of the block.
+    def build(self, source: Source, threads: int, target: str = "") -> AbstractContextManager[Path]:
+        """A plan built from the ONNX file of `source`; the file is there for the length of the block. target: "" is
+        this machine's CPU.
 
-        Raises RepositoryError with what build-engine said.
+        Raises RepositoryError with what build-engine said; NotBuiltError: the target cannot run a node.
         """
-        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads))
+        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads, target))
 
     def relower(self, source: Source) -> AbstractContextManager[Path]:
         """A plan for this machine, lowered again from the graph in a plan for another; as build() otherwise."""
@@ -54,7 +55,8 @@ class Compiler:
             lines = [line for line in said.splitlines() if line.strip()]
             if status:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
-                raise RepositoryError(f"building {source.file} failed: {reason}")
+                kind = NotBuiltError if status == NotBuiltError.STATUS else RepositoryError
+                raise kind(f"building {source.file} failed: {reason}")
             for line in lines:              # with --quiet: what fell back, and why
                 log.warning("%s: %s", source.name, line)
             yield plan
@@ -81,11 +83,15 @@ class Compiler:
         return said, process.returncode
 
 
-def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int) -> list[str]:
+def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int, target: str = "") -> list[str]:
     """The build-engine command for a source, its paths resolved against the model's folder."""
     options = source.config.build
     command = [sys.executable, "-m", "infer_server.cli.build_engine", "--quiet", str(source.file),
                "-o", str(plan), f"--{options.precision}", "--threads", str(threads)]
+    if target:
+        command += ["--target", target]
+    if options.timing == "false":
+        command += ["--no-timing"]
     if cache_dir:
         command += ["--cache-dir", str(cache_dir)]
     ragged = source.config.ragged

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer_server.config.groups import NOT_KNOWN, ON_CPU, REFUSED
+from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
 from infer_server.config.kinds import Kind
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
-from infer_server.errors import RepositoryError, ServeError
+from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, read_model
 from infer_server.repository.kinds.warmup import inputs_of
 from infer_server.repository.places import Place
@@ -85,8 +85,16 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
 def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iterator[Remark]:
     if source.may_be_for_gpus and not has_models:
         yield Remark(name, NOT_KNOWN)
-    elif all(gpu.why_not for gpu in source.gpus()):
+        return
+    try:
+        used = set(devices(placed(source.message, source.gpus())))
+    except ModelConfigError as error:
+        yield Remark(name, str(error), True)
+        return
+    if used == {None}:
         yield Remark(name, REFUSED, True) if kind_gpu == "refuse" else Remark(name, ON_CPU)
+    elif source.is_onnx and kind_gpu == "refuse":
+        yield Remark(name, NOT_BUILT)
 
 
 def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer_server.backend import Gpu, gpus_for
+from infer_server.backend import Gpu, gpus_for, gpus_to_build_for
 from infer_server.config.config import ModelConfig, TensorSpec, from_message
 from infer_server.config.kinds import Kind
 from infer_server.config.paths import CONFIG, inside
@@ -43,7 +43,10 @@ class Source:
         return self.config.kind is Kind.ENGINE and not self.is_onnx
 
     def gpus(self) -> list[Gpu]:
-        """Those of this machine if the file is a plan for one, each with why the plan does not run there; else none."""
+        """Those of this machine that may run the model, each with why it does not: of a plan, if it is for GPUs; of a
+        model.onnx, those that it is built for."""
+        if self.is_onnx:
+            return gpus_to_build_for()
         return gpus_for(self.file) if self.may_be_for_gpus else []
 
     def path(self, given: str, parameter: str) -> Path:

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,9 +13,9 @@ from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
 from infer_server.batching.cache import ResponseCache
-from infer_server.config.groups import ON_CPU, REFUSED, devices, settled
+from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
 from infer_server.config.kinds import Kind
-from infer_server.errors import ModelConfigError, RepositoryError
+from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
@@ -43,15 +44,17 @@ class Loader:
     load_engine: EngineLoader = load_plan
     cores: int = 1                              # for the instances of a model that does not say how many it has
     kind_gpu: str = "cpu"                       # where no GPU runs instances of KIND_GPU, the CPU does; or "refuse"
+    kind_auto: str = "cpu"                      # what a model.onnx is built for whose groups leave the kind open; "gpu"
     limiter: RateLimiter | None = None          # None: every instance executes when it is free
     custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
         """Loads one version. Raises RepositoryError with the reason that the index will show."""
-        gpus = source.gpus()
-        used = set(devices(settled(source.message, gpus)))
-        if source.config.asks_for_gpu and used == {None}:
+        auto = not source.is_onnx or self.kind_auto == "gpu"
+        gpus = source.gpus() if auto or source.config.asks_for_gpu else []
+        message = placed(source.message, gpus, auto)
+        if source.config.asks_for_gpu and set(devices(message)) == {None}:
             if self.kind_gpu == "refuse":
                 raise ModelConfigError(REFUSED)
             log.warning("%s: %s", source.name, ON_CPU)
@@ -64,29 +67,55 @@ class Loader:
         if source.config.kind is Kind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: PythonModel(
                 source, self.loop, self.find, self.limiter, self.custom_metrics, self.control)))
-        return self._cached(source, self._guarded(source, lambda: self._engine_model(source, gpus, used)))
+        return self._cached(source, self._guarded(
+            source, lambda: self._engine_model(replace(source, message=message), gpus)))
 
     def _cached(self, source: Source, model: QueuedModel) -> Model:
         if source.config.cached:
             model.use_cache(self.cache)
         return model
 
-    def _engine_model(self, source: Source, gpus: Sequence[Gpu], used: Collection[int | None]) -> QueuedModel:
-        """gpus: of this machine, if it is a plan for one; used: those among them that it executes on, None for the
-        CPU."""
+    def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
+        """Its groups name the devices that it executes on, among these GPUs."""
         threads = int(source.config.build.threads or self.threads)
+        used = [gpu for gpu in gpus if gpu.number in devices(source.message)]
         loaded: dict[int | None, LoadedEngine] = {}
-        for gpu in gpus:
-            if gpu.number in used:
-                log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
-                loaded[gpu.number] = self._loaded(source, source.file, 1, gpu.number)
+        for target in dict.fromkeys(gpu.target for gpu in used):
+            those = [gpu for gpu in used if gpu.target == target]
+            try:
+                loaded |= self._on_gpus(source, target, those)
+            except (NotBuiltError, PlanTargetError) as refusal:
+                if not target:
+                    raise
+                source = self._without(source, those, refusal)
         instances = 1
-        if None in used:
+        if None in devices(source.message):
             cpu = self._on_cpu(source, threads, any(not gpu.why_not for gpu in gpus))
             instances = default_instances(self.cores, threads, cpu.engine.arena_bytes)
             loaded = {None: cpu, **loaded}
         kind = ImageModel if source.config.build.image_input else EngineModel
         return kind(source, Engines(loaded, gpus, instances), self.loop, self.dealer, self.limiter)
+
+    def _on_gpus(self, source: Source, target: str, gpus: Sequence[Gpu]) -> dict[int | None, LoadedEngine]:
+        """By the GPU. target: what is built for all of them; "": it is a plan. Raises NotBuiltError,
+        PlanTargetError."""
+        built: AbstractContextManager[Path] = nullcontext(source.file)
+        if target:
+            built = self.compiler.build(source, 1, target)
+        with built as plan:
+            loaded: dict[int | None, LoadedEngine] = {}
+            for gpu in gpus:
+                log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
+                loaded[gpu.number] = self._loaded(source, plan, 1, gpu.number)
+            return loaded
+
+    def _without(self, source: Source, gpus: Sequence[Gpu], refusal: Exception) -> Source:
+        """The source with the CPU in the place of GPUs that it cannot be built for, or that do not run what is built.
+        Raises ModelConfigError: it is to be served on them, or not at all."""
+        if source.config.asks_for_gpu and self.kind_gpu == "refuse":
+            raise ModelConfigError(f"{REFUSED}: {refusal}") from refusal
+        log.warning("%s: not served on %s: %s", source.name, ", ".join(map(str, gpus)), refusal)
+        return replace(source, message=without(source.message, [gpu.number for gpu in gpus]))
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:

@@ -16,9 +16,7 @@ import tritonclient.http
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.cuda.runtime.sharing import SharedMemory
-from engines.backends.device import GpuInfo
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.file import write_plan
 from infer_server.backend import Engine, load_plan
@@ -28,7 +26,7 @@ from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from tests.engines.compiler.small_models import node, small_model
-from tests.gpu.emulated import EmulatedGpu
+from tests.gpu.emulated import EmulatedGpu, install
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.serving import RunningServer, serving
 
@@ -65,12 +63,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)
         write_plan(plan, folder / name / "1" / "model.plan")
-    gpus = [EmulatedGpu("sm_80"), EmulatedGpu("sm_89"), EmulatedGpu("sm_75")]
+    gpus = [EmulatedGpu(architecture, name=f"card {number}")
+            for number, architecture in enumerate(("sm_80", "sm_89", "sm_75"))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DEVICE, "open_gpu", gpus.__getitem__)
-        patch.setattr(DEVICE, "find", lambda: [
-            GpuInfo(number, f"card {number}", gpu.architecture, 64 << 20, f"GPU-{number}")
-            for number, gpu in enumerate(gpus)])
+        install(patch, *gpus)
         engine = load_plan(folder / "second" / "1" / "model.plan", 1, gpu=1)
         with (serving(folder, load_plan, cores=2, allow_client_shm=True) as server,
               InferenceServerClient(server.address) as client):
@@ -93,7 +89,7 @@ def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_a
     failures = served.server.server.failures()
     assert "there is no GPU 7; this machine has GPU 0 (card 0), GPU 1 (card 1), GPU 2 (card 2)" in failures[
         "missing version 1"]
-    assert re.search(r"GPU 2 \(card 2\) does not run the plan: made for 'sm_80', but this GPU is sm_75",
+    assert re.search(r"GPU 2 \(card 2\) does not run the model: made for 'sm_80', but this GPU is sm_75",
                      failures["older version 1"])
 
 

@@ -33,7 +33,7 @@ class LoadedEngine(NamedTuple):
 class Engines(NamedTuple):
     """A model's engines, one for each device that its instances execute on."""
     loaded: Mapping[int | None, LoadedEngine]   # by the number of the GPU; None: the CPU
-    gpus: Sequence[Gpu] = ()            # of this machine, if the model is a plan for one
+    gpus: Sequence[Gpu] = ()            # of this machine, that may run the model
     instances: int = 1                  # on the CPU, where the configuration does not say how many
 
     @property

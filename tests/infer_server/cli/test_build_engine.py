@@ -24,6 +24,7 @@ from engines.lowering.calls.calls import GENERAL, RULES
 from engines.plan.file import read_plan
 from infer_server.cli.build_engine import parse_constant, parse_shape
 from tests.engines.compiler.program_models import chosen_patches
+from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import relative_error
 from tests.infer_server.cli.commands import MODEL, UNTIMED, Workshop
 from tests.zoo import run_onnx
@@ -79,6 +80,12 @@ def test_int8_without_calibration_says_which_option_is_missing(workshop: Worksho
 def test_code_is_built_for_an_instruction_set_that_this_machine_may_lack(workshop: Workshop) -> None:
     assert workshop.build("--target", "avx512_vnni", *UNTIMED) == 0
     assert read_plan(workshop.path("m.plan")).machine.target == "avx512_vnni"
+
+
+def test_a_node_that_the_target_has_no_kernel_for_has_an_exit_status_of_its_own(workshop: Workshop) -> None:
+    onnx.save(small_model([node("Det", "x", "y")], {"x": ["N", 3, 3]}, ["y"]), workshop.path("det.onnx"))
+    assert workshop.build("--target", "sm_80", model="det.onnx") == 3
+    assert "error: 'det' (Det) cannot run on sm_80" in workshop.said
 
 
 def test_a_stripped_plan_takes_half_the_room_and_is_refused_on_another_cpu(workshop: Workshop) -> None:

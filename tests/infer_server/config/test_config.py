@@ -257,3 +257,9 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
     (folder / "config.pbtxt").write_text('input { name: "x" data_type: TYPE_FP32 optional: true }')
     command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
     assert command[command.index("--threads"):] == ["--threads", "2", "--optional", "x"]
+    (folder / "config.pbtxt").write_text("""
+        parameters { key: "timing" value { string_value: "false" } }
+        optimization { execution_accelerators {
+          gpu_execution_accelerator { name: "tensorrt" parameters { key: "precision_mode" value: "FP16" } } } }""")
+    command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, 1, "sm_80")
+    assert command[-6:] == ["--fp16", "--threads", "1", "--target", "sm_80", "--no-timing"]
