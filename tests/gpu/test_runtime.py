@@ -20,6 +20,7 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
 from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
+from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.backends.cuda.runtime.driver import CudaMemoryError, found_gpus
 from engines.backends.cuda.runtime.holdings import Holdings
@@ -39,7 +40,7 @@ from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
-from tests.gpu.libcuda.library import used
+from tests.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
 from tests.zoo import Net, Tensor, architecture, images_for
 
 Here = Callable[..., EmulatedGpu]
@@ -236,6 +237,35 @@ def test_what_is_built_for_each_gpu_of_a_machine_is_what_it_runs(monkeypatch: py
     install(monkeypatch, EmulatedGpu("sm_52"))
     with pytest.raises(ConfigError, match="that is sm_52, which is older than all that there are kernels for: sm_61"):
         Builder(BuildConfig(target="cuda"))
+
+
+@pytest.mark.parametrize(("refusal", "lazy"), [(IMAGE, False), (NO_BINARY, False), (OLD, False), (NO_BINARY, True)])
+def test_a_driver_that_does_not_take_the_machine_code_compiles_the_ptx(
+        refusal: int, lazy: bool, gpu: Here, plans: Callable[[str], Plan], caplog: pytest.LogCaptureFixture) -> None:
+    here, plan, x = gpu("sm_80"), with_cubin(plans("sm_80")), {"input": images_for(MODEL, 1, seed=1)}
+    here.takes_cubins, here.cuda.refusal, here.cuda.lazy = True, refusal, lazy
+    engine = Engine(plan)
+    call = "cuModuleGetFunction" if lazy else "cuModuleLoadDataEx"
+    assert f"{call}: {TEXTS[refusal]} ({refusal})" in caplog.text and "compiles the PTX" in caplog.text
+    assert here.modules == 1
+    for name, value in Engine(plans("portable")).run(x).items():
+        np.testing.assert_array_equal(engine.run(x)[name], value)
+
+
+def test_a_driver_that_takes_none_of_the_code_is_an_error_that_says_which_one_does(
+        gpu: Here, plans: Callable[[str], Plan]) -> None:
+    here = gpu("sm_80")
+    here.takes_cubins, here.cuda.ptx, here.cuda.version = True, 6.5, 10020
+    with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 10\.2, does not take its kernels: .*unsupported "
+                       r"toolchain\. \(222\); they are PTX 7\.0, which a driver of CUDA 11\.0 or later takes"):
+        Engine(with_cubin(plans("sm_80")))
+    assert not here.allocated and not here.modules
+    assert {f"{gpu.ptx / 10}" for gpu in GPUS.values()} == CUDA_OF_PTX.keys()
+
+
+def with_cubin(plan: Plan) -> Plan:
+    *_, ptx = plan.machine.code
+    return replace(plan, machine=replace(plan.machine, code=(b"\x7fELF of a later CUDA", ptx)))
 
 
 def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(

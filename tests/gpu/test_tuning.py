@@ -11,6 +11,7 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
+from engines.codegen.compiler_pool import CompilerPool
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache
@@ -49,6 +50,14 @@ def test_the_tactic_that_the_gpu_runs_fastest_is_taken_whatever_the_model_says(t
     other = EmulatedGpu("sm_75", name="another GPU", clock=large_blocks_are_fast)
     GpuTuner(other, GPU, cache).choose([wanted()], CARD)
     assert len(cache) == 4      # two tactics on each
+
+
+def test_a_driver_that_does_not_take_machine_code_is_handed_the_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedGpu("sm_75", clock=large_blocks_are_fast)
+    device.takes_cubins = True
+    monkeypatch.setattr(CompilerPool, "compile", lambda pool, texts, done: [b"\x7fELF" for _ in texts])
+    (tactic, seconds), = GpuTuner(device, GPU, TimingCache()).choose([wanted()], CARD)
+    assert tactic.pixels == 64 and seconds == pytest.approx(16e-3)
 
 
 def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says_so() -> None:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engines.backends.base import Progress
-from engines.backends.cuda.codegen.assemble import compiler_pool
+from engines.backends.cuda.codegen.assemble import code_of, compiler_pool
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import GpuModule
 from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.kernel import GpuKernel
 from engines.backends.cuda.kernels.kernel import cheapest as least
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import CudaCodeError, CudaError, GpuDriver
 from engines.backends.cuda.runtime.holdings import Passing
 from engines.errors import NoKernelError
 from engines.lowering.problems.view import View
@@ -97,7 +97,7 @@ class GpuTuner:
         device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
         device.use()
         with Passing(one, device) as held:
-            module = device.load(code)
+            module = self._module(one, code)
             held.add(partial(device.unload, module))
             function = device.function(module, SYMBOL, grid.shared_bytes)
             split, tensors = len(kernel.problem.inputs), [*kernel.problem.inputs, *kernel.problem.outputs]
@@ -112,6 +112,13 @@ class GpuTuner:
             held.add(graph.close)
             stream.seconds(graph)       # the first brings code and clock to where they stay
             return min(stream.seconds(graph) for _ in range(ROUNDS)) / LAUNCHES
+
+    def _module(self, one: Candidate, code: bytes) -> Any:
+        """Raises CudaError."""
+        try:
+            return self.device.load(code)
+        except CudaCodeError:       # machine code of a later CUDA than the driver's: it compiles the PTX
+            return self.device.load(code_of(_text(one), self.target, cubin=False))
 
     def _tensor(self, view: View, items: int, held: Passing) -> int:
         reach = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True))

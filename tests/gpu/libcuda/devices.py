@@ -17,6 +17,11 @@ def cuGetErrorString(cuda: Libcuda, status: int, text: c_char_p) -> None:
 
 
 @call(Out(c_int), anywhere=True)
+def cuDriverGetVersion(cuda: Libcuda, version: c_int) -> None:
+    version.value = cuda.version
+
+
+@call(Out(c_int), anywhere=True)
 def cuDeviceGetCount(cuda: Libcuda, count: c_int) -> None:
     count.value = 1
 

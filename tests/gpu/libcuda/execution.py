@@ -11,7 +11,6 @@ from tests.gpu.libcuda.library import (
     BAD_PTX,
     CAPTURE_OVER,
     HANDLE,
-    IMAGE,
     INVALID,
     NOT_FOUND,
     OLD,
@@ -28,18 +27,20 @@ from tests.gpu.libcuda.library import (
 )
 from tests.gpu.ptx.text import parse
 
-PTX = 9.0                       # that the driver knows: CUDA 13's
 MOST_COLUMNS, MOST_THREADS = 65535, 1024        # blocks along a grid's second axis; threads of a block
 
 
 @call(Out(c_void_p), TABLE, c_uint, TABLE, TABLE)
 def cuModuleLoadDataEx(cuda: Libcuda, module: c_void_p, image: bytes, count: int, options: Any, values: Any) -> None:
-    if image[:4] == b"\x7fELF":
-        raise Refused(IMAGE)            # the machine knows PTX only
+    if image[:4] == b"\x7fELF":         # the machine knows PTX only
+        if not cuda.lazy:
+            raise Refused(cuda.refusal)
+        module.value = cuda.new({})
+        return
     assert image[-1] == 0, "PTX ends with a NUL"
     text = image[:-1].decode()
     version, target = (text.partition(word)[2].split()[0] for word in (".version", ".target"))
-    if float(version) > PTX:
+    if float(version) > cuda.ptx:
         raise Refused(OLD)
     own = cuda.architecture == target.rstrip("a,")
     if not own and (target.endswith("a") or int(target.strip("sm_,")) > int(cuda.architecture[3:])):
@@ -59,7 +60,7 @@ def cuModuleUnload(cuda: Libcuda, module: int) -> None:
 def cuModuleGetFunction(cuda: Libcuda, function: c_void_p, module: int, name: bytes) -> None:
     kernels = cuda.get(module, dict)
     if name.decode() not in kernels:
-        raise Refused(NOT_FOUND)
+        raise Refused(NOT_FOUND if kernels else cuda.refusal)
     function.value = cuda.new(Function(kernels[name.decode()]))
 
 

@@ -21,10 +21,11 @@ Task = Callable[[], None]
 
 LEGACY = 1                      # the handle of the stream that is meant by none
 WITHOUT_ASKING = 48 << 10       # bytes of shared memory
-INVALID, MEMORY, CONTEXT, IMAGE, BAD_PTX, OLD, HANDLE, NOT_FOUND, RESOURCES, LOST, CAPTURING, CAPTURE_OVER = (
-    1, 2, 201, 200, 218, 222, 400, 500, 701, 719, 900, 901)
+INVALID, MEMORY, IMAGE, CONTEXT, NO_BINARY, BAD_PTX, OLD = 1, 2, 200, 201, 209, 218, 222
+HANDLE, NOT_FOUND, RESOURCES, LOST, CAPTURING, CAPTURE_OVER = 400, 500, 701, 719, 900, 901
 TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", CONTEXT: "invalid device context",
-         IMAGE: "device kernel image is invalid", BAD_PTX: "a PTX JIT compilation failed",
+         IMAGE: "device kernel image is invalid",
+         NO_BINARY: "no kernel image is available for execution on the device", BAD_PTX: "a PTX JIT compilation failed",
          OLD: "the provided PTX was compiled with an unsupported toolchain.", HANDLE: "invalid resource handle",
          NOT_FOUND: "named symbol not found", RESOURCES: "too many resources requested for launch",
          LOST: "unspecified launch failure", CAPTURING: "operation not permitted when stream is capturing",
@@ -117,6 +118,9 @@ class Libcuda:
         self.shared: dict[bytes, int] = {}      # address, by handle
         self.opened: list[int] = []             # of other processes
         self.lost = False                       # as a device after an error of the hardware: whatever is asked fails
+        self.version, self.ptx = 13000, 9.0     # of CUDA, as the driver says it; of the latest PTX that it compiles
+        self.refusal = IMAGE                    # what it says of machine code,
+        self.lazy = False                       # ... and that it says so no sooner than a kernel of it is asked for
         self.copies: Counter[str] = Counter()   # bytes that were copied, by where from and to
         self.objects: dict[int, Any] = {LEGACY: Stream()}
         self._lock, self._last = threading.RLock(), 0x1000

@@ -5,7 +5,7 @@ from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 
 import numpy as np
 
-from engines.backends.cuda.runtime.driver import _Handle, _RowCopy
+from engines.backends.cuda.runtime.structures import Handle, RowCopy
 from engines.ir.graph import Array
 from tests.gpu.libcuda.library import CAPTURING, HANDLE, INVALID, MEMORY, Libcuda, Out, Refused, Stream, call
 from tests.gpu.ptx.memory import BASE
@@ -79,8 +79,8 @@ def cuPointerGetAttribute(cuda: Libcuda, value: c_int, attribute: int, address: 
     value.value = 0
 
 
-@call(Out(c_ulonglong), _Handle, c_uint)
-def cuIpcOpenMemHandle_v2(cuda: Libcuda, address: c_ulonglong, handle: _Handle, flags: int) -> None:
+@call(Out(c_ulonglong), Handle, c_uint)
+def cuIpcOpenMemHandle_v2(cuda: Libcuda, address: c_ulonglong, handle: Handle, flags: int) -> None:
     if bytes(handle.reserved) not in cuda.shared or flags != 1:
         raise Refused(HANDLE)
     address.value = cuda.shared[bytes(handle.reserved)]
@@ -131,8 +131,8 @@ def cuMemcpyDtoDAsync_v2(cuda: Libcuda, to: int, source: int, size: int, stream:
     _on_the_gpu(cuda, to, 0, source, 0, size, 1, stream)
 
 
-@call(Out(_RowCopy), c_void_p)
-def cuMemcpy2DAsync_v2(cuda: Libcuda, copy: _RowCopy, stream: int | None) -> None:
+@call(Out(RowCopy), c_void_p)
+def cuMemcpy2DAsync_v2(cuda: Libcuda, copy: RowCopy, stream: int | None) -> None:
     pitches = copy.srcPitch, copy.dstPitch
     if (copy.srcMemoryType, copy.dstMemoryType) != (2, 2) or not (
             copy.WidthInBytes <= min(pitches) and max(pitches) < 1 << 31):

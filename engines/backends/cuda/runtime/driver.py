@@ -17,6 +17,7 @@ from uuid import UUID
 
 import numpy as np
 
+from engines.backends.cuda.runtime.structures import Handle, RowCopy
 from engines.backends.device import GpuInfo
 from engines.ir.graph import Array
 
@@ -29,6 +30,8 @@ _CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may f
 _ON_DEVICE = 2                          # a kind of memory
 _POINTER_DEVICE = 9                     # pointer attribute
 _OUT_OF_MEMORY = 2
+_NOT_TAKEN = (200, 209, 218, 221, 222, 223)     # invalid image, none for this GPU, invalid PTX; PTX, and no compiler of
+                                                # it, PTX of a later version, none is to be compiled
 _LEGACY = 1                             # the stream of calls that name none. It returns before a memset, or a copy from
                                         # pageable memory, has reached the GPU, and our own streams do not wait for it
 _ERROR_LOG, _LOG_BYTES = 5, 6           # options of what makes code of PTX
@@ -41,6 +44,10 @@ class CudaError(Exception):
 
 class CudaMemoryError(CudaError):
     """The GPU has not so much memory left."""
+
+
+class CudaCodeError(CudaError):
+    """The driver does not take that code; in another form it may."""
 
 
 class Recorded(Protocol):
@@ -89,6 +96,9 @@ class GpuDriver(Protocol):
     @property
     def architecture(self) -> str: ...
 
+    def cuda_version(self) -> tuple[int, int]:
+        """The version of CUDA that the driver came with."""
+
     def memory(self) -> tuple[int, int]:
         """Bytes that are free, and all."""
 
@@ -132,6 +142,9 @@ class GpuDriver(Protocol):
     def stream(self) -> Stream: ...
 
 
+_KINDS = {_OUT_OF_MEMORY: CudaMemoryError, **dict.fromkeys(_NOT_TAKEN, CudaCodeError)}
+
+
 class Library:
     """libcuda. Raises CudaError, also where there is none."""
 
@@ -151,7 +164,7 @@ class Library:
         if status := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorString(c_int(status), byref(text))
-            kind = CudaMemoryError if status == _OUT_OF_MEMORY else CudaError
+            kind = _KINDS.get(status, CudaError)
             raise kind(f"{name}: {(text.value or b'?').decode()} ({status})")
 
 
@@ -193,6 +206,11 @@ class CudaGpu:
         self.driver("cuDeviceGet", byref(self._device), c_int(number))
         self.driver("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
         self.use()
+
+    def cuda_version(self) -> tuple[int, int]:
+        version = c_int()
+        self.driver("cuDriverGetVersion", byref(version))
+        return version.value // 1000, version.value % 1000 // 10
 
     def use(self) -> None:
         self.driver("cuCtxSetCurrent", self._context)
@@ -245,7 +263,7 @@ class CudaGpu:
 
     def open_shared(self, handle: bytes) -> tuple[int, int]:
         address, begin, size = c_ulonglong(), c_ulonglong(), c_size_t()
-        self.driver("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), c_uint(_PEERS))
+        self.driver("cuIpcOpenMemHandle_v2", byref(address), Handle.from_buffer_copy(handle), c_uint(_PEERS))
         self.driver("cuMemGetAddressRange_v2", byref(begin), byref(size), address)
         return address.value, begin.value + size.value - address.value
 
@@ -312,7 +330,7 @@ class CudaStream:
                      self._handle)
 
     def copy_rows(self, to: int, to_step: int, source: int, source_step: int, width: int, rows: int) -> None:
-        copy = _RowCopy(srcMemoryType=_ON_DEVICE, srcDevice=source, srcPitch=source_step, dstMemoryType=_ON_DEVICE,
+        copy = RowCopy(srcMemoryType=_ON_DEVICE, srcDevice=source, srcPitch=source_step, dstMemoryType=_ON_DEVICE,
                         dstDevice=to, dstPitch=to_step, WidthInBytes=width, Height=rows)
         if rows > 1:
             self._driver("cuMemcpy2DAsync_v2", byref(copy), self._handle)
@@ -370,19 +388,6 @@ class CudaGraph:
 
     def close(self) -> None:
         self._driver("cuGraphExecDestroy", self._ready)
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value"""
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
-
-
-class _RowCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D"""
-    _fields_ = [(name, type_) for side in ("src", "dst") for name, type_ in (
-        (f"{side}XInBytes", c_size_t), (f"{side}Y", c_size_t), (f"{side}MemoryType", c_int), (f"{side}Host", c_void_p),
-        (f"{side}Device", c_ulonglong), (f"{side}Array", c_void_p), (f"{side}Pitch", c_size_t))
-    ] + [("WidthInBytes", c_size_t), ("Height", c_size_t)]
 
 
 @cache

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
-from engines.backends.cuda.runtime.driver import ELF, CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
+from engines.backends.cuda.runtime.code import functions_of
+from engines.backends.cuda.runtime.driver import CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
 from engines.backends.cuda.runtime.holdings import Holdings
-from engines.errors import InputError, PlanCorruptError, PlanError
+from engines.errors import InputError, PlanError
 from engines.ir.graph import Array
 from engines.plan.arena import array_at, plan_memory, write_halo
 from engines.plan.plan import Operand, Plan, Step, TensorView
@@ -35,33 +36,18 @@ class LoadedPlan:
     """A plan's kernels and constants on a GPU; shared by all executions, and freed after the last of them."""
 
     def __init__(self, plan: Plan, gpu: GpuDriver) -> None:
-        """Raises PlanCorruptError, PlanError: the GPU has not so much memory, or refuses the code."""
+        """Raises PlanCorruptError; PlanTargetError: its driver takes none of the code; PlanError: it has not so much
+        memory."""
         self.plan, self.gpu = verify(plan), gpu
         self.layout = plan_memory(plan.machine.buffers, plan.machine.fills)
-        self.functions: list[Any] = []
         with Holdings(self, gpu) as held:
             gpu.use()
             self.constants = self.allocate(len(plan.machine.constants), "its constants", held)
             try:
                 gpu.write(self.constants, np.frombuffer(plan.machine.constants, np.uint8))
-                module = self._module()
-                held.add(partial(gpu.unload, module))
-                for step in plan.machine.steps:
-                    if step.launch is None:
-                        raise PlanCorruptError(f"{plan.name}: step '{step.name}' is none of a GPU's")
-                    self.functions.append(gpu.function(module, step.symbol, step.launch.shared_bytes))
+                self.functions = functions_of(plan, gpu, held)
             except CudaError as error:
                 raise PlanError(f"{plan.name}: the driver does not take its kernels: {error}") from error
-
-    def _module(self) -> Any:
-        """The machine code if it is this GPU's own; else the driver makes it of the PTX, which later ones run too."""
-        codes = {code[:4] == ELF: code for code in self.plan.machine.code}
-        own = self.gpu.architecture == self.plan.machine.target.rstrip("a")
-        if True in codes and own and self.gpu.takes_cubins:
-            return self.gpu.load(codes[True])
-        if False not in codes:
-            raise PlanCorruptError(f"{self.plan.name}: there is no code for {self.gpu.architecture} in it")
-        return self.gpu.load(codes[False])
 
     def allocate(self, size: int, what: str, held: Holdings) -> int:
         """Raises PlanError: there is not so much."""
