@@ -232,15 +232,20 @@ def product(precision: str, across: bool = True) -> Case:
     return problem, inputs_of(problem), {"numbers": (3.0, 120.0) if integer else (0.0, 0.0), **constants}
 
 
-def attention(precision: str) -> Case:
-    random, dtype = np.random.default_rng(0), STORED[precision]
-    program, constants = requantise(20, random, 0.1 if precision == "int8" else 1.0)
-    query, key, value = (gapped(dtype, shape) for shape in ((2, 5, 12), (2, 37, 12), (2, 37, 20)))
-    mask = View("float32", (2, 5, 37), (0, 0, 4), 37 * 4)
-    problem = Attention(query, key, value, gapped(dtype, (2, 5, 20)), mask, program, precision)
-    scale, zeros = (0.0002, (100.0, 0.0, 117.0)) if precision == "int8" else (0.3, (0.0, 0.0, 0.0))
+def attention(precision: str, queries: int = 5, keys: int = 37, columns: tuple[int, int] = (12, 20),
+              masked: bool = False) -> Case:
+    """columns: of q and k, and of v. masked: each query by itself."""
+    random, dtype, (depth, width) = np.random.default_rng(0), STORED[precision], columns
+    program, constants = requantise(width, random, 0.1 if precision == "int8" else 1.0)
+    query, key, value = (gapped(dtype, shape) for shape in ((2, queries, depth), (2, keys, depth), (2, keys, width)))
+    rows = queries if masked else 1
+    mask = View("float32", (2, queries, keys), (0, keys * 4 * masked, 4), rows * keys * 4)
+    problem = Attention(query, key, value, gapped(dtype, (2, queries, width)), mask, program, precision)
+    scale, zeros = (0.0002, (100.0, 0.0, 117.0)) if precision == "int8" else (1.0 / depth ** 0.5, (0.0, 0.0, 0.0))
     *factors, hidden = inputs_of(problem)
-    hidden[...] = np.where(random.random((2, 1, 1, 37)) < 0.3, -np.inf, 0)
+    hidden[...] = np.where(random.random((2, 1, rows, keys)) < 0.3, -np.inf, 0)
+    if masked:
+        hidden[0, :, 3, :-1] = -np.inf      # a query that sees one key at most
     hidden[1] = -np.inf         # an item that sees nothing
     return problem, [*factors, hidden], {"numbers": (scale, *zeros), **constants}
 
@@ -276,7 +281,11 @@ FAMILIES: Mapping[str, Family] = {
        for name, options in CONVOLUTIONS.items()},
     "partial sums": Family(partial_sums, _INT8, True), "sum of parts": Family(sum_of_parts, _INT8),
     "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
-    "attention": Family(attention, _INT8, True), "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
+    "attention": Family(attention, _INT8, True),
+    "attention of many": Family(partial(attention, queries=70, keys=150, columns=(64, 32)), _INT8, True),
+    "attention of many, masked": Family(
+        partial(attention, queries=20, keys=128, columns=(32, 64), masked=True), _INT8, True),
+    "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
     "lstm": Family(partial(lstm, False), ("int16", "int8", "fp32"), True),
     "lstm, rounded": Family(partial(lstm, True), ("int8",)),
     "pointwise": Family(pointwise, _INT8), "permute": Family(permute, _BF16), "average": Family(average, _INT8),

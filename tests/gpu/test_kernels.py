@@ -72,11 +72,23 @@ def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: 
         check(way, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
 
 
+@pytest.mark.parametrize(("gpu", "precision", "masked"), [
+    ("sm_75", "int8", False), ("sm_75", "fp16", True), ("sm_80", "int8", True), ("sm_80", "bf16", False),
+    ("sm_90a", "fp16", False)])
+def test_an_attention_whose_keys_lie_in_shared_memory_equals_its_reference(
+        gpu: str, precision: str, masked: bool) -> None:
+    """Of several blocks and stages, the last of each not whole."""
+    problem, inputs, constants = attention(precision, 70, 150, (64, 32), masked)
+    way, *_ = every_way(problem, GPUS[gpu])
+    assert str(way.tactic) == "64 queries a block, keys in shared memory"
+    check(way, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
+
+
 def test_an_attention_of_many_keys_is_one_of_tiles() -> None:
     view = dense_view("uint8", (2, 2048, 32))
     problem = Attention(view, view, view, view, None, ProgramBuilder(True).program(), "int8")
-    way, = every_way(problem, GPUS["sm_80"])
-    assert str(way.tactic) == "16 queries a warp"
+    assert [str(way.tactic) for way in every_way(problem, GPUS["sm_80"])] == [
+        "64 queries a block, keys in shared memory", "16 queries a warp"]
     kernel = kernel_for(problem, GPUS["sm_61"], (256,) * 4)
     assert kernel and kernel.refusal == "more than 1024 keys of an attention"
 
@@ -139,6 +151,23 @@ def test_a_planted_fault_is_found(what: str, change: tuple[str, str]) -> None:
     assert broken != text_of(way), "what is to be broken is not there any more"
     with pytest.raises((Fault, AssertionError)):
         check(way, GpuRunner(GPUS[gpu]), inputs, constants, text=broken)
+
+
+@pytest.mark.parametrize(("what", "change"), {
+    "no barrier": PLANTED["no barrier"],
+    "waits for too few copies": (r"(cp\.async\.wait_group\s+)0;", r"\g<1>1;"),
+    "copies that nobody commits": PLANTED["copies that nobody commits"],
+    "values that are not transposed": (r"x4\.trans", "x4"),
+    "keys of the wrong rows": (r"(ldmatrix\S*x4\.shared[^;]*\+)1280\]", r"\g<1>2560]"),
+    "copies beside their place": (r"(cp\.async\S* \[%r\d+)\]", r"\1+16]"),
+}.items())
+def test_a_planted_fault_of_an_attention_is_found(what: str, change: tuple[str, str]) -> None:
+    problem, inputs, constants = attention("int8", 70, 150, (64, 32))
+    way, *_ = every_way(problem, GPUS["sm_80"])
+    broken = re.sub(*change, text_of(way))
+    assert broken != text_of(way), "what is to be broken is not there any more"
+    with pytest.raises((Fault, AssertionError)):
+        check(way, GpuRunner(GPUS["sm_80"]), inputs, constants, text=broken)
 
 
 def test_what_is_read_past_a_tensor_is_found() -> None:

@@ -202,6 +202,21 @@ def test_tiles_of_shared_memory_come_as_fragments() -> None:
     np.testing.assert_array_equal(got, words[16 + np.arange(LANES) // 4, np.arange(LANES) % 4])
 
 
+def test_tiles_of_shared_memory_come_across() -> None:
+    """Lane 4 g + t gets the halves of column g in rows 2 t and 2 t + 1."""
+    body = _store_shared("st.shared.v4.u32 [%r80], {%r1, %r2, %r90, %r1};\nbar.sync 0;\n"
+                         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r10, %r11, %r9, %r13}, [%r80];\n")
+    low, high = np.arange(LANES) * 3 + 1, np.arange(LANES) * 5 + 2
+    got = run(body, low + (high << 16), low * 7, shared=512)
+    g, t = np.arange(LANES) // 4, np.arange(LANES) % 4
+
+    def half(row: np.ndarray) -> np.ndarray:
+        """Of column g in that row of tile 2."""
+        words = np.stack([low + (high << 16), low * 7, np.arange(LANES), low + (high << 16)], 1)
+        return words[16 + row, g // 2] >> (16 * (g % 2)) & 0xFFFF
+    np.testing.assert_array_equal(got, half(2 * t) + (half(2 * t + 1) << 16))
+
+
 @pytest.mark.parametrize(("shape", "d", "a", "b"), [
     ("m16n8k32.row.col.s32.u8.s8.s32", ["%r9", "%r10", "%r11", "%r12"], ["%r1", "%r20", "%r20", "%r20"],
      ["%r2", "%r20"]),

@@ -2,7 +2,6 @@
 plays."""
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,13 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.zoo.vision.mobile import inverted_residual
-from benchmarks.zoo.vision.resnet import basic_block
 from engines.backends import gpus_here
-from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
-from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
@@ -26,35 +20,19 @@ from engines.backends.cuda.runtime.driver import CudaMemoryError, found_gpus
 from engines.backends.cuda.runtime.holdings import Holdings
 from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
-from engines.compiler.specialise import relower
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.loading import engine_of
-from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.convolution import Contraction
-from engines.lowering.problems.view import dense_view
 from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import Plan, TensorView
 from engines.runtime.engine import Engine
-from tests.engines.backends.cuda.runner import Way, text_of
 from tests.engines.compiler.small_models import node, small_model
-from tests.engines.compiler.zoo_engines import compiled
 from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
 from tests.gpu.libcuda.library import IMAGE, NO_BINARY, OLD, TEXTS, used
-from tests.zoo import Net, Tensor, architecture, images_for
+from tests.gpu.network import MODEL, Plans
+from tests.zoo import images_for
 
 Here = Callable[..., EmulatedGpu]
-
-
-@architecture(size=16)
-def small(net: Net, x: Tensor) -> Tensor:
-    """A stem of three channels, a pool, a residual block, a depthwise convolution, a mean, a product."""
-    x = net.max_pool(net.conv_bn_act(x, 16, 3, stride=2, name="stem"), 3, stride=2)
-    x = inverted_residual(net, basic_block(net, x, 16, 1), 16, expanded=32, act="relu6")
-    return net.classify(x)
-
-
-MODEL = small(classes=10)
 
 
 @pytest.fixture
@@ -67,21 +45,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Here:
     return put
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plan]:
-    """plans(target): INT8 plans of one calibration."""
-    made = {"portable": compiled(MODEL, tmp_path_factory.mktemp("small"), precision="int8", target="portable").plan}
-
-    def plan(target: str) -> Plan:
-        if target not in made:
-            made[target] = relower(made["portable"], target)
-        return made[target]
-    return plan
-
-
 @pytest.mark.parametrize("target", ["sm_61", "sm_75", "sm_80", "sm_90a"])
 def test_a_quantised_network_gives_the_bytes_of_the_plan_for_a_cpu(target: str, gpu: Here,
-                                                                 plans: Callable[[str], Plan]) -> None:
+                                                                 plans: Plans) -> None:
     gpu(target)
     x = {"input": images_for(MODEL, 3, seed=1)}
     theirs, ours = Engine(plans("portable")).run(x), Engine(plans(target)).run(x)
@@ -91,7 +57,7 @@ def test_a_quantised_network_gives_the_bytes_of_the_plan_for_a_cpu(target: str, 
 
 
 def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_their_bucket(
-        gpu: Here, plans: Callable[[str], Plan]) -> None:
+        gpu: Here, plans: Plans) -> None:
     here = gpu("sm_80")
     engine = Engine(plans("sm_80"))
     x = images_for(MODEL, 4, seed=1)
@@ -114,7 +80,7 @@ def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_thei
     assert not here.allocated and not here.modules
 
 
-def test_too_little_memory_is_said(gpu: Here, plans: Callable[[str], Plan]) -> None:
+def test_too_little_memory_is_said(gpu: Here, plans: Plans) -> None:
     plan = plans("sm_80")
     gpu("sm_80", size=len(plan.machine.constants) // 2)
     with pytest.raises(PlanError, match="there is no room for the .* bytes that its constants take .* of this GPU"):
@@ -132,7 +98,7 @@ def refuse(size: int) -> Array:
     raise CudaMemoryError("out of memory (2)")
 
 
-def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, plans: Callable[[str], Plan]) -> None:
+def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, plans: Plans) -> None:
     here = gpu("sm_80")
     engine = Engine(plans("sm_80"))
     context = engine.create_context()
@@ -158,7 +124,7 @@ def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
     assert used() is own.cuda and len(other.allocated) == 1
 
 
-def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Callable[[str], Plan]) -> None:
+def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Plans) -> None:
     here, plan = gpu("sm_80"), plans("sm_80")
     x = images_for(MODEL, 3, seed=1)
     wanted = Engine(plans("portable")).run({"input": x})
@@ -209,7 +175,7 @@ def test_an_array_of_dlpack_and_a_tensor_with_gaps_are_copied_by_rows() -> None:
     assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [Rows(64, 96, 0, 96, 1)]
 
 
-def test_a_plan_runs_on_the_gpu_of_its_number(plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_runs_on_the_gpu_of_its_number(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [EmulatedGpu("sm_75"), EmulatedGpu("sm_80")]
     install(monkeypatch, *here)
     with pytest.raises(PlanTargetError, match="this GPU is sm_75, an older one"):
@@ -224,7 +190,7 @@ def test_a_plan_runs_on_the_gpu_of_its_number(plans: Callable[[str], Plan], monk
     ("sm_90a", "sm_100", "runs on no other, but this GPU is sm_100"),
     ("sm_80", "sm_89", ""), ("sm_90a", "sm_90", "")])
 def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why: str, gpu: Here,
-                                                   plans: Callable[[str], Plan]) -> None:
+                                                   plans: Plans) -> None:
     gpu(here)
     found = DEVICE.mismatch(plans(target))
     assert why in found if why else found == ""
@@ -241,7 +207,7 @@ def test_what_is_built_for_each_gpu_of_a_machine_is_what_it_runs(monkeypatch: py
 
 @pytest.mark.parametrize(("refusal", "lazy"), [(IMAGE, False), (NO_BINARY, False), (OLD, False), (NO_BINARY, True)])
 def test_a_driver_that_does_not_take_the_machine_code_compiles_the_ptx(
-        refusal: int, lazy: bool, gpu: Here, plans: Callable[[str], Plan], caplog: pytest.LogCaptureFixture) -> None:
+        refusal: int, lazy: bool, gpu: Here, plans: Plans, caplog: pytest.LogCaptureFixture) -> None:
     here, plan, x = gpu("sm_80"), with_cubin(plans("sm_80")), {"input": images_for(MODEL, 1, seed=1)}
     here.takes_cubins, here.cuda.refusal, here.cuda.lazy = True, refusal, lazy
     engine = Engine(plan)
@@ -253,7 +219,7 @@ def test_a_driver_that_does_not_take_the_machine_code_compiles_the_ptx(
 
 
 def test_a_driver_that_takes_none_of_the_code_is_an_error_that_says_which_one_does(
-        gpu: Here, plans: Callable[[str], Plan]) -> None:
+        gpu: Here, plans: Plans) -> None:
     here = gpu("sm_80")
     here.takes_cubins, here.cuda.ptx, here.cuda.version = True, 6.5, 10020
     with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 10\.2, does not take its kernels: .*unsupported "
@@ -269,7 +235,7 @@ def with_cubin(plan: Plan) -> Plan:
 
 
 def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(
-        plans: Callable[[str], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+        plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.backends.cuda.runtime.driver.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
     assert found_gpus() == []
@@ -283,7 +249,7 @@ def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu
         np.testing.assert_array_equal(value, Engine(plans("portable")).run(x)[name])
 
 
-def test_serving_a_plan_for_a_gpu_loads_no_compiler(plans: Callable[[str], Plan], tmp_path: Path) -> None:
+def test_serving_a_plan_for_a_gpu_loads_no_compiler(plans: Plans, tmp_path: Path) -> None:
     write_plan(plans("sm_80"), tmp_path / "m.plan")
     assert read_plan(tmp_path / "m.plan").machine == plans("sm_80").machine
     script = """if True:
@@ -311,68 +277,3 @@ def test_what_no_kernel_runs_is_refused_by_its_name_with_the_reason() -> None:
         builder.plan(builder.graph(inverse))
     with pytest.raises(ConfigError, match=r"cannot run on sm_80: a recurrent layer of more than 1024 units"):
         builder.plan(builder.graph(tall))
-
-
-# ---- cubin and sass
-@pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
-def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Callable[[str], Plan]) -> None:
-    *_, code = plans(target).machine.code       # the PTX
-    try:
-        _, report = assemble.report_of(code.decode(), GPUS[target])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
-    spills = [line for line in report.splitlines() if "spill" in line]
-    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
-
-
-@pytest.mark.parametrize(("target", "dtype", "precision"), [
-    ("sm_61", "float16", "fp16"), ("sm_75", "bfloat16", "bf16")])
-def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_multiply(
-        target: str, dtype: str, precision: str) -> None:
-    x, y = dense_view(dtype, (1, 1, 28)), dense_view(dtype, (1, 1, 64))
-    problem = Contraction(x, y, (), EpilogueProgram(), precision, (1, 1))
-    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(64, 64, (2, 2), 64, 2))
-    try:
-        _, report = assemble.report_of(text_of(way), GPUS[target])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
-    """Of a block of 128 pixels by 128 couts and 64 bytes of K: 64 products."""
-    view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
-    problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
-    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
-    try:
-        cubin, report = assemble.report_of(text_of(way), GPUS[target])
-        loop = longest_loop(assemble.sass_of(cubin))
-    except FileNotFoundError:
-        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
-    assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
-
-
-def longest_loop(sass: str) -> list[str]:
-    """The instructions from a label to the branch back to it, of the loop that has the most of them."""
-    lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
-    labels = {line.strip().rstrip(":"): at for at, line in enumerate(lines) if line.startswith(".L_")}
-    loops = [lines[labels[target]:at + 1] for at, line in enumerate(lines)
-             for target in re.findall(r"BRA.*`\((\.L_\w+)\)", line) if labels.get(target, at) < at]
-    return [line for line in max(loops, key=len) if not line.startswith(".L_")]
-
-
-@pytest.mark.parametrize(("target", "product", "copy"), [
-    ("sm_75", "IMMA", "LDG"), ("sm_80", "IMMA", "LDGSTS")])
-def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str, product: str, copy: str,
-                                                                  plans: Callable[[str], Plan]) -> None:
-    *_, code = plans(target).machine.code       # the PTX
-    cubin = assemble.cubin_of(code.decode(), GPUS[target])
-    try:
-        found = assemble.classes(assemble.sass_of(cubin)) if cubin else {}
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        found = {}
-    if not found:
-        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert found[product] and found[copy]

@@ -25,14 +25,17 @@ def _shfl(run: Run, i: Instruction) -> None:
     run.put(i.one(0).partition("|")[0], values[:, np.arange(WARP) ^ distance].reshape(-1))
 
 
-@action("ldmatrix", modifiers="sync aligned m8n8 x4 shared")
+@action("ldmatrix", modifiers="sync aligned m8n8 x4 trans shared")
 def _ldmatrix(run: Run, i: Instruction) -> None:
     block, thread = run.who
     places = run.shared.at(block, run.address(i.one(1)), 16)
     run.shared.reads(block, thread, places, 16)
     rows = run.shared.bytes.view(np.uint32)[run.warps(places // 4)[:, :, None] + np.arange(4)]     # [warp][lane][4]
     for n, name in enumerate(i.several(0)):
-        run.put(name, rows[:, 8 * n:8 * n + 8].reshape(-1))
+        tile = rows[:, 8 * n:8 * n + 8]
+        if "trans" in i.op:
+            tile = np.ascontiguousarray(tile.view(np.uint16).swapaxes(1, 2)).view(np.uint32)
+        run.put(name, tile.reshape(-1))
 
 
 _SHAPES = {("m16n8k32", "s32", "u8", "s8", "s32"), ("m8n8k16", "s32", "u8", "s8", "s32"),

@@ -1,8 +1,28 @@
-"""Copies from global to shared memory that go on while a block computes (cp.async)."""
+"""Copies from global to shared memory, which go on while a block computes where the GPU can (cp.async)."""
 from __future__ import annotations
 
+from engines.backends.cuda.codegen.gpu import Gpu
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import I32
+from engines.codegen.types import I32, vector
+
+CHUNK = 16              # bytes that a thread copies at once
+
+
+def copy_chunk(gpu: Gpu, to: Value, source: Value, taken: Value) -> None:
+    """CHUNK bytes, some time later where the GPU can; zeros if `taken` (i32) is 0 and not CHUNK."""
+    if gpu.async_copy:
+        copy_async(to, source, CHUNK, taken)
+    else:
+        copy_by_register(to, source, taken)
+
+
+def copy_by_register(to: Value, source: Value, taken: Value) -> None:
+    """The same now."""
+    f = to.f
+    chunk = {"": f.constant(0, vector(4, I32))}
+    with f.chosen(taken.compare("ne", 0), chunk):
+        chunk[""] = f.load(vector(4, I32), source, CHUNK, "chunk")
+    f.store(chunk[""], to, CHUNK)
 
 
 def copy_async(to: Value, source: Value, size: int, taken: Value) -> None:

@@ -55,10 +55,10 @@ def _floats(gpu: Gpu, precision: str, word: Value) -> list[Value]:
     return [gpu.half_to_float(f.op("half", f"extractelement {pair}, i32 {i}", "half")) for i in (0, 1)]
 
 
-def load_tiles(address: Value) -> list[Value]:
+def load_tiles(address: Value, across: bool = False) -> list[Value]:
     """Four tiles of 8 rows of 16 bytes (ldmatrix); lane 8 i + r says where row r of tile i is, lane 4 g + t gets bytes
-    4 t.. of row g of each."""
-    name = "llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4.b16.p3"
+    4 t.. of row g of each. across: bytes 2 g and 2 g + 1 of rows 2 t and 2 t + 1."""
+    name = f"llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4{'.trans' if across else ''}.b16.p3"
     return fields(address.f.call(struct(I32, 4), name, address, hint="tiles"))
 
 

@@ -5,12 +5,12 @@ Chunks of a row are turned against each other (swizzled), so that eight rows of 
 """
 from __future__ import annotations
 
-from engines.backends.cuda.codegen.copies import commit, copy_async
+from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_async, copy_by_register, copy_chunk
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import elements, shared, vector_of, where, wide
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.contraction.packing import Depth
-from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import I32, I64, vector
 
@@ -51,7 +51,7 @@ class Copies:
         whole = where(turn.below(self.depth.turns(tile)), CHUNK)
         source = self.weights + wide(turn * tile.depth)
         for i in range(tile.couts // tile.step):
-            self._copy_whole(first + i * tile.step * tile.depth, source + i * tile.step * self.row_bytes, whole)
+            copy_chunk(self.gpu, first + i * tile.step * tile.depth, source + i * tile.step * self.row_bytes, whole)
         if self.gpu.async_copy:
             commit(self.f)
 
@@ -76,20 +76,9 @@ class Copies:
                 there = taken if grain == CHUNK else _between(taken, at, grain)
                 copy_async(to + at, source + at, grain, there)
         elif grain == CHUNK and not self.depth.ragged:
-            self._copy_whole(to, source, taken, at_once=True)
+            copy_by_register(to, source, taken)
         else:
             self._copy_pieces(to, source, taken, grain)
-
-    def _copy_whole(self, to: Value, source: Value, taken: Value, at_once: bool = False) -> None:
-        """CHUNK bytes, or zeros if `taken` is 0. at_once: by way of registers."""
-        f = self.f
-        if self.gpu.async_copy and not at_once:
-            copy_async(to, source, CHUNK, taken)
-            return
-        chunk = {"": f.constant(0, vector(4, I32))}
-        with f.chosen(taken.compare("ne", 0), chunk):
-            chunk[""] = f.load(vector(4, I32), source, CHUNK, "chunk")
-        f.store(chunk[""], to, CHUNK)
 
     def _copy_pieces(self, to: Value, source: Value, taken: Value, grain: int) -> None:
         """x is not aligned to chunks, or they are not whole: by pieces, of which those that are not there are zeros."""

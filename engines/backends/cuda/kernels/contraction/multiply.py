@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engines.backends.cuda.codegen.copies import CHUNK
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import elements, shared
 from engines.backends.cuda.codegen.products import (
@@ -17,7 +18,7 @@ from engines.backends.cuda.codegen.products import (
     quad_rows,
 )
 from engines.backends.cuda.kernels.contraction.copies import swizzled
-from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import I32, vector
 

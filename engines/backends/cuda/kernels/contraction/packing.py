@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.kernels.contraction.tile import CHUNK, Tile
+from engines.backends.cuda.codegen.copies import CHUNK
+from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import STORED, Array

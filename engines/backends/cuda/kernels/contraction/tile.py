@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engines.backends.cuda.codegen.copies import CHUNK
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
 from engines.backends.cuda.kernels.kernel import Tactic
-
-CHUNK = 16              # bytes that a thread copies at once
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Attention: on tensor cores where there are some for its type (query_tiles.py); else a warp for each query:
+"""Attention: on tensor cores where there are some for its type, its keys in shared memory (shared_tiles.py) or read
+through the caches (query_tiles.py); else a warp for each query:
 
     lane l: x[t] = scale * q . k[t] + mask[t]       for the keys t with t % 32 == l
     all:    the largest x; p[t] = 2**(x - largest), rounded to bytes in INT8; the sum of p
@@ -22,8 +23,10 @@ from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import load_channels, offset_in, pixel_offset, run_program, store_channels
 from engines.backends.cuda.kernels.access import load_constants as load_program_constants
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from engines.backends.cuda.kernels.matmul import query_tiles, shared_tiles
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
-from engines.backends.cuda.kernels.matmul.query_tiles import QueryTile, suits, tiles_of
+from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
+from engines.backends.cuda.kernels.matmul.shared_tiles import BESIDE, SharedTile
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import FLOAT, I32
@@ -34,7 +37,6 @@ from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
 MOST_KEYS = 1 << 10     # 32 scores of a lane
-SCORE, MACS = 45, 8     # of tiles, counted in SASS: instructions for a score; multiply-adds to one beside them
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ class Way(Tactic):
         return self.name
 
 
-QUERY_TILES, QUERY = Way("16 queries a warp"), Way("a query a warp")
+SHARED_TILES, QUERY_TILES, QUERY = (Way("64 queries a block, keys in shared memory"), Way("16 queries a warp"),
+                                    Way("a query a warp"))
+# Of tiles, in INT8 or not, counted in SASS: instructions for a score; multiply-adds to one beside them.
+COUNTED = {(SHARED_TILES, True): (29, 13), (SHARED_TILES, False): (21, 26), (QUERY_TILES, True): (29, 8),
+           (QUERY_TILES, False): (25, 8)}
 
 
 @solves(Attention)
@@ -56,22 +62,31 @@ class GpuAttention(GpuKernel[Attention]):
         return "" if self.tactics() else f"more than {MOST_KEYS} keys of an attention"
 
     def tactics(self) -> Sequence[Way]:
-        ways = [QUERY_TILES] if suits(self.problem, self.gpu, self.aligned) else []
-        return [*ways, QUERY] if self.problem.keys <= MOST_KEYS else ways
+        able = {SHARED_TILES: shared_tiles.suits(self.problem, self.gpu, self.aligned),
+                QUERY_TILES: query_tiles.suits(self.problem, self.gpu, self.aligned),
+                QUERY: self.problem.keys <= MOST_KEYS}
+        return [way for way, suits in able.items() if suits]
 
     def cost(self, tactic: Way, card: Card, items: int) -> float:
         if tactic == QUERY:
             return super().cost(tactic, card, items)
-        scores = self.problem.heads * self.problem.queries * self.problem.keys
-        instructions = (SCORE * scores + self.problem.macs // MACS) * items
-        return max(card.moving(self.problem.bytes * items),
-                   card.by_thread(instructions // PLAIN, tiles_of(self.problem) * items * WARP))
+        rows, keys = (shared_tiles.BLOCK, shared_tiles.KEYS) if tactic == SHARED_TILES else (QUERIES, QUERIES)
+        problem = self.problem
+        queries = -(-problem.queries // rows) * rows
+        scores = problem.heads * queries * -(-problem.keys // keys) * keys * items
+        score, macs = COUNTED[tactic, self.integers]
+        instructions = scores * (score + (problem.q.shape[-1] + problem.v.shape[-1]) // macs)
+        return max(card.moving(problem.bytes * items),
+                   card.by_thread(instructions // PLAIN, problem.heads * queries // QUERIES * WARP * items))
 
     @property
     def integers(self) -> bool:
         return self.problem.precision == "int8"
 
     def grid(self, tactic: Way) -> Grid:
+        if tactic == SHARED_TILES:
+            return Grid(shared_tiles.blocks_of(self.problem), 1, shared_tiles.THREADS,
+                        shared_bytes=shared_tiles.shared_bytes(self.problem))
         if tactic == QUERY_TILES:
             return Grid(tiles_of(self.problem), WARPS, WARPS * WARP)
         return Grid(self.problem.heads * self.problem.queries, WARPS, WARPS * WARP,
@@ -89,10 +104,16 @@ class GpuAttention(GpuKernel[Attention]):
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
         thread = special(f, "tid.x")
         warp = thread.binary("lshr", WARP.bit_length() - 1)
+        if tactic == SHARED_TILES:
+            module.beside[name] = BESIDE
+            block = special(f, "ctaid.x")
+            SharedTile(self.problem, self.gpu, f, operands, block, thread).write(block.below(rows))
+            return
         row = special(f, "ctaid.x") * WARPS + warp
         if tactic == QUERY_TILES:
-            tile = QueryTile(self.problem, self.gpu, f, operands, row.at_most(rows - 1), thread & WARP - 1)
-            tile.write(row.below(rows))
+            tiles, tile = -(-self.problem.queries // QUERIES), row.at_most(rows - 1)
+            QueryTile(self.problem, self.gpu, f, operands, tile.divided(tiles), tile.remainder(tiles) * QUERIES,
+                      thread & WARP - 1).write(row.below(rows))
             return
         _Query(self, f, operands, row.at_most(rows - 1), warp, thread & WARP - 1).write(row.below(rows))
 

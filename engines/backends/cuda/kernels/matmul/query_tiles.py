@@ -14,7 +14,8 @@ INT8: q as it is times k less 128, and its zero point times the sums of k less 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
 from engines.backends.cuda.codegen.gpu import Gpu
@@ -38,7 +39,18 @@ from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
+Rows = dict[int, Value]                     # by row of the lane: 0, 1
+Scores = dict[tuple[int, int], Value]       # by row and key of the lane
+Sums = dict[tuple[int, int], Value]         # by COUTS columns and element of products.multiply's sums
 QUERIES = TILE
+
+
+class Block(NamedTuple):
+    """keys_at_once keys."""
+    first: Value
+    row: int = 0                # of its first, among those of a turn of the loop
+
+
 FLIP = -0x7F7F7F80              # bytes less 128: 0x80808080
 ONES = 0x01010101
 
@@ -70,47 +82,64 @@ def words_of_column(view: View, addresses: Sequence[Value]) -> list[Value]:
 
 
 class QueryTile:
-    """Writes the kernel for one tile. All of a warp take part; queries and keys behind the last are the last once
-    more, and count for nothing."""
+    """Writes the kernel for the queries from query0 on. All of a warp take part; queries and keys behind the last are
+    the last once more, and count for nothing."""
 
-    def __init__(self, problem: Attention, gpu: Gpu, f: Function, operands: list[Value], tile: Value,
+    def __init__(self, problem: Attention, gpu: Gpu, f: Function, operands: list[Value], head: Value, query0: Value,
                  lane: Value) -> None:
         self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
         *self.inputs, numbers, self.constants, self.y = operands
         self.scale, self.q_zero, _, self.v_zero = (f.load(FLOAT, numbers + 4 * n, 4, "number") for n in range(4))
         self.lanes = fragments(gpu, problem.precision, lane)
-        tiles = -(-problem.queries // QUERIES)
-        self.head, self.query0 = tile.divided(tiles), tile.remainder(tiles) * QUERIES
+        self.head, self.query0 = head, query0
         self.queries = [self.query0 + (self.lanes.row + row * self.lanes.apart) for row in (0, 1)]
         self.rows = [self._row(query) for query in self.queries]
         self.keys_at_once = STEP // problem.q.size
-        self.turns = -(-problem.keys // self.keys_at_once)
+        self.turn = self.keys_at_once           # keys of a turn of the loops
         self.q, self.ones = self._queries()
 
     def write(self, there: Value) -> None:
-        problem, f, gpu = self.problem, self.f, self.gpu
-        peaks = dict.fromkeys((0, 1), f.constant(-math.inf, FLOAT))
-        for turn in f.loop("block", self.turns, peak=peaks):
-            for (row, _), x in self._scores(turn).items():
-                peaks[row] = gpu.max(peaks[row], x)
-        peaks = {row: self._together(gpu.max, peak) for row, peak in peaks.items()}
+        peaks, (totals, acc) = self._nothing_seen(), self._nothing_summed()
+        for block in self._blocks("block", False, peak=peaks):
+            for (row, _), x in self._scores(block).items():
+                peaks[row] = self.gpu.max(peaks[row], x)
+        peaks = {row: self._together(self.gpu.max, peak) for row, peak in peaks.items()}
         tops = {row: taken_off(peak) for row, peak in peaks.items()}
-        zero = f.constant(0, I32 if self.integers else FLOAT)
-        columns = -(-problem.v.shape[-1] // TILE) * (TILE // COUTS)
-        acc = {(column, e): zero for column in range(columns) for e in range(4)}
-        totals = dict.fromkeys((0, 1), f.constant(0, FLOAT))
-        for turn in f.loop("again", self.turns, acc=acc, total=totals):
-            powers = {at: self._power(x, tops[at[0]], x.f) for at, x in self._scores(turn).items()}
-            for (row, _), p in powers.items():
-                totals[row] = totals[row] + p
-            self._mix(acc, powers, turn)
+        for block in self._blocks("again", True, acc=acc, total=totals):
+            self._add(totals, acc, self._scores(block), tops, block)
+        self._finish(peaks, totals, acc, there)
+
+    def _nothing_seen(self) -> Rows:
+        return dict.fromkeys((0, 1), self.f.constant(-math.inf, FLOAT))
+
+    def _nothing_summed(self) -> tuple[Rows, Sums]:
+        """Sums of p, and of p * v: [column of COUTS, e]."""
+        zero = self.f.constant(0, I32 if self.integers else FLOAT)
+        columns = -(-self.problem.v.shape[-1] // TILE) * (TILE // COUTS)
+        return (dict.fromkeys((0, 1), self.f.constant(0, FLOAT)),
+                {(column, e): zero for column in range(columns) for e in range(4)})
+
+    def _blocks(self, name: str, mixes: bool, **carried: dict[Any, Value]) -> Iterator[Block]:
+        """mixes: v is read, too."""
+        for turn in self.f.loop(name, -(-self.problem.keys // self.turn), **carried):
+            yield Block(self.f.cast("trunc", turn, I32, "turn") * self.turn)
+
+    def _add(self, totals: Rows, acc: Sums, scores: Scores, tops: Rows, block: Block) -> None:
+        """What its keys add to the sums."""
+        powers = {at: self._power(x, tops[at[0]]) for at, x in scores.items()}
+        for (row, _), p in powers.items():
+            totals[row] = totals[row] + p
+        self._mix(acc, powers, block)
+
+    def _finish(self, peaks: Rows, totals: Rows, acc: Sums, there: Value) -> None:
+        f = self.f
         totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
         for row, query in enumerate(self.queries):
             part, there_is = share(peaks[row], totals[row]), seen(peaks[row])
-            with f.when(there & query.below(problem.queries)):
-                for column in range(columns):
-                    for e in (0, 1):
-                        self._store(row, column * COUTS + e, acc[column, 2 * row + e], part, there_is)
+            with f.when(there & query.below(self.problem.queries)):
+                for n, e in acc:
+                    if e // 2 == row:
+                        self._store(row, self._column(n, e % 2), acc[n, e], part, there_is)
 
     def _row(self, query: Value) -> Value:
         return self.head * self.problem.queries + query.at_most(self.problem.queries - 1)
@@ -143,19 +172,14 @@ class QueryTile:
             words.append(self.f.select(there, word, nothing, "word") if there else word)
         return words
 
-    def _scores(self, turn: Value) -> dict[tuple[int, int], Value]:
-        """Of a block of keys: by row of the lane (0, 1) and its key (2 t and 2 t + 1 of each COUTS)."""
-        problem, f = self.problem, self.f
-        first = f.cast("trunc", turn, I32, "turn") * self.keys_at_once
-        k = self.inputs[1] + pixel_offset(self.head, problem.k.shape[:-2], problem.k.strides[:-2], problem.k.item)
-        found: dict[tuple[int, int], Value] = {}
+    def _scores(self, block: Block) -> Scores:
+        """By row of the lane (0, 1) and its key (2 t and 2 t + 1 of each COUTS)."""
+        f = self.f
+        found: Scores = {}
         for number in range(self.keys_at_once // TILE):
-            keys = [(first + column + number * TILE).at_most(problem.keys - 1) for column in self.lanes.columns]
-            starts = [k + wide(key) * problem.k.strides[-2] for key in keys]
             zero = f.constant(0, I32 if self.integers else FLOAT)
             acc, sums = [zero] * 8, [zero] * 8
-            for step, (words, ones) in enumerate(zip(self.q, self.ones, strict=True)):
-                b = [self._words(start, step) for start in starts]
+            for words, ones, b in zip(self.q, self.ones, self._keys(block, number), strict=True):
                 if self.integers:
                     b = [[word ^ FLIP for word in column] for column in b]
                     sums = self.lanes.multiply(sums, ones, b)
@@ -165,45 +189,62 @@ class QueryTile:
                 acc = [self.gpu.to_float(a - q_zero * s) for a, s in zip(acc, sums, strict=True)]
             for e, value in enumerate(acc):
                 n, row, c = 2 * number + e // 4, e // 2 % 2, e % 2
-                found[row, 2 * n + c] = self._score(value, row, first + self.lanes.t * 2 + (n * COUTS + c))
+                found[row, 2 * n + c] = self._score(value, row, block.first + self.lanes.t * 2 + (n * COUTS + c))
         return found
+
+    def _keys(self, block: Block, number: int) -> list[Words]:
+        """TILE of the keys, by STEP bytes of their columns."""
+        k = self._of_head(1, self.problem.k)
+        keys = [(block.first + column + number * TILE).at_most(self.problem.keys - 1) for column in self.lanes.columns]
+        starts = [k + wide(key) * self.problem.k.strides[-2] for key in keys]
+        return [[self._words(start, step) for start in starts] for step in range(len(self.q))]
+
+    def _of_head(self, number: int, view: View) -> Value:
+        return self.inputs[number] + pixel_offset(self.head, view.shape[:-2], view.strides[:-2], view.item)
 
     def _score(self, value: Value, row: int, key: Value) -> Value:
         mask, keys = self.problem.mask, self.problem.keys
         if mask is None:
             x = value * self.scale
         else:
-            at = self.inputs[3] + offset_in(mask, self.rows[row]) + wide(key.at_most(keys - 1)) * mask.strides[-1]
+            query, key_there = self.queries[row].at_most(self.problem.queries - 1), key.at_most(keys - 1)
+            at = self._of_head(3, mask) + wide(query) * mask.strides[-2] + wide(key_there) * mask.strides[-1]
             hidden, = load_channels(self.gpu, mask, at, 1)
             x = self.gpu.fma(value, self.scale, hidden) if self.integers else value * self.scale + hidden
-        if keys % self.keys_at_once == 0:
+        if keys % self.turn == 0:
             return x
         return self.f.select(key.below(keys), x, x.like(-math.inf), "score")
 
-    def _power(self, x: Value, peak: Value, f: Function) -> Value:
+    def _power(self, x: Value, peak: Value) -> Value:
         power: Value = exp2(self.gpu, (x - peak) * float(self.problem.units), "uint8" if self.integers else "float32")
         power = self.gpu.unary("rint", power) if self.integers else power
-        if self.problem.keys % self.keys_at_once == 0:
+        if self.problem.keys % self.turn == 0:
             return power
-        return f.select(x.compare("oeq", -math.inf), power.like(0), power, "power")     # 0 of a key that is not there
+        not_there = x.compare("oeq", -math.inf)
+        return self.f.select(not_there, power.like(0), power, "power")
 
     # ---- p * v
-    def _mix(self, acc: dict[tuple[int, int], Value], powers: dict[tuple[int, int], Value], turn: Value) -> None:
-        problem = self.problem
+    def _mix(self, acc: Sums, powers: Scores, block: Block) -> None:
         count = len(powers) // 2
-        a = self.lanes.factor([packed_words(self.gpu, problem.v.dtype, [powers[row, key] for key in range(count)])
+        a = self.lanes.factor([packed_words(self.gpu, self.problem.v.dtype, [powers[row, key] for key in range(count)])
                                for row in (0, 1)])
-        first = self.f.cast("trunc", turn, I32, "turn") * self.keys_at_once
-        v = self.inputs[2] + pixel_offset(self.head, problem.v.shape[:-2], problem.v.strides[:-2], problem.v.item)
-        starts = [v + wide((first + key).at_most(problem.keys - 1)) * problem.v.strides[-2]
-                  for key in self.lanes.factor_columns(self.keys_at_once)]
-        for pair in range(-(-problem.v.shape[-1] // TILE)):
-            b = []
-            for column in self.lanes.columns:
-                place = wide((column + pair * TILE).at_most(problem.v.shape[-1] - 1)) * problem.v.strides[-1]
-                b.append(words_of_column(problem.v, [start + place for start in starts]))
+        for pair, b in enumerate(self._values(block)):
             keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
             acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
+
+    def _values(self, block: Block) -> Iterator[Words]:
+        """TILE columns after TILE columns of v."""
+        view = self.problem.v
+        starts = [self._of_head(2, view) + wide((block.first + key).at_most(self.problem.keys - 1)) * view.strides[-2]
+                  for key in self.lanes.factor_columns(self.keys_at_once)]
+        for pair in range(-(-view.shape[-1] // TILE)):
+            places = [wide((column + pair * TILE).at_most(view.shape[-1] - 1)) * view.strides[-1]
+                      for column in self.lanes.columns]
+            yield [words_of_column(view, [start + place for start in starts]) for place in places]
+
+    def _column(self, n: int, c: int) -> Value:
+        """Of v and y, where the lane has its sums of COUTS after COUTS."""
+        return self.lanes.t * 2 + (n * COUTS + c)
 
     # ---- y
     def _together(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
@@ -212,9 +253,8 @@ class QueryTile:
             value = combine(value, across(value, distance))
         return value
 
-    def _store(self, row: int, first: int, total: Value, part: Value, there_is: Value) -> None:
+    def _store(self, row: int, column: Value, total: Value, part: Value, there_is: Value) -> None:
         problem, f, view = self.problem, self.f, self.problem.y
-        column = self.lanes.t * 2 + first
         mean = (self.gpu.to_float(total) if self.integers else total) * part
         if self.integers and problem.mask:
             mean = mean + f.select(there_is, mean.like(0), self.v_zero - float(MIDDLE), "nothing")

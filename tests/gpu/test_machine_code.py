@@ -1,0 +1,98 @@
+"""What NVIDIA's assembler makes of kernels: no spills, and few instructions beside the products."""
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from engines.backends.cuda.codegen import assemble
+from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
+from engines.backends.cuda.kernels.contraction.tile import Tile
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.matmul import Attention
+from engines.lowering.problems.view import dense_view
+from tests.engines.backends.cuda.runner import Way, every_way, text_of
+from tests.gpu.network import Plans
+
+
+@pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
+def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Plans) -> None:
+    *_, code = plans(target).machine.code       # the PTX
+    try:
+        _, report = assemble.report_of(code.decode(), GPUS[target])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    spills = [line for line in report.splitlines() if "spill" in line]
+    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.parametrize(("target", "dtype", "precision"), [
+    ("sm_61", "float16", "fp16"), ("sm_75", "bfloat16", "bf16")])
+def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_multiply(
+        target: str, dtype: str, precision: str) -> None:
+    x, y = dense_view(dtype, (1, 1, 28)), dense_view(dtype, (1, 1, 64))
+    problem = Contraction(x, y, (), EpilogueProgram(), precision, (1, 1))
+    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(64, 64, (2, 2), 64, 2))
+    try:
+        _, report = assemble.report_of(text_of(way), GPUS[target])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: str) -> None:
+    """Of a block of 128 pixels by 128 couts and 64 bytes of K: 64 products."""
+    view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
+    problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
+    way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
+    try:
+        cubin, report = assemble.report_of(text_of(way), GPUS[target])
+        loop = max(loops(assemble.sass_of(cubin)), key=len)
+    except FileNotFoundError:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
+
+
+def loops(sass: str) -> list[list[str]]:
+    """The instructions from each label to a branch back to it."""
+    lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
+    labels = {line.strip().rstrip(":"): at for at, line in enumerate(lines) if line.startswith(".L_")}
+    return [[line for line in lines[labels[target]:at + 1] if not line.startswith(".L_")]
+            for at, line in enumerate(lines)
+            for target in re.findall(r"BRA.*`\((\.L_\w+)\)", line) if labels.get(target, at) < at]
+
+
+@pytest.mark.parametrize(("target", "product", "copy"), [
+    ("sm_75", "IMMA", "LDG"), ("sm_80", "IMMA", "LDGSTS")])
+def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str, product: str, copy: str,
+                                                                  plans: Plans) -> None:
+    *_, code = plans(target).machine.code       # the PTX
+    cubin = assemble.cubin_of(code.decode(), GPUS[target])
+    try:
+        found = assemble.classes(assemble.sass_of(cubin)) if cubin else {}
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        found = {}
+    if not found:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert found[product] and found[copy]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("dtype", "most"), [("uint8", 37), ("float16", 25)])
+def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, most: int, target: str) -> None:
+    """Of 64 columns and any number of keys, in both of its loops if it has two; 32 scores of a lane in a turn."""
+    view, precision = dense_view(dtype, (4, 384, 64)), "int8" if dtype == "uint8" else "fp16"
+    way, *_ = every_way(Attention(view, view, view, view, None, EpilogueProgram(), precision), GPUS[target])
+    assert str(way.tactic) == "64 queries a block, keys in shared memory"
+    try:
+        cubin, report = assemble.report_of(text_of(way), GPUS[target])
+        sizes = sorted(map(len, loops(assemble.sass_of(cubin))))[-2:]
+    except FileNotFoundError:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert sum(sizes) / 32 <= most
