@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.zoo.vision.resnet import resnet50
 from engines import load_engine
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
+from engines.backends.cuda.session import CudaSession
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
 from engines.codegen.compiler_pool import CompilerPool
 from engines.compiler.builder import BuildConfig, Builder
@@ -72,6 +74,15 @@ def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says
     assert tactic.threads == 64
     with pytest.raises(ConfigError, match=r"no tactic of a kernel of contraction runs on this GPU \(emulated\).*701"):
         GpuTuner(refuses(0), GPU, TimingCache()).choose([wanted()], CARD)
+
+
+def test_resnet50_in_int8_is_expected_to_run_at_70_000_images_a_second_on_an_h200() -> None:
+    """By the model of cost.py, at batch 128; MLPerf's best of 94,620 was measured."""
+    builder = Builder(BuildConfig(precision="int8", target="sm_90a", max_batch=128, timing=False))
+    graph = builder.graph(resnet50())
+    chosen = CudaSession("sm_90a", TimingCache()).choose(
+        builder.stored(graph, dict.fromkeys(builder.edges(graph), (0.0, 4.0))), 128)
+    assert 128 / chosen.seconds >= 70_000
 
 
 @pytest.fixture(scope="module")
