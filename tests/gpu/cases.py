@@ -220,15 +220,16 @@ def wide_sum(precision: str) -> Case:
     return problem, inputs_of(problem), {}
 
 
-def product(precision: str, across: bool = True) -> Case:
-    """Of 19 x 44 and 44 x 37, the second as it is or with its last two axes the other way round; both repeat."""
+def product(precision: str, across: bool = True, rows: int = 19, depth: int = 44, columns: int = 37) -> Case:
+    """The second factor as it is or with its last two axes the other way round; both repeat."""
     dtype, integer = STORED[precision], precision == "int8"
     size = View(dtype, (), (), 0).size
-    steps = (44 * 40 * size, size, 44 * size) if across else (44 * 40 * size, 40 * size, size)
-    program, constants = requantise(37, np.random.default_rng(0), 0.001 if integer else 1.0, residual=True)
-    y = gapped(dtype, (2, 19, 37))
-    problem = Product(gapped(dtype, (2, 19, 44)), View(dtype, (2, 44, 37), steps, 2 * steps[0]), y, (y,), program,
-                      precision)
+    wide = -(-columns // 8) * 8         # from a row to the next
+    steps = (depth * wide * size, size, depth * size) if across else (depth * wide * size, wide * size, size)
+    program, constants = requantise(columns, np.random.default_rng(0), 0.001 if integer else 1.0, residual=True)
+    y = gapped(dtype, (2, rows, columns))
+    problem = Product(gapped(dtype, (2, rows, depth)), View(dtype, (2, depth, columns), steps, 2 * steps[0]), y, (y,),
+                      program, precision)
     return problem, inputs_of(problem), {"numbers": (3.0, 120.0) if integer else (0.0, 0.0), **constants}
 
 
@@ -281,6 +282,8 @@ FAMILIES: Mapping[str, Family] = {
        for name, options in CONVOLUTIONS.items()},
     "partial sums": Family(partial_sums, _INT8, True), "sum of parts": Family(sum_of_parts, _INT8),
     "depthwise": Family(depthwise, _INT8, True), "product": Family(product, _INT8, True),
+    "product of many": Family(partial(product, across=True, rows=70, depth=112, columns=80), _INT8, True),
+    "product of many, across": Family(partial(product, across=False, rows=70, depth=112, columns=80), _INT8, True),
     "attention": Family(attention, _INT8, True),
     "attention of many": Family(partial(attention, queries=70, keys=150, columns=(64, 32)), _INT8, True),
     "attention of many, masked": Family(

@@ -103,6 +103,26 @@ def test_a_product_of_two_tensors_equals_its_reference_by_tiles(gpu: str, precis
     check(first, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
 
 
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize(("gpu", "precision"), [("sm_75", "int8"), ("sm_75", "fp16"), ("sm_80", "int8"),
+                                                ("sm_90a", "bf16")])
+def test_a_product_out_of_shared_memory_equals_its_reference(gpu: str, precision: str, across: bool) -> None:
+    """Of several blocks and stages, the last of each not whole."""
+    problem, inputs, constants = product(precision, across, rows=70, depth=176, columns=80)
+    way, *_ = every_way(problem, GPUS[gpu])
+    assert str(way.tactic) == "64 x 64 a block, in shared memory"
+    check(way, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
+
+
+def test_what_lies_behind_the_last_k_of_a_product_is_not_multiplied() -> None:
+    """Infinity would make no number of it."""
+    problem, (a, b, residual), constants = product("fp16", False, rows=70, depth=40, columns=80)
+    b[..., -1, :] = np.inf
+    a[..., -1] = 1
+    way, *_ = every_way(problem, GPUS["sm_80"])
+    check(way, GpuRunner(GPUS["sm_80"]), [a, b, residual], constants, TOLERANCE["fp16"])
+
+
 @pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
                                            ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:

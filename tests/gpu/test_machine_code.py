@@ -15,6 +15,7 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.cuda.runner import Way, every_way, text_of
+from tests.gpu.cases import product
 from tests.gpu.network import Plans
 
 
@@ -56,6 +57,23 @@ def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: st
         pytest.skip("no assembler or disassembler: install the extra 'cuda'")
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
+
+
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize(("precision", "least"), [("int8", 17), ("fp16", 14)])
+def test_the_sass_of_a_product_of_two_tensors_has_many_multiply_adds_to_an_instruction(
+        precision: str, least: int, across: bool) -> None:
+    problem, _, _ = product(precision, across, rows=256, depth=2048, columns=256)
+    way, *_ = every_way(problem, GPUS["sm_80"])
+    assert str(way.tactic) == "64 x 64 a block, in shared memory"
+    try:
+        cubin, report = assemble.report_of(text_of(way), GPUS["sm_80"])
+        loop = max(loops(assemble.sass_of(cubin)), key=len)
+    except FileNotFoundError:
+        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    of_lane = 32 * 32 * 64 // problem.a.size // 32
+    assert of_lane / len(loop) >= least
 
 
 def loops(sass: str) -> list[list[str]]:

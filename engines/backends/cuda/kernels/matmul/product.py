@@ -3,8 +3,8 @@ thread for a few neighbouring outputs, over all of K.
 
     y[n, ..., m, o] = program(sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb))
 
-INT8 in int32, exact; floats by fma in float32. Both read through the caches: tiles in shared memory, as a contraction
-has them, are still to come.
+INT8 in int32, exact; floats by fma in float32. Large ones go through shared memory (shared_products.py), the others
+are read through the caches.
 """
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
 from engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
-from engines.backends.cuda.kernels.matmul.product_tiles import ProductTile, suits, tiles_of
+from engines.backends.cuda.kernels.matmul import product_tiles, shared_products
+from engines.backends.cuda.kernels.matmul.product_tiles import ProductTile, tiles_of
+from engines.backends.cuda.kernels.matmul.shared_products import SharedProduct
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import ELEMENTS, FLOAT, I32
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -29,7 +31,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
-MACS = 8                # of tiles: multiply-adds to one instruction
+MACS, SHARED_MACS = 8, 15       # counted in SASS: multiply-adds to one instruction, of tiles and out of shared memory
 
 
 @dataclass(frozen=True)
@@ -38,30 +40,51 @@ class ByTiles(Tactic):
         return "16 x 32 a warp"
 
 
+@dataclass(frozen=True)
+class ByBlocks(Tactic):
+    def __str__(self) -> str:
+        return "64 x 64 a block, in shared memory"
+
+
 @solves(Product)
 class GpuProduct(ProgramKernel[Product]):
     tables = 2
 
     def tactics(self) -> Sequence[Tactic]:
-        return (ByTiles(), Tactic()) if suits(self.problem, self.gpu, self.aligned) else (Tactic(),)
+        of = self.problem, self.gpu, self.aligned
+        able = {ByBlocks(): shared_products.suits(*of), ByTiles(): product_tiles.suits(*of), Tactic(): True}
+        return [tactic for tactic, suits in able.items() if suits]
 
     def cost(self, tactic: Tactic, card: Card, items: int) -> float:
-        if not isinstance(tactic, ByTiles):
+        problem = self.problem
+        if isinstance(tactic, ByBlocks):
+            blocks = shared_products.blocks_of(problem) * items
+            instructions = blocks * shared_products.BLOCK ** 2 * problem.depth // SHARED_MACS
+            threads = blocks * shared_products.THREADS
+        elif isinstance(tactic, ByTiles):
+            instructions, threads = problem.macs * items // MACS, tiles_of(problem) * items * WARP
+        else:
             return super().cost(tactic, card, items)
-        return max(card.moving(self.problem.bytes * items),
-                   card.by_thread(self.problem.macs * items // MACS // PLAIN, tiles_of(self.problem) * items * WARP))
+        return max(card.moving(problem.bytes * items), card.by_thread(instructions // PLAIN, threads))
 
     def grid(self, tactic: Tactic) -> Grid:
+        if isinstance(tactic, ByBlocks):
+            return Grid(shared_products.blocks_of(self.problem), 1, shared_products.THREADS,
+                        shared_bytes=shared_products.shared_bytes(self.problem))
         if isinstance(tactic, ByTiles):
             return Grid(tiles_of(self.problem), WARPS, WARPS * WARP)
         return super().grid(tactic)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
-        if not isinstance(tactic, ByTiles):
+        if not isinstance(tactic, ByTiles | ByBlocks):
             super().emit(module, name, tactic)
             return
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
         thread = special(f, "tid.x")
+        if isinstance(tactic, ByBlocks):
+            block = special(f, "ctaid.x")
+            SharedProduct(self.problem, self.gpu, self.aligned, operands, block, thread).write(block.below(rows))
+            return
         tile = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         place = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
         place.write(tile.below(rows))

@@ -28,7 +28,7 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     together,
 )
-from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, words_of_column
+from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, Sums, words_of_column
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.matmul import MIDDLE, Product
@@ -59,56 +59,64 @@ class ProductTile:
     and are not stored."""
 
     def __init__(self, problem: Product, gpu: Gpu, aligned: Sequence[int], operands: list[Value], tile: Value,
-                 lane: Value) -> None:
+                 lane: Value, size: tuple[int, int] = (ROWS, COLUMNS)) -> None:
+        """size: of a tile, in rows and columns."""
         f = tile.f
         self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
-        stored = list(zip((*problem.operands, problem.y), aligned[2:], strict=True))
-        self.each = together(stored, problem.y.shape[-1], 2)
+        self.stored = list(zip((*problem.operands, problem.y), aligned[2:], strict=True))
         a, b, *self.others, numbers, self.constants, self.y = operands
         self.zeros = [f.load(FLOAT, numbers + 4 * n, 4, "zero") for n in (0, 1)]
         self.lanes = fragments(gpu, problem.precision, lane)
-        rows, columns = (-(-extent // size) for extent, size in zip(problem.y.shape[-2:], (ROWS, COLUMNS), strict=True))
+        rows, columns = (-(-extent // step) for extent, step in zip(problem.y.shape[-2:], size, strict=True))
         self.matrix, place = tile.divided(rows * columns), tile.remainder(rows * columns)
-        self.row0, self.column0 = place.divided(columns) * ROWS, place.remainder(columns) * COLUMNS
-        at_a, at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
-                      for address, view in ((a, problem.a), (b, problem.b)))
-        height, width = problem.y.shape[-2:]
-        self.a = [at_a + wide((self.row0 + row).at_most(height - 1)) * problem.a.strides[-2] for row in self.lanes.rows]
-        self.b = [[at_b + wide((self.column0 + (column + first)).at_most(width - 1)) * problem.b.strides[-1]
-                   for column in self.lanes.columns] for first in range(0, COLUMNS, TILE)]
+        self.row0, self.column0 = place.divided(columns) * size[0], place.remainder(columns) * size[1]
+        self.at_a, self.at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
+                                for address, view in ((a, problem.a), (b, problem.b)))
 
     def write(self, there: Value) -> None:
-        problem, f = self.problem, self.f
-        zero = f.constant(0, I32 if self.integers else FLOAT)
-        acc = {(n, e): zero for n in range(COLUMNS // COUTS) for e in range(4)}
-        of_b = dict(acc) if self.integers else {}
-        of_a = dict.fromkeys(range(4), zero) if self.integers else {}
+        problem, f, (height, width) = self.problem, self.f, self.problem.y.shape[-2:]
+        rows = [self.at_a + wide((self.row0 + row).at_most(height - 1)) * problem.a.strides[-2]
+                for row in self.lanes.rows]
+        pairs = [[self.at_b + wide((self.column0 + (column + first)).at_most(width - 1)) * problem.b.strides[-1]
+                  for column in self.lanes.columns] for first in range(0, COLUMNS, TILE)]
+        acc, of_b, of_a = self._nothing()
         for turn in f.loop("k", -(-problem.depth * problem.a.size // STEP), acc=acc, u=of_b, a=of_a):
-            places, ones = self._places(turn)
+            places, ones = self._places(f.cast("trunc", turn, I32, "turn") * STEP)
             words = [[self._word(start, place, one) for place, one in zip(places, ones, strict=True)]
-                     for start in self.a]
-            for pair, starts in enumerate(self.b):
+                     for start in rows]
+            for pair, starts in enumerate(pairs):
                 b = [self._column(start, places) for start in starts]
                 self._multiply(acc, pair, words, b)
                 if self.integers:
                     self._multiply(of_b, pair, [ones, ones], b)
             if self.integers:
                 of_a.update(enumerate(self.lanes.multiply([*of_a.values()], words, [ones])))
-        if self.integers:
-            za, v = self.gpu.round(self.zeros[0]), self.gpu.round(self.zeros[1]) - MIDDLE
-            rest = za * v * problem.depth
-            acc = {(n, e): self.gpu.to_float(total - v * of_a[e] - za * of_b[n, e] + rest)
-                   for (n, e), total in acc.items()}
-        self._store(acc, there)
+        self._store(self._whole(acc, of_b, of_a), self.row0, self.column0, there)
 
-    def _multiply(self, acc: dict[tuple[int, int], Value], pair: int, a: Words, b: Words) -> None:
+    def _nothing(self) -> tuple[Sums, Sums, dict[int, Value]]:
+        """Sums of a * u; of u and of a, in INT8."""
+        zero = self.f.constant(0, I32 if self.integers else FLOAT)
+        acc = {(n, e): zero for n in range(COLUMNS // COUTS) for e in range(4)}
+        return acc, dict(acc) if self.integers else {}, dict.fromkeys(range(4), zero) if self.integers else {}
+
+    def _whole(self, acc: Sums, of_b: Sums, of_a: dict[int, Value]) -> Sums:
+        """The sums that are meant, of the three."""
+        if not self.integers:
+            return acc
+        za, v = self.gpu.round(self.zeros[0]), self.gpu.round(self.zeros[1]) - MIDDLE
+        rest = za * v * self.problem.depth
+        return {(n, e): self.gpu.to_float(total - v * of_a[e] - za * of_b[n, e] + rest)
+                for (n, e), total in acc.items()}
+
+    def _multiply(self, acc: Sums, pair: int, a: Words, b: Words) -> None:
         keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
         acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
 
-    def _places(self, turn: Value) -> tuple[list[Value], list[Value]]:
-        """Of a lane's words: bytes from the first k, within it, and ones; zeros where the word is behind the last k."""
+    def _places(self, first: Value) -> tuple[list[Value], list[Value]]:
+        """Of a lane's words from a byte of k on: their bytes, within k, and ones; zeros where the word is behind the
+        last k."""
         f, size = self.f, self.problem.depth * self.problem.a.size
-        first, one = f.cast("trunc", turn, I32, "turn") * STEP, f.constant(ONES, I32)
+        one = f.constant(ONES, I32)
         places = [first + byte for byte in self.lanes.bytes]
         if size % STEP == 0:
             return places, [one] * len(places)
@@ -133,18 +141,22 @@ class ProductTile:
         return words_of_column(view, elements)
 
     # ---- y
-    def _store(self, acc: dict[tuple[int, int], Value], there: Value) -> None:
+    def _runs(self) -> list[tuple[Value, list[tuple[int, int]]]]:
+        """The columns of y that a lane has side by side: the first, and which sums (n, c) those of a row are."""
+        return [(self.lanes.t * 2 + n * COUTS, [(n, 0), (n, 1)]) for n in range(COLUMNS // COUTS)]
+
+    def _store(self, acc: Sums, row0: Value, column0: Value, there: Value) -> None:
         problem, f, gpu = self.problem, self.f, self.gpu
         height, width = problem.y.shape[-2:]
-        each = self.each
         for row in (0, 1):
-            index = self.row0 + (self.lanes.row + row * self.lanes.apart)
+            index = row0 + (self.lanes.row + row * self.lanes.apart)
             pixel = self.matrix * height + index
-            for n in range(COLUMNS // COUTS):
-                for first in range(0, 2, each):
-                    column = self.column0 + self.lanes.t * 2 + (n * COUTS + first)
+            for begin, run in self._runs():
+                each = together(self.stored, width, len(run))
+                for first in range(0, len(run), each):
+                    column = column0 + begin + first
                     with f.when(there & index.below(height) & column.below(width)):
-                        sums = [acc[n, 2 * row + first + i] for i in range(each)]
+                        sums = [acc[n, 2 * row + c] for n, c in run[first:first + each]]
                         numbers = load_constants(f, self.constants, column, each, problem.program.constants, width)
                         others = [load_channels(gpu, view, self._at(view, address, pixel, column), each)
                                   for view, address in zip(problem.operands, self.others, strict=True)]
