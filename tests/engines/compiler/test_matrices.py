@@ -10,8 +10,10 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from engines import build_engine
 from engines.plan.plan import Step
 from engines.runtime.engine import Engine
+from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.test_attention import MAX_BATCH, built
 from tests.zoo import run_onnx
 
@@ -93,3 +95,17 @@ def test_int8_is_for_sums_that_an_integer_holds(ones: int, precision: str, tmp_p
 def test_rows_of_a_batch_are_those_that_it_has(precision: str, tmp_path: Path) -> None:
     step, *_ = products(answers(layers(("batch", DEPTH)), (MAX_BATCH, DEPTH), tmp_path, precision))
     assert step.rows_per_item == 1
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 128, 1), (6, 64, 8), (7, 100, 2), (1, 33, 300)])
+def test_every_number_of_items_is_computed_whatever_tiles_their_rows_are_cut_into(
+        rows: int, depth: int, columns: int) -> None:
+    """Tiles of the batch's rows have up to 24 of them; what is left is known when it runs only."""
+    random = np.random.default_rng(2)
+    weights = random.standard_normal((depth, columns)).astype(np.float32)
+    model = small_model([helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": ["N", rows, depth]}, ["y"],
+                        {"w": weights})
+    engine = build_engine(model, cache=False, timing=False).engine()
+    x = random.standard_normal((33, rows, depth)).astype(np.float32)
+    for items in range(1, 34):
+        np.testing.assert_allclose(engine.run({"x": x[:items]})["y"], x[:items] @ weights, rtol=1e-3, atol=1e-3)

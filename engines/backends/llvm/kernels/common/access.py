@@ -12,7 +12,7 @@ from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import I8, I64, PTR, vector
 from engines.lowering.problems.view import View
 
-TAILS = (8, 4, 2, 1)    # what is left after full tiles, a number known at run time only, is cut into
+TAILS = (16, 8, 4, 2, 1)        # what is left after full tiles, a number known at run time only, is cut into
 BLOCK = 1 << 13     # elements of a row of the grid: enough to pay for its call, few enough to share out
 
 
@@ -156,6 +156,7 @@ class Runs:
 def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:
     """(start, size) of tiles for the `rest` of less than `step`, behind `whole` tiles of that size: one of TAILS for
     each of its bits, in code that runs where the bit is set."""
+    assert step <= 2 * TAILS[0], "a tile whose rest has a bit that is none of TAILS"
     for size in TAILS:
         if size < step:
             with rest.f.when(rest.binary("and", size).compare("ne", 0)):
