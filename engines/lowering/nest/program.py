@@ -68,6 +68,12 @@ class NestProgram:
                 waiting += self.operations[one].args
         return found
 
+    @property
+    def chased(self) -> set[int]:
+        """What is picked and tells where to pick on: nodes of trees."""
+        picks = [number for number, one in enumerate(self.operations) if one.op == "pick"]
+        return {one for number in picks for one in self.needed(self.operations[number].args).intersection(picks)}
+
 
 @dataclass(frozen=True)
 class Linear:

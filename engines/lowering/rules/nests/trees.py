@@ -1,18 +1,24 @@
-"""Forests of decision trees: lanes are trees, which go a step at a time from their roots to their leaves."""
+"""Forests of decision trees, which go a step at a time from their roots to their leaves, some trees at once: each step
+waits for what it reads, and those of other trees fill the time."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import numpy as np
 
 from engines.ir.graph import Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import KINDS, Term
+from engines.lowering.nest.program import KINDS, Linear, Term
 from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
 
-DEEPEST = 64        # steps, each written out
+DEEPEST = 64        # steps, each written out ...
+WRITTEN = 256       # ... for so many trees at once that there are about as many of them in all
+AT_ONCE = 16        # trees, at most
 _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
+_TOGETHER = {"SUM": add, "AVERAGE": add, "MIN": Term.at_most, "MAX": Term.at_least}
 
 
 @lowers_in_general("Forest")
@@ -22,12 +28,17 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
     count, depth, aggregate = len(ctx.constant(roots)), int(node.attrs["depth"]), node.attrs["aggregate"]
     if depth > DEEPEST:
         raise Refused(f"a tree of {depth} steps; {DEEPEST} are the most")
-    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (count,))
+    together = max(min(AT_ONCE, count, WRITTEN // max(depth, 1)), 1)
+    w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (-(-count // together),))
     row, target = w.axes
-    place = w.at(roots, w.inner).to("i64")
+    trees = [w.along(Linear(first, ((len(w.loops), together),))) for first in range(together)]
+    places = [w.at(roots, [tree.at_most(count - 1) if count % together else tree]).to("i64") for tree in trees]
     for _ in range(depth):
-        place = _step(w, node, row, place)
-    value = w.reduce(_REDUCTIONS[aggregate], w.at(weights, [place, target]))
+        places = [_step(w, node, row, place) for place in places]
+    values = [w.at(weights, [place, target]) for place in places]
+    if count % together and _REDUCTIONS[aggregate] == "sum":        # the last tree counts once
+        values = [w.where(tree < count, value, 0) for tree, value in zip(trees, values, strict=True)]
+    value = w.reduce(_REDUCTIONS[aggregate], reduce(_TOGETHER[aggregate], values))
     return [w.call(value * (1 / count) if aggregate == "AVERAGE" else value)]
 
 

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from onnx import numpy_helper
 
+from engines.backends.llvm.codegen.isa import AVX2
+from engines.backends.llvm.kernels.nest.nest import NestKernel
+from engines.codegen.nest.order import NONE
 from engines.errors import ModelError
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
+from engines.lowering.lower import lower
 from engines.onnx_backend import EngineBackend
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
@@ -135,6 +139,26 @@ def test_an_engine_runs_trees_on_many_rows(height):
     model = model_of("TreeEnsembleRegressor", [x], n_targets=2, **forest(targets=2, trees=10), **ML)
     (y,) = EngineBackend.run_model(model, [x])
     np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
+@pytest.mark.parametrize(("trees", "written"), [(23, 256), (32, 256), (1, 256), (23, 15)])
+def test_an_engine_steps_through_trees_some_at_once(aggregate, trees, written, monkeypatch):
+    """The last ones may be fewer, and so are they of trees of many steps."""
+    monkeypatch.setattr("engines.lowering.rules.nests.trees.WRITTEN", written)
+    x = normal(5, COLUMNS)
+    attrs = forest(targets=2, trees=trees, ids=[0, 1], positive=True, seed=8)
+    model = model_of("TreeEnsembleRegressor", [x], n_targets=2, aggregate_function=aggregate, **attrs, **ML)
+    (y,) = EngineBackend.run_model(model, [x])
+    np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+def test_lanes_are_scores_and_not_trees_which_go_ways_of_their_own():
+    model = model_of("TreeEnsembleRegressor", [rows()], n_targets=5, **forest(targets=5, trees=40), **ML)
+    problem = next(call.problem for call in lower(graph_from_onnx(model), AVX2.lanes).compiled)
+    *_, targets = range(len(problem.loops))
+    assert problem.loops[targets] == 5
+    assert {tactic.cut.lanes for tactic in NestKernel(problem).tactics(AVX2)} == {targets, NONE}
 
 
 def changed(**attrs):

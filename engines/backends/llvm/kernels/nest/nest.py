@@ -73,7 +73,12 @@ class NestKernel(Kernel[Nest]):
         return (*self.problem.loops, *self.problem.reduced)
 
     def tactics(self, isa: Isa) -> Sequence[NestTactic]:
-        along = [loop for loop, extent in enumerate(self.extents) if extent > 1] or [NONE]
+        along = [loop for loop, extent in enumerate(self.extents) if extent > 1]
+        if chased := self.problem.program.chased:       # lanes that each go a way of their own gain nothing
+            depends = self.loops(Cut()).depends
+            along = [loop for loop in along if not any(loop in depends[one] for one in chased)]
+        if chased or not along:
+            along.append(NONE)
         if self.problem.inside and any(loop >= len(self.problem.loops) for loop in along):
             along = [loop for loop in along if loop >= len(self.problem.loops)] + [
                 loop for loop in along if loop < len(self.problem.loops)]
