@@ -60,10 +60,22 @@ def test_an_operand_may_be_one_number_for_all_channels(cpu):
 @pytest.mark.parametrize("taps, stride, dilation", [
     ((3, 3), (2, 2), (1, 1)), ((5, 5), (1, 1), (1, 1)), ((5, 3), (2, 1), (1, 1)), ((3, 3), (1, 1), (2, 2)),
     ((7, 7), (1, 1), (1, 1)), ((1, 4), (1, 2), (1, 1)), ((4, 1), (1, 1), (1, 1)), ((3, 7), (1, 1), (1, 3)),
-    ((1, 9), (1, 1), (1, 2)), ((2, 2), (3, 3), (1, 1))])
+    ((1, 9), (1, 1), (1, 2)), ((2, 2), (3, 3), (1, 1)), ((13, 7), (1, 1), (1, 1))])
 def test_any_window(taps, stride, dilation, runner):
     spec, constants = depthwise(10, taps, stride, dilation, outputs=(3, 3))
     check(spec, runner, data(spec), constants, pieces=2)
+
+
+@EVERY_ISA_WIDTH
+@pytest.mark.parametrize("precision, target", [("int8", "uint8"), ("fp32", "float32"), ("fp16", "float16")])
+def test_the_code_of_a_large_window_is_bounded_and_right(precision, target, cpu):
+    spec, constants = depthwise(20, (13, 31), (2, 1), outputs=(3, 9), precision=precision, target=target)
+    kernel = kernel_of(spec)
+    for tactic in kernel.tactics(cpu.isa):
+        check(spec, cpu, data(spec), constants, tactic=tactic)
+        module = Module()
+        kernel.emit(module, "kernel", cpu.isa, tactic)
+        assert len(module.text().splitlines()) < 40_000
 
 
 @EVERY_ISA_WIDTH
@@ -108,8 +120,9 @@ def test_tactics_of_one_packing_share_their_constants(cpu):
 @pytest.mark.parametrize("precision, target", [
     ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("int8", "float32"), ("fp32", "uint8")])
 def test_floats_are_added_in_the_order_of_the_reference(precision, target, runner):
-    spec, constants = depthwise(24, (3, 3), outputs=(3, 5), precision=precision, target=target)
-    check(spec, runner, data(spec), constants)
+    for taps in ((3, 3), (8, 11)):
+        spec, constants = depthwise(24, taps, outputs=(3, 5), precision=precision, target=target)
+        check(spec, runner, data(spec), constants)
 
 
 @pytest.mark.parametrize("isa, tile", [(AVX512_VNNI, DepthwiseTile(2, 7, 4)), (AVX2, DepthwiseTile(1, 7, 2))])

@@ -13,12 +13,13 @@ share the rows of x that both read, and their interleaving.
 
 Floats have nothing to interleave, and each output's sum is a chain of taps, of which too few columns at a time fit the
 processor's window to keep it busy. So float32 also has tiles of as many outputs as there are registers, which meet a
-tap together; a widened type would be widened again for each of them.
+tap together; a widened type would be widened again for each of them. Of large windows these are the only ones, and the
+taps a loop; INT8, whose pixels are interleaved for several taps, has smaller tiles of them.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -68,6 +69,9 @@ from engines.lowering.problems.view import View
 
 IN_PASSING = 4          # registers beside the sums; a few more are spilled, which costs less than smaller tiles
 SHARED_CONSTANTS = 2    # of a program: the most that outputs which end together load once
+UNROLLED = 81           # taps that are written one after the other: the code of more takes minutes to compile
+LONGEST = 2048          # products of such a tile of a larger window, in INT8
+SHORT = 2               # tiles of one that are tried
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ class DepthwiseKernel(Kernel[Depthwise]):
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[DepthwiseTile]:
         problem, (height, width, _) = self.problem, self.problem.y.shape
+        if self.is_large and not self.packed:
+            return self._by_tap(isa)
         widest = isa.vectors_for(problem.channels)
         # Output rows share loads only if the rows of x that they read are neighbours too.
         together = (2, 1) if problem.dilation[0] == 1 and height > 1 else (1,)
@@ -116,13 +122,25 @@ class DepthwiseKernel(Kernel[Depthwise]):
         # The most vectors that fit share most; one step below may suit the number of channels better.
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
-        found = dict.fromkeys(DepthwiseTile(rows, min(cols, width), vectors)
-                              for rows, vectors in shapes for cols in (14, 7))
-        return (*found, *self._by_tap(isa))
+        cols = (14, 7, *(() if not self.is_large else (4, 2, 1)))
+        found = dict.fromkeys(DepthwiseTile(rows, min(count, width), vectors)
+                              for rows, vectors in shapes for count in cols)
+        return self._short(isa, found) if self.is_large else (*found, *self._by_tap(isa))
+
+    def _short(self, isa: Isa, tiles: Iterable[DepthwiseTile]) -> Sequence[DepthwiseTile]:
+        """The longest of those of no more than LONGEST products, or the shortest."""
+        parts = isa.ready_bytes // isa.bytes        # of a product
+        lengths = {tile: len(self.steps(isa, tile.rows)) * tile.cols * tile.vectors * parts for tile in tiles}
+        shortest, *others = sorted(lengths, key=lambda tile: lengths[tile])
+        return [tile for tile in reversed(others) if lengths[tile] <= LONGEST][:SHORT] or [shortest]
+
+    @property
+    def is_large(self) -> bool:
+        return math.prod(self.problem.taps) > UNROLLED
 
     def _by_tap(self, isa: Isa) -> Sequence[DepthwiseTile]:
         """Tiles of as many outputs as leave registers for a tap's weights, and of half as many."""
-        if self.problem.precision != "fp32":
+        if self.packed or self.problem.precision != "fp32" and not self.is_large:
             return ()
         found: dict[DepthwiseTile, None] = {}
         widest, (height, width, _) = isa.vectors_for(self.problem.channels), self.problem.y.shape
@@ -299,21 +317,27 @@ class _Emitter:
         x comes from memory with each product, so its address is hidden anew for each tap, or LLVM would keep what
         several taps read in registers and spill the sums.
         """
-        problem, arithmetic = self.problem, self.arithmetic
+        rows, columns = self.problem.taps
+        if self.kernel.is_large:
+            for q in f.loop("tap column", columns, acc=acc):
+                for p in f.loop("tap row", rows, acc=acc):
+                    self._tap(f, lanes, acc, outputs, p, q)
+            return
+        for q, p in product(range(columns), range(rows)):
+            f.write(f"; tap ({p}, {q})")
+            self._tap(f, lanes, acc, outputs, p, q)
+
+    def _tap(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]], p: Any,
+             q: Any) -> None:
+        problem, size = self.problem, self.arithmetic.weight_bytes(self.isa)
         row, pixel, _ = problem.x.strides
-        size = arithmetic.weight_bytes(self.isa)
-        for q in range(problem.taps[1]):
-            for p in range(problem.taps[0]):
-                f.write(f"; tap ({p}, {q})")
-                x = hidden(f.parameters["x"]) + (p * problem.dilation[0] * row + q * problem.dilation[1] * pixel)
-                at = f.parameters["w"] + (p * problem.taps[1] + q) * lanes.vectors * size
-                weights = [f.load(self.isa.floats, at + v * size, self.isa.bytes, "weights")
-                           for v in range(lanes.vectors)]
-                for i, j in outputs:
-                    here = x + (i * problem.stride[0] * row + j * problem.stride[1] * pixel)
-                    values = lanes.load(problem.x.dtype, here)
-                    for v, value in enumerate(values):
-                        acc[(i, j), v] = self.isa.fma(value, weights[v], acc[(i, j), v])
+        x = hidden(f.parameters["x"]) + (p * (problem.dilation[0] * row) + q * (problem.dilation[1] * pixel))
+        at = f.parameters["w"] + (p * problem.taps[1] + q) * (lanes.vectors * size)
+        weights = [f.load(self.isa.floats, at + v * size, self.isa.bytes, "weights") for v in range(lanes.vectors)]
+        for i, j in outputs:
+            here = x + (i * problem.stride[0] * row + j * problem.stride[1] * pixel)
+            for v, value in enumerate(lanes.load(problem.x.dtype, here)):
+                acc[(i, j), v] = self.isa.fma(value, weights[v], acc[(i, j), v])
 
     def _one_ahead(self, vectors: int) -> bool:
         """Whether there are registers for a column that is loaded and interleaved before its turn: from the load to the
