@@ -100,6 +100,19 @@ def test_the_sass_of_a_network_has_the_products_of_its_architecture(target: str,
     assert found[product] and found[copy]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_120"])
+def test_the_cubin_of_an_attention_spills_nothing_by_any_tactic(target: str) -> None:
+    """Of so many columns as need the most registers, and of so few that the assembler would make room for more."""
+    for columns in (32, 128):
+        view = dense_view("float16", (4, 40, columns))
+        for way in every_way(Attention(view, view, view, view, None, EpilogueProgram(), "fp16"), GPUS[target]):
+            try:
+                _, report = assemble.report_of(text_of(way), GPUS[target])
+            except FileNotFoundError as missing:
+                pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+            assert "0 bytes spill stores, 0 bytes spill loads" in report, way.tactic
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("dtype", "most"), [("uint8", 37), ("float16", 25)])
 def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, most: int, target: str) -> None:

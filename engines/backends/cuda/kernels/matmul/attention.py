@@ -26,7 +26,7 @@ from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul import query_tiles, shared_tiles
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
 from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
-from engines.backends.cuda.kernels.matmul.shared_tiles import BESIDE, SharedTile
+from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import FLOAT, I32
@@ -36,6 +36,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
+BESIDE = 2              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
 MOST_KEYS = 1 << 10     # 32 scores of a lane
 
 
@@ -105,10 +106,11 @@ class GpuAttention(GpuKernel[Attention]):
         thread = special(f, "tid.x")
         warp = thread.binary("lshr", WARP.bit_length() - 1)
         if tactic == SHARED_TILES:
-            module.beside[name] = BESIDE
+            module.beside[name] = shared_tiles.blocks_beside(self.problem)
             block = special(f, "ctaid.x")
             SharedTile(self.problem, self.gpu, f, operands, block, thread).write(block.below(rows))
             return
+        module.beside[name] = BESIDE
         row = special(f, "ctaid.x") * WARPS + warp
         if tactic == QUERY_TILES:
             tiles, tile = -(-self.problem.queries // QUERIES), row.at_most(rows - 1)

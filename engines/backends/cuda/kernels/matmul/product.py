@@ -31,6 +31,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
+BESIDE = 3              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
 MACS, SHARED_MACS = 8, 15       # counted in SASS: multiply-adds to one instruction, of tiles and out of shared memory
 
 
@@ -76,6 +77,7 @@ class GpuProduct(ProgramKernel[Product]):
         return super().grid(tactic)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        module.beside[name] = BESIDE
         if not isinstance(tactic, ByTiles | ByBlocks):
             super().emit(module, name, tactic)
             return

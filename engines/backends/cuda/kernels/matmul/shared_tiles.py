@@ -37,16 +37,15 @@ WARPS, STAGES = 4, 2
 THREADS = WARPS * WARP
 BLOCK = WARPS * QUERIES         # queries
 KEYS = 64                       # of a stage
-BESIDE = 3                      # blocks of a multiprocessor; told less, the assembler may spill to make room for more
-REGISTERS = 96                  # of a lane for its queries and its sums, at most: then there are enough for BESIDE
+FEW, MOST = 64, 96              # registers of a lane for its queries and sums: with so few three blocks fit on a
+                                # multiprocessor, with the most two, and nothing spills
 
 
 def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
     """Whether k and v can be copied by chunks and read by whole tiles, there is room, and a second warp has queries."""
     _, *others = zip(problem.inputs[:3], aligned, strict=False)
-    registers = problem.q.shape[-1] * problem.q.size // 8 + problem.v.shape[-1] // 2
     return query_tiles.suits(problem, gpu, aligned) and gpu.by_warp(problem.precision) and (
-        problem.queries > QUERIES and shared_bytes(problem) <= gpu.shared and registers <= REGISTERS) and all(
+        problem.queries > QUERIES and shared_bytes(problem) <= gpu.shared and _registers(problem) <= MOST) and all(
         view.strides[-1] == view.size and alignment(view, base) % CHUNK == 0
         and view.shape[-1] * view.size % STEP == 0 and view.shape[-1] % TILE == 0 for view, base in others)
 
@@ -58,6 +57,15 @@ def blocks_of(problem: Attention) -> int:
 
 def shared_bytes(problem: Attention) -> int:
     return STAGES * KEYS * (_pitch(problem.k) + _pitch(problem.v))
+
+
+def blocks_beside(problem: Attention) -> int:
+    """Of a multiprocessor, by what the assembler may use of its registers."""
+    return 3 if _registers(problem) <= FEW else 2
+
+
+def _registers(problem: Attention) -> int:
+    return problem.q.shape[-1] * problem.q.size // 8 + problem.v.shape[-1] // 2
 
 
 def _pitch(view: View) -> int:
