@@ -9,7 +9,7 @@ from infer_server.errors import ModelConfigError
 from protos import model_config
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
-_TRUTHS = ("timing", "uint8_input", "pin", "split_requests")
+_TRUTHS = ("timing", "retune", "uint8_input", "pin", "split_requests")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class BuildOptions:
     image_input: str = ""                   # the name of an input that also takes JPEG and PNG files
     uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
     timing: str = ""                        # "false": tactics are chosen by their cost, and not timed
+    retune: str = ""                        # of a plan for a GPU that was built without one; "true": it is timed here
     threads: str = ""                       # "": the server's --threads
     specialise: str = ""                    # of a model with open extents: wait, background (the default) or off
     min_shapes: str = ""                    # ... as build-engine's options

@@ -46,6 +46,12 @@ class Compiler:
         return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
                                                     str(source.file), "-o", str(plan)])
 
+    def retune(self, source: Source, gpu: int) -> AbstractContextManager[Path]:
+        """The plan with its tactics timed on that GPU, if it was built without one; as build() otherwise."""
+        kept = ["--cache-dir", str(self._cache_dir)] if self._cache_dir else []
+        return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
+                                                    str(source.file), "-o", str(plan), "--retune", str(gpu), *kept])
+
     @contextmanager
     def _compiled(self, source: Source, command: Callable[[Path], list[str]]) -> Iterator[Path]:
         with TemporaryDirectory(prefix="infer-server-") as folder:

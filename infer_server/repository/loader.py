@@ -103,11 +103,14 @@ class Loader:
         if target:
             built = self.compiler.build(source, 1, target)
         with built as plan:
-            loaded: dict[int | None, LoadedEngine] = {}
-            for gpu in gpus:
-                log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
-                loaded[gpu.number] = self._loaded(source, plan, 1, gpu.number)
-            return loaded
+            return {gpu.number: self._on_gpu(source, plan, gpu) for gpu in gpus}
+
+    def _on_gpu(self, source: Source, plan: Path, gpu: Gpu) -> LoadedEngine:
+        log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
+        if gpu.target or source.config.build.retune != "true":
+            return self._loaded(source, plan, 1, gpu.number)
+        with self.compiler.retune(source, gpu.number) as timed:
+            return self._loaded(source, timed, 1, gpu.number)
 
     def _without(self, source: Source, gpus: Sequence[Gpu], refusal: Exception) -> Source:
         """The source with the CPU in the place of GPUs that it cannot be built for, or that do not run what is built.

@@ -4,9 +4,11 @@ from __future__ import annotations
 import base64
 import gc
 import re
+import shutil
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.request import Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.repository.building import Compiler
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
 from tests.infer_server.endpoints.test_serving import eventually
@@ -128,6 +131,27 @@ def test_an_execution_on_a_gpu_never_holds_up_the_event_loop(
         served.client.infer(model, [tensor])
     assert executed[0][0] is not None and len(executed) == 2
     assert all(f"on GPU {gpu}" in thread.name for gpu, thread in executed if gpu is not None)
+
+
+def test_a_plan_is_tuned_by_a_process_of_its_own_where_its_configuration_says_so(
+        served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    run = Compiler._run
+
+    def recorded(compiler: Compiler, command: list[str]) -> tuple[str, int]:
+        commands.append(command)
+        return run(compiler, command)
+    monkeypatch.setattr(Compiler, "_run", recorded)
+    shutil.copytree(served.server.folder / "second", tmp_path / "second")
+    (tmp_path / "second" / "config.pbtxt").write_text(
+        CONFIGS["second"] + 'parameters { key: "retune" value { string_value: "true" } }')
+    with serving(tmp_path, load_plan) as server, InferenceServerClient(server.address) as client:
+        tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
+        tensor.set_data_from_numpy(X)
+        np.testing.assert_array_equal(client.infer("second", [tensor]).as_numpy("y"), WANTED)
+    (command,) = commands
+    assert command[2:4] == ["infer_server.cli.relower_plan", str(tmp_path / "second" / "1" / "model.plan")]
+    assert command[6:] == ["--retune", "1", "--cache-dir", str(tmp_path / ".cache")]
 
 
 def page(served: Served, port: int, path: str) -> str:

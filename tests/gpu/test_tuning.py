@@ -18,8 +18,9 @@ from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache
 from engines.plan.expected import expected
-from engines.plan.file import write_plan
+from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import Plan
+from infer_server.cli import relower_plan
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.cases import convolution
 from tests.gpu.emulated import EmulatedGpu, install
@@ -106,4 +107,7 @@ def test_a_plan_that_was_built_without_a_gpu_is_tuned_once_where_there_is_one(
     x = {"x": np.ones((3, 24), np.float32)}
     np.testing.assert_array_equal(tuned.run(x)["y"], load_engine(tmp_path / "m.plan", gpu=1).run(x)["y"])
     monkeypatch.setattr(GpuTuner, "choose", None)       # the second start asks the engine cache
+    assert relower_plan.main([str(tmp_path / "m.plan"), "-o", str(tmp_path / "tuned.plan"), "--retune", "1",
+                              "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert read_plan(tmp_path / "tuned.plan").machine == tuned.plan.machine
     assert load_engine(tmp_path / "m.plan", retune=True, cache=tmp_path / "cache", gpu=1).plan == tuned.plan
