@@ -22,6 +22,7 @@ from onnx import helper
 
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.bounded import bound_selections
+from engines.frontend.cutting.classes import tell_places
 from engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
@@ -70,6 +71,7 @@ def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) 
     compute what data select, as far as it may be."""
     model = in_one_scope(source.proto, source.weights)
     read_from_around(model.graph)
+    tell_places(model.graph)
     make_ahead(model, source.weights)
     cutter = _Cutter(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
     inputs = tuple(value.name for value in model.graph.input if value.name not in source.weights)

@@ -87,6 +87,6 @@ def _gather(attrs: Attrs, x: Array, indices: Array) -> tuple[Array, ...]:
 
 
 OPERATORS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "Compress": _compress, "FirstRows": _first_rows, "Gather": _gather,
+    "Compress": _compress, "FirstRows": _first_rows, "Gather": _gather, "Identity": lambda attrs, x: (x,),
     "NonMaxSuppression": _non_max_suppression, "NonZero": _non_zero,
     "Range": _range, "Slice": _slice, "Unique": _unique}

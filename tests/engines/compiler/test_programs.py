@@ -270,5 +270,8 @@ def test_names_of_classes_are_given_out_as_objects() -> None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])
     graph = helper.make_graph([classifier], "g", [x], outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)])
-    label = built(model).engine().run({"x": np.array([[2, 1], [0, 3]], np.float32)})["label"]
+    engine = built(model).engine()
+    label = engine.run({"x": np.array([[2, 1], [0, 3]], np.float32)})["label"]
     assert label.dtype == object and label.tolist() == ["a cat", "a dog"]
+    by_host = [instruction.op for instruction in engine.part.main.instructions if instruction.op]
+    assert by_host == ["Gather"], "the classifier itself is compiled"
