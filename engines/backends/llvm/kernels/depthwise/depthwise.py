@@ -319,9 +319,9 @@ class _Emitter:
         """
         rows, columns = self.problem.taps
         if self.kernel.is_large:
-            for q in f.loop("tap column", columns, acc=acc):
-                for p in f.loop("tap row", rows, acc=acc):
-                    self._tap(f, lanes, acc, outputs, p, q)
+            for column in f.loop("tap column", columns, acc=acc):
+                for row in f.loop("tap row", rows, acc=acc):
+                    self._tap(f, lanes, acc, outputs, row, column)
             return
         for q, p in product(range(columns), range(rows)):
             f.write(f"; tap ({p}, {q})")
