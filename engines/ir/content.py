@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import wraps
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from engines.ir.graph import Array
 LEAST = 1 << 12         # elements of an array that it pays to take the sum of
 MOST = 512              # results kept of a function, those of the weights met last
 
+Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
@@ -29,22 +30,26 @@ def content_of(array: Array) -> bytes:
     return hashlib.sha256(lying.reshape(-1).view(np.uint8).data, usedforsecurity=False).digest() + head
 
 
-def remembering(function: Callable[[Array, int], Found]) -> Callable[[Array, int], Found]:
-    """The function of an array and an axis, which gives for an array that it has met what it gave then, the same
-    object. For results that are small, and that nobody writes to."""
-    known: OrderedDict[tuple[bytes, int], Found] = OrderedDict()
+def remembering(most: int = MOST) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """Makes of a function of arrays and numbers one that gives for what it has met what it gave then, the same object.
+    For results that nobody writes to; most: how many of them are kept, which are all small or few."""
+    def remembered(function: Callable[Given, Found]) -> Callable[Given, Found]:
+        known: OrderedDict[tuple[Hashable, ...], Found] = OrderedDict()
 
-    @wraps(function)
-    def found(array: Array, axis: int) -> Found:
-        if array.size < LEAST:
-            return function(array, axis)
-        key = content_of(array), axis
-        with suppress(KeyError):            # not `in`: another thread may drop it meanwhile
-            known.move_to_end(key)
-            return known[key]
-        result = known[key] = function(array, axis)
-        if len(known) > MOST:
-            known.popitem(last=False)
-        return result
+        @wraps(function)
+        def found(*given: Given.args, **named: Given.kwargs) -> Found:
+            arrays = [one for one in given if isinstance(one, np.ndarray)]
+            if max(one.size for one in arrays) < LEAST:
+                return function(*given, **named)
+            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in given)
+            with suppress(KeyError):            # not `in`: another thread may drop it meanwhile
+                known.move_to_end(key)
+                return known[key]
+            result = known[key] = function(*given, **named)
+            if len(known) > most:
+                known.popitem(last=False)
+            return result
 
-    return found
+        return found
+
+    return remembered

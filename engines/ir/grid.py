@@ -26,7 +26,7 @@ SAMPLE = 32             # weights of a channel on which a number of steps is tri
 OFF = 2.0 ** -12        # of a step: what scaling once more may have rounded away
 
 
-@remembering
+@remembering()
 def grid_params(weight: Array, axis: int) -> QParams | None:
     """int8, symmetric, a scale for each index of `axis`, which lose nothing of the weights; None if there are none."""
     if not weight.size:
@@ -40,7 +40,7 @@ def grid_params(weight: Array, axis: int) -> QParams | None:
     return QParams(tuple(map(float, scales)), (0,) * len(rows), "int8", axis)
 
 
-@remembering
+@remembering()
 def offset_grid(weight: Array, axis: int) -> tuple[Array, Array] | None:
     """A scale and a whole number r for each index of `axis`, with weights / scale - r in int8; None if none have.
     One r for all, if all have one scale and fit in 8 bits together."""
@@ -99,7 +99,7 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
     """float32 [rows]: the scale of each; 0 where it has none, 1 where it is all zeros. usual: what the greatest weight
     may be; inside: which rows of whole numbers can be stored, as int8 if that is not said."""
     largest = np.abs(rows).max(axis=1)
-    scales = np.where(largest > 0, 0, 1).astype(np.float32)
+    scales = np.where(largest == 0, 1, 0).astype(np.float32)        # NaN has none
     sample = rows[:, np.linspace(0, rows.shape[1] - 1, min(SAMPLE, rows.shape[1])).astype(int)]
     inside = inside or _inside_int8
     if not _has_steps(sample, largest, usual, inside):      # weights that were never quantised: nearly all there are

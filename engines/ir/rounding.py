@@ -13,9 +13,11 @@ HEAD = 8                # bytes
 
 
 def rounded(x: Array, block: int) -> tuple[Array, Array]:
-    """(scales, numbers) of the last axis: float32 [..., blocks], int8 [..., blocks, block], zeros behind its end."""
+    """(scales, numbers) of the last axis: float32 [..., blocks], int8 [..., blocks, block], zeros behind its end and
+    for what is not a number."""
     rows = np.pad(x.astype(np.float32), [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % block)])
     rows = rows.reshape(*x.shape[:-1], -1, block)
+    rows = np.where(np.isnan(rows), np.float32(0), rows)
     scales = np.abs(rows).max(-1) * np.float32(1 / STEPS)
     inverse = np.where(scales > 0, 1 / scales, 0).astype(np.float32)
     return scales, np.rint(rows * inverse[..., None]).astype(np.int8)

@@ -10,7 +10,7 @@ from engines.ir.counted import as_int
 from engines.ir.graph import Node
 from engines.ir.rounding import HEAD, STEPS
 from engines.lowering.calls.body import call_of, write_body
-from engines.lowering.calls.calls import Call, Context, Refused, lowers, lowers_in_general
+from engines.lowering.calls.calls import Call, Context, lowers, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.calls.placement import Placement
 from engines.lowering.nest.program import Term
@@ -37,21 +37,26 @@ def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("FakeQuantizeBlocks")
 def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
-    w, scale, numbers = _rounded(ctx, node)
-    y, block = w.target(node.outputs[0]), node.attrs["block"]
-    if ctx.type(node.outputs[0]).shape[-1] % block:
-        raise Refused("its last block is not whole")
-    inner, strides = (y.view.shape[-1] // block, block), (block * y.view.size, y.view.size)
-    cut = replace(y, view=_in_blocks(y.view, y.view.dtype, inner, strides))
-    return [w.call(numbers * scale, inside=True, targets=[cut])]
+    """The whole blocks, then one that is not."""
+    depth, block = as_int(ctx.type(node.inputs[0]).shape[-1]), int(node.attrs["block"])
+    whole, rest = divmod(depth, block)
+    calls = []
+    for first, blocks, size in ((0, whole, block), (whole * block, int(rest > 0), rest)):
+        if blocks:
+            w, scale, numbers = _rounded(ctx, node, first, blocks, size)
+            y = w.target(node.outputs[0])
+            cut = _in_blocks(y.view, y.view.dtype, (blocks, size), (block * y.view.size, y.view.size))
+            calls.append(w.call(numbers * scale, inside=True,
+                                targets=[replace(y, offset=y.offset + first * y.view.size, view=cut)]))
+    return calls
 
 
 @lowers_in_general("QuantizeBlocks")
 def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
     """The heads, then what is behind each of them."""
-    w, scale, numbers = _rounded(ctx, node)
-    y, block = w.target(node.outputs[0]), node.attrs["block"]
-    step = HEAD + block
+    block = int(node.attrs["block"])
+    w, scale, numbers = _rounded(ctx, node, 0, -(-as_int(ctx.type(node.inputs[0]).shape[-1]) // block), block)
+    y, step = w.target(node.outputs[0]), HEAD + block
     blocks = y.view.shape[-1] // step
 
     def part(offset: int, dtype: str, inner: Sequence[int], strides: Sequence[int]) -> Placement:
@@ -68,12 +73,13 @@ def _in_blocks(view: View, dtype: str, inner: Sequence[int], strides: Sequence[i
     return View(dtype, (*view.shape[:-1], *inner), (*view.strides[:-1], *strides), view.item)
 
 
-def _rounded(ctx: Context, node: Node) -> tuple[NestWriter, Term, Term]:
-    """(over blocks and what is in them, a block's scale, its integers as floats): see engines/ir/rounding.py."""
-    shape, block = ctx.type(node.inputs[0]).shape, int(node.attrs["block"])
-    w = NestWriter(ctx, node, (*shape[:-1], -(-as_int(shape[-1]) // block)), (block,))
+def _rounded(ctx: Context, node: Node, first: int, blocks: int, size: int) -> tuple[NestWriter, Term, Term]:
+    """(over so many blocks of that size and what is in them, a block's scale, its integers as floats): see
+    engines/ir/rounding.py. first: of the numbers of a row; what is behind its end is 0."""
+    w = NestWriter(ctx, node, (*ctx.type(node.inputs[0]).shape[:-1], blocks), (size,))
     *rows, number = w.axes
-    x = w.at(node.inputs[0], [*rows, number * block + w.inner[0]], outside=0.0)
+    x = w.at(node.inputs[0], [*rows, number * size + first + w.inner[0]], outside=0.0)
+    x = w.where(x.equals(x), x, 0.0)        # what is not a number
     scale = w.reduce("max", x.unary("abs")) * (1 / STEPS)
     inverse = w.where(scale > 0.0, scale.like(1.0) / scale, 0.0)
     return w, scale, (x * inverse).unary("rint")

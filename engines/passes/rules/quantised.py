@@ -252,7 +252,8 @@ def _is_read_by_layer(graph: Graph, name: str) -> bool:
 def _is_on_grid(graph: Graph, layer: Node) -> bool:
     """Whether its weights are integers of a scale."""
     weight, axis = graph.constants.get(layer.inputs[1]), output_axis(layer)
-    return weight is not None and (grid_params(weight, axis) is not None or offset_grid(weight, axis) is not None)
+    return (weight is not None and axis < weight.ndim
+            and (grid_params(weight, axis) is not None or offset_grid(weight, axis) is not None))
 
 
 class QuantizedByArithmetic(Rule):

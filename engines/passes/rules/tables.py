@@ -9,47 +9,70 @@ from __future__ import annotations
 
 import numpy as np
 
+from engines.ir.content import remembering
 from engines.ir.graph import Array, Graph, Node
+from engines.ir.grid import block_params, grid_params
 from engines.passes.rewriting.facts import reader
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from engines.passes.rules.linear import is_canonical
 
+KEPT = 4                # tables of products that are kept for the same model at other shapes
 LARGEST = 1 << 20       # bytes of a table that is made though the weights take fewer: those of a second level of cache
 
 
 class ProductOfRows(Rule):
-    """A table of products is no larger than the weights, which all would be read, or than LARGEST."""
+    """A table of products takes no more than the weights, which all would be read and nobody needs then, or than
+    LARGEST."""
     pattern = P("MatMul Gemm", Value("rows"), Constant("weights"))
 
     def check(self, match: Match) -> bool:
-        weights, attrs, lookup = match.constant("weights"), match.root.attrs, _lookup(match)
-        if lookup is None or weights.ndim != 2 or len(match.root.inputs) > 2 or attrs.get("transA") or {1} != {
-                attrs.get(name, 1) for name in ("alpha", "beta")}:
+        weights, lookup, graph, root = match.constant("weights"), _lookup(match), match.graph, match.root
+        if lookup is None or weights.ndim != 2 or root.op == "Gemm" and not (
+                is_canonical(graph, root) and all(map(graph.is_constant, root.inputs[2:]))):
             return False
-        table = match.graph.constants[lookup.inputs[0]]
-        columns = weights.shape[0 if attrs.get("transB") else 1]
-        return bool(len(table) * columns * table.itemsize <= max(weights.nbytes, LARGEST))
+        table = graph.constants[lookup.inputs[0]]
+        columns = weights.shape[0 if root.op == "Gemm" else 1]
+        freed = 0 if reader(match.graph, match.value("weights")) is None else _stored_bytes(weights)
+        return bool(len(table) * columns * table.itemsize <= max(freed, LARGEST))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         weights, lookup = match.constant("weights"), _lookup(match)
         assert lookup is not None
         table = match.graph.constants[lookup.inputs[0]]
-        matrix = (weights.T if match.root.attrs.get("transB") else weights).astype(np.float64)
-        _finish(match, draft, lookup, (table.astype(np.float64) @ matrix).astype(table.dtype))
+        bias = [match.graph.constants[name] for name in match.root.inputs[2:]]
+        made = _products(table, weights.T if match.root.op == "Gemm" else weights)
+        _finish(match, draft, lookup, sum(bias, made))
 
 
 class SumOfRows(Rule):
-    """Of a table that nothing else reads: there would be two of it."""
+    """Of a table that nothing else reads, or there would be two of it; and that is not stored as bytes, which a sum is
+    not, if it is large."""
     pattern = P("Add", Value("rows"), Constant("bias"))
 
     def check(self, match: Match) -> bool:
         bias, lookup = match.constant("bias"), _lookup(match)
-        return (lookup is not None and reader(match.graph, lookup.inputs[0]) is not None
-                and bias.shape == match.made.shape[-1:])
+        if (lookup is None or reader(match.graph, lookup.inputs[0]) is None
+                or bias.shape != match.made.shape[-1:]):
+            return False
+        table = match.graph.constants[lookup.inputs[0]]
+        return bool(table.nbytes <= max(_stored_bytes(table), LARGEST))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         lookup = _lookup(match)
         assert lookup is not None
         _finish(match, draft, lookup, match.graph.constants[lookup.inputs[0]] + match.constant("bias"))
+
+
+@remembering(KEPT)
+def _products(table: Array, weights: Array) -> Array:
+    return (table.astype(np.float64) @ weights.astype(np.float64)).astype(table.dtype)
+
+
+def _stored_bytes(weights: Array) -> int:
+    """A byte or half of one for each of the weights that were quantised before, for they are stored so again."""
+    if grid_params(weights, 0) is not None or grid_params(weights, 1) is not None:
+        return weights.size
+    return weights.nbytes if block_params(weights.T) is None and block_params(weights) is None else weights.size // 2
 
 
 def _lookup(match: Match) -> Node | None:

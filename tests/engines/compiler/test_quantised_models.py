@@ -244,6 +244,15 @@ def test_rows_are_rounded_alike_for_every_target(target: str) -> None:
         np.testing.assert_allclose(made[name], wanted, 1e-4, 1e-3)
 
 
+def test_rows_whose_last_block_is_not_whole_are_rounded_by_kernels_in_every_precision() -> None:
+    model = products_of_few_bits(100, False, level=4)
+    x = np.random.default_rng(1).standard_normal((4, 7, 100), np.float32)
+    build = built(model, precision="bf16")
+    assert not fallbacks(build.engine())
+    for name, wanted in built(model).engine().run({"x": x}).items():
+        np.testing.assert_allclose(build.engine().run({"x": x})[name], wanted, 0.1, 0.02 * np.abs(wanted).max())
+
+
 def test_a_layer_whose_input_is_not_quantised_stays_float() -> None:
     model = small_model([node("DequantizeLinear", "w wscale wzero", "b", axis=1), node("MatMul", "x b", "m"),
                          *pair("m", "y")], {"x": ["N", 5, 16]}, ["y"], {**NUMBERS, "w": weights(16, 8)})

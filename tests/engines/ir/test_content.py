@@ -23,7 +23,7 @@ def test_content_tells_elements_order_shape_and_dtype() -> None:
 def test_what_a_function_found_of_a_large_array_is_found_once(size: int, runs: int) -> None:
     met = []
 
-    @remembering
+    @remembering()
     def least(array: Array, axis: int) -> float | None:
         met.append(axis)
         return None if array[0] else float(array.min()) + axis

@@ -161,7 +161,9 @@ def test_bytes_that_nothing_quantised_are_a_grid_to_a_quantised_layer(integers: 
     assert grids == [{"scale": float(np.float32(0.1)), "zero_point": point, "low": 0, "high": 255}]
 
 
-def test_bytes_that_nothing_quantised_are_numbers_to_a_layer_in_float() -> None:
+@pytest.mark.parametrize("weights", [np.random.default_rng(0).standard_normal((6, 4)), np.arange(6.0),
+                                     [[np.nan, 1, -1, 2]] * 6], ids=["any", "a vector", "not a number"])
+def test_bytes_that_nothing_quantised_are_numbers_to_a_layer_in_float(weights: Any) -> None:
     net = Build()
-    graph = bytes_before_a_layer(net, np.dtype(np.uint8), net.draw(6, 4))
+    graph = bytes_before_a_layer(net, np.dtype(np.uint8), net.constant(np.array(weights, np.float32)))
     assert "FakeQuantize" not in ops(graph)

@@ -32,12 +32,12 @@ def keeps_rows(graph: Graph) -> Graph:
     return after
 
 
-@pytest.mark.parametrize("form", ["a product", "and a bias", "through views", "a Gemm"])
+@pytest.mark.parametrize("form", ["a product", "and a bias", "through views", "a Gemm", "a Gemm and a bias"])
 def test_products_of_rows_of_a_table_are_rows_of_a_table_of_products(form: str) -> None:
     net = Build()
-    x, weights = rows(net) if form == "a Gemm" else rows(net, 5), net.draw(WIDTH, 4)
-    if form == "a Gemm":
-        y = net("Gemm", x, net.draw(4, WIDTH), transB=1)
+    x, weights = rows(net) if "Gemm" in form else rows(net, 5), net.draw(WIDTH, 4)
+    if "Gemm" in form:
+        y = net("Gemm", x, net.draw(4, WIDTH), *([net.draw(4)] if "bias" in form else []), transB=1)
     elif form == "through views":
         seen = net("Reshape", net("Transpose", x, perm=(1, 0, 2)), shape=(5, BATCH, 1, WIDTH))
         y = net("Add", net("Transpose", net("MatMul", seen, weights), perm=(1, 0, 2, 3)), net.draw(4))
@@ -55,8 +55,27 @@ def test_a_table_of_products_takes_no_more_than_the_weights_or_a_second_level_of
         count: int, columns: int, left: str) -> None:
     net = Build()
     x = net("Gather", net.constant(np.zeros((count, WIDTH))), places(net, 5), axis=0)
-    graph = optimise(net.graph(net("MatMul", x, net.constant(np.zeros((WIDTH, columns))))))
+    graph = optimise(net.graph(net("MatMul", x, net.draw(WIDTH, columns))))
     assert ops(graph)[-1] == left
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Add"])
+def test_what_is_stored_as_bytes_is_not_made_larger(op: str) -> None:
+    net = Build()
+    count = LARGEST // 4 // WIDTH + 1
+    steps = net.random.integers(-127, 128, (count, WIDTH)).astype(np.float32) * np.float32(0.01)
+    table, other = (net.draw(count, WIDTH), net.constant(steps.T)) if op == "MatMul" else (net.constant(steps),
+                                                                                       net.draw(WIDTH))
+    graph = optimise(net.graph(net(op, net("Gather", table, places(net, 5), axis=0), other)))
+    assert ops(graph)[-1] == op
+
+
+def test_weights_that_another_product_reads_are_not_had_twice() -> None:
+    net = Build()
+    weights = net.draw(WIDTH, LARGEST // 8)
+    y = net("MatMul", net("Gather", net.draw(WIDTH, WIDTH), places(net, 5), axis=0), weights)
+    assert "MatMul" not in ops(optimise(net.graph(y)))
+    assert ops(optimise(net.graph(y, net("MatMul", net.input("x", WIDTH), weights)))).count("MatMul") == 2
 
 
 def test_rows_and_tables_that_others_read_stay() -> None:

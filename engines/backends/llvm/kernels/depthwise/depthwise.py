@@ -70,6 +70,7 @@ from engines.lowering.problems.view import View
 IN_PASSING = 4          # registers beside the sums; a few more are spilled, which costs less than smaller tiles
 SHARED_CONSTANTS = 2    # of a program: the most that outputs which end together load once
 UNROLLED = 81           # taps that are written one after the other: the code of more takes minutes to compile
+UNROLLED_HALVES = 200   # the same in 16 bits, where taps one by one widen x for each output: 13x13 takes 2 s
 LONGEST = 2048          # products of such a tile of a larger window, in INT8
 SHORT = 2               # tiles of one that are tried
 
@@ -136,7 +137,8 @@ class DepthwiseKernel(Kernel[Depthwise]):
 
     @property
     def is_large(self) -> bool:
-        return math.prod(self.problem.taps) > UNROLLED
+        halves = self.problem.precision not in ("fp32", "int8")
+        return math.prod(self.problem.taps) > (UNROLLED_HALVES if halves else UNROLLED)
 
     def _by_tap(self, isa: Isa) -> Sequence[DepthwiseTile]:
         """Tiles of as many outputs as leave registers for a tap's weights, and of half as many."""

@@ -8,7 +8,7 @@ computed at once. The grid's rows are blocks of the outer loops.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from engines.lowering.problems.nest import Nest
 
 BLOCK = 1 << 13     # turns of all loops in a row of the grid: enough to pay for its call, few enough to share out
 TURN = 3            # cycles of a loop's turn, beside what it does
+MOST_CUTS, MOST_WITHIN = 6, 3       # tactics that may be timed: without a loop inside that with the lanes, and with one
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,21 @@ class NestKernel(Kernel[Nest]):
         if self.problem.inside and any(loop >= len(self.problem.loops) for loop in along):
             along = [loop for loop in along if loop >= len(self.problem.loops)] + [
                 loop for loop in along if loop < len(self.problem.loops)]
-        cuts = []
+        cuts: list[Cut] = []
+        within: list[Cut] = []
         for lanes in along:
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
                 shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes)
                           for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
-                within = [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
-                cuts += [Cut(lanes, vectors), *shared, *within]
-        return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))[:6]
+                cuts += [Cut(lanes, vectors), *shared]
+                within += [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
+        # Each kind for itself: how the two compare is what cost knows least.
+        kept = [tactic for some, most in ((cuts, MOST_CUTS), (within, MOST_WITHIN))
+                for tactic in self._cheapest(isa, some)[:most]]
+        return sorted(kept, key=lambda tactic: self.cost(isa, tactic))
+
+    def _cheapest(self, isa: Isa, cuts: Iterable[Cut]) -> list[NestTactic]:
+        return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))
 
     def _shared(self, lanes: int) -> list[int]:
         """Loops of which neighbours share what they read."""
