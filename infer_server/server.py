@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,14 +13,11 @@ from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.connections import disconnect, is_connected, stop_listening
-from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import GrpcSettings, create_server
 from infer_server.endpoints.http.connection import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
-from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.memory_service import MemoryService
 from infer_server.endpoints.metrics import MetricsSettings
@@ -33,6 +28,7 @@ from infer_server.endpoints.shared_memory import Regions
 from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.lifecycle import Lifecycle, ServerPhase
+from infer_server.listeners import SENDING_SECS, Listeners
 from infer_server.observing.access_log import AccessLog
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.tracing import Tracer, TraceSettings
@@ -49,11 +45,6 @@ from infer_server.version import NAME
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
-
-_LOOKING_SECS = 0.05            # between two looks whether anybody is left: each at all of the process's descriptors
-_TAKING_IN_TURNS = 5            # of the loop, for it to take in connections that the system has accepted
-_REFUSING_SECS = 0.25           # for clients that ask again at once to be told, before their connection closes
-_SENDING_SECS = 5.0             # for computed answers to reach their clients
 
 
 @dataclass(frozen=True)
@@ -114,11 +105,6 @@ def places_of(repositories: Iterable[Path | str], store: Path | None, most_bytes
             for each in repositories]
 
 
-def address(host: str, port: int) -> str:
-    """host:port, the host in brackets if it is an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 class Server:
     """start() once, then stop() once, on one event loop."""
 
@@ -141,6 +127,7 @@ class Server:
         self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
+        self._listeners = Listeners(Limits(options.max_message_bytes, self._inflight))
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
@@ -151,12 +138,10 @@ class Server:
         log_of = AccessLog(options.access_log) if options.access_log else None
         self._front = Front(Inferences(self.repository, log_of, self._tracer), self._inflight, regions, on_demand)
         self._grpc = create_server(
-            self._service, GrpcFront(**vars(self._front), disconnect=self._disconnect), self.lifecycle,
+            self._service, GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect), self.lifecycle,
             GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
                          fast=options.grpc_front == "fast" and options.grpc_tls is None,
                          reflection=options.grpc_reflection))
-        self._grpc_port = 0
-        self._http: list[HttpServer] = []
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
@@ -171,11 +156,10 @@ class Server:
         http = await self._listen_http("http", options.http_port, routes, options.http_tls)
         metrics_port = await self._listen_http(
             "metrics", options.metrics_port, metrics_routes(self.repository, options.metrics, self._custom_metrics))
-        self._grpc_port = self._listen_grpc()
-        if self._grpc_port:
-            await self._grpc.start()
+        grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
+            self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
         self._loading = asyncio.create_task(self._load())
-        return Ports(self._grpc_port, http, metrics_port)
+        return Ports(grpc, http, metrics_port)
 
     async def loaded(self) -> None:
         """Waits until the models to be loaded at start are ready, or have failed: see failures()."""
@@ -196,43 +180,17 @@ class Server:
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(ServerPhase.STOPPED)
-        # The models go first and gRPC last: what arrives meanwhile is refused with a status that tells clients to go
-        # elsewhere. A gRPC server that stops would cancel the calls that it has not handed out yet: before it does,
-        # nobody is connected any more.
-        answered = True
+        answered = True                 # the models go first: what arrives while the ports close is refused
         try:
             await asyncio.wait_for(self.repository.close(), self._options.exit_timeout_secs)
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
-        if self._grpc_port:
-            stop_listening(self._grpc_port)
-        await self._refuse()
-        if answered:
-            await self._inflight.wait_sent(_SENDING_SECS)
-            if self._grpc_port and isinstance(self._grpc, FastServer):
-                await self._grpc.wait_sent(_SENDING_SECS)
-        if self._grpc_port:
-            disconnect(self._grpc_port)
-            await self._grpc.stop(0)
-        for http in self._http:
-            http.close()
+        await self._listeners.close(answered)
         if self._tracer:
             with suppress(TimeoutError):
-                await asyncio.wait_for(in_daemon_thread(self._tracer.close), _SENDING_SECS)
+                await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
         return answered
-
-    async def _refuse(self) -> None:
-        """Answers those that ask again at once, for as long as anybody is connected who could."""
-        for _ in range(_TAKING_IN_TURNS):
-            await asyncio.sleep(0)
-        end = time.monotonic() + _REFUSING_SECS
-        while time.monotonic() < end and (any(http.is_connected for http in self._http)
-                                          or self._grpc_port and is_connected(self._grpc_port)):
-            await asyncio.sleep(_LOOKING_SECS)
-
-    def _disconnect(self, peer: str) -> None:
-        disconnect(self._grpc_port, peer)
 
     async def _load(self) -> None:
         chosen = self._options.explicit_control or self._options.model_memory_bytes
@@ -253,29 +211,5 @@ class Server:
         return self._options.hosts.get(what, self._options.host)
 
     async def _listen_http(self, what: str, port: int, handle: Handler, tls: Tls | None = None) -> int:
-        if what in self._options.closed:
-            return 0
-        try:
-            server = await listen(self._host(what), port, handle,
-                                  Limits(self._options.max_message_bytes, self._inflight), tls)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise OSError(f"cannot listen on {address(self._host(what), port)}: {reason}") from error
-        self._http.append(server)
-        return server.port
-
-    def _listen_grpc(self) -> int:
-        if "grpc" in self._options.closed:
-            return 0
-        wanted, tls = address(self._host("grpc"), self._options.grpc_port), self._options.grpc_tls
-        try:
-            port: int
-            if tls:
-                assert not isinstance(self._grpc, FastServer)
-                port = self._grpc.add_secure_port(wanted, tls.grpc_credentials())
-            else:
-                port = self._grpc.add_insecure_port(wanted)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {wanted}: the port is taken, or this machine has no such address"
-                          ) from error
-        return port
+        return 0 if what in self._options.closed else await self._listeners.listen_http(
+            self._host(what), port, handle, tls)

@@ -18,10 +18,11 @@ from infer_server.cli.common import boolean, positive, seconds
 from infer_server.cli.triton_options import add_triton_options, log_level, ports_of, without_effect
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
+from infer_server.listeners import address
 from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
-from infer_server.server import Server, ServerOptions, address, places_of
+from infer_server.server import Server, ServerOptions, places_of
 
 log = logging.getLogger(__name__)
 

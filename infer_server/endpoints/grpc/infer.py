@@ -12,6 +12,7 @@ import grpc
 
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import Front
+from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, wanted
 from infer_server.errors import ServeError
@@ -20,22 +21,6 @@ from infer_server.protocol.parameters import NONE, Parameters, from_messages, se
 from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.serving import Call, Served
 from protos import inference
-
-
-class GrpcClient:
-    """The client of a call, for Inflight."""
-
-    def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None]) -> None:
-        """disconnect: ends the connection of a peer as gRPC names it."""
-        self.peer = context.peer
-        self._headers = context.invocation_metadata
-        self._disconnect = disconnect
-
-    def header(self, name: str) -> str:
-        return next((value for key, value in self._headers() or () if key == name and isinstance(value, str)), "")
-
-    def disconnect(self) -> None:
-        self._disconnect(self.peer())
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,7 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront
     """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
     received_ns = time.monotonic_ns()
     inflight = front.inflight
-    held = inflight.begin(GrpcClient(context, front.disconnect), len(data))
+    held = inflight.begin(Client(context, front.disconnect), len(data))
     context.add_done_callback(lambda _: inflight.end(held))
     call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
     if front.on_demand:
@@ -87,7 +72,7 @@ class GrpcCall(Call):
 
     def header(self, name: str) -> str:
         client = self._held.client
-        return client.header(name) if isinstance(client, GrpcClient) else ""
+        return client.header(name) if isinstance(client, Client) else ""
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._message.header.inputs)

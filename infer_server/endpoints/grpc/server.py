@@ -1,15 +1,17 @@
 """The service inference.GRPCInferenceService on grpc.aio."""
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
 import protos
+from infer_server.endpoints.grpc.aio import Behind, aio_server
+from infer_server.endpoints.grpc.calls import InferCalls
 from infer_server.endpoints.grpc.errors import answering, parsed
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.health import health_handlers
@@ -55,14 +57,6 @@ def _restricted(call: Call, category: str, restrictions: Restrictions) -> Call:
 HEADER_PREFIX = "triton-grpc-protocol-"        # of headers with secrets
 
 
-def _concerns_us(record: logging.LogRecord) -> bool:
-    """Whether gRPC complains of something else than a client that went away while its answer was being sent."""
-    return not record.getMessage().startswith("ExecuteBatchError raised in core")
-
-
-logging.getLogger("grpc._cython.cygrpc").addFilter(_concerns_us)
-
-
 @dataclass(frozen=True)
 class GrpcSettings:
     max_message_bytes: int
@@ -74,20 +68,16 @@ class GrpcSettings:
 
 def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
                   settings: GrpcSettings) -> grpc.aio.Server | FastServer:
-    """A gRPC server, not started, without ports. Messages that are too large get RESOURCE_EXHAUSTED."""
-    server = grpc.aio.server(options=[
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),               # a second server on the same port is a mistake, not a share of the load
-        *settings.channel.items(),
-    ])
+    """A gRPC server, not started, without ports."""
+    server = aio_server(settings.max_message_bytes, settings.channel)
     restrictions = Restrictions(settings.secrets, HEADER_PREFIX)
     server.add_generic_rpc_handlers((inference_handlers(service, front, restrictions),
                                      health_handlers(lifecycle, restrictions)))
     if settings.reflection:
         add_reflection(server)
     if settings.fast:
-        return FastServer(server, front, restrictions, settings.max_message_bytes, settings.channel)
+        return FastServer(Behind(server), partial(InferCalls, front, restrictions), settings.max_message_bytes,
+                          settings.channel)
     return server
 
 

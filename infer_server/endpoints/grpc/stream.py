@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc
 
-from infer_server.endpoints.grpc.infer import GrpcCall, GrpcClient, GrpcFront
+from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.wire import length_delimited, split_request
@@ -151,7 +152,7 @@ def _taken_note_of(work: asyncio.Future[Any]) -> None:
         work.exception()
 
 
-class _StreamClient(GrpcClient):
+class _StreamClient(Client):
     """Its stream ends at once. That of a client of the other front comes by a socket of this process, and outlives the
     connections to the port."""
 

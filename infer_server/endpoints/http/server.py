@@ -11,8 +11,10 @@ from infer_server.endpoints.tls import Tls
 _BACKLOG = 1024                 # connections that were not accepted yet
 
 
-async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None) -> HttpServer:
-    """Serves HTTP/1.1 on a port. Raises OSError if it is taken, or if the certificates are none."""
+async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None,
+                 shares_port: bool = False) -> HttpServer:
+    """Serves HTTP/1.1 on a port. shares_port: with other processes. Raises OSError if it is taken, or if the
+    certificates are none."""
     context = tls.context() if tls else None
     connections = set[HttpConnection]()
 
@@ -21,9 +23,11 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls
 
     loop = asyncio.get_running_loop()
     if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
-        ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::")
+        ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::",
+                                    reuse_port=shares_port)
         return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context), connections)
-    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context), connections)
+    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context,
+                                               reuse_port=shares_port or None), connections)
 
 
 class HttpServer:

@@ -23,8 +23,8 @@ from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.infer import from_json
 from infer_server.endpoints.http.messages import HttpRequest
 from infer_server.errors import InvalidRequestError
+from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
-from infer_server.server import Server
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -313,13 +313,13 @@ def test_what_was_answered_does_not_wait_for_the_garbage_collector(server: Runni
 def test_who_connects_while_the_loop_is_busy_ending_is_refused_and_not_cut_off(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[socket.socket] = []
-    refuse = Server._refuse
+    refuse = Listeners._refuse
 
-    async def meanwhile(stopping: Server) -> None:
+    async def meanwhile(stopping: Listeners) -> None:
         late.append(socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS))
         late[0].sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: here\r\n\r\n")
         await refuse(stopping)
-    monkeypatch.setattr(Server, "_refuse", meanwhile)
+    monkeypatch.setattr(Listeners, "_refuse", meanwhile)
     with serving(tmp_path, closed=frozenset({"grpc"})) as server:
         server.stop()
     with late[0]:

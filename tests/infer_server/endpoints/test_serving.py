@@ -365,7 +365,7 @@ def test_readiness_drops_before_requests_are_refused(tmp_path: Path) -> None:
 def test_a_health_watcher_sees_the_server_go_and_does_not_hold_it_up(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     too_long = 10 * TIMEOUT_SECS
-    monkeypatch.setattr("infer_server.server._SENDING_SECS", too_long)
+    monkeypatch.setattr("infer_server.listeners.SENDING_SECS", too_long)
     write_model(tmp_path, "m")
     with (serving(tmp_path, exit_timeout_secs=too_long) as server,
           grpc.insecure_channel(server.address) as channel):
