@@ -45,8 +45,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    cpu_us: float                       # of the server, a request
-    engine_us: float                    # of it
+    cpu_us: float                       # of the server's first process, a request
+    others_us: float                    # of those that it has started
+    engine_us: float                    # of it, or of them
     rate: float
     p50_us: float
     failed: int
@@ -59,11 +60,12 @@ def measure(server: Running, case: Case, seconds: float) -> Measured:
         client = _client(server, case)
         stack.callback(client.close)
         client.run(_WARM_SECS)
-        engine_ns, cpu_ns = _engine_ns(server, case.model), server.cpu_ns()
+        before_ns, cpu_ns = _engine_ns(server, case.model), server.cpu_ns()
         ended = client.run(seconds)
-        cpu_ns, engine_ns = server.cpu_ns() - cpu_ns, _engine_ns(server, case.model) - engine_ns
-    count = max(1, ended.answered)
-    return Measured(cpu_ns / 1e3 / count, engine_ns / 1e3 / count, count / seconds,
+        count = max(1, ended.answered)
+        cpu_us, others_us = ((now - then) / 1e3 / count for now, then in zip(server.cpu_ns(), cpu_ns, strict=True))
+        engine_ns = _engine_ns(server, case.model) - before_ns
+    return Measured(cpu_us, others_us, engine_ns / 1e3 / count, count / seconds,
                     median(ended.seconds or [math.nan]) * 1e6, ended.failed)
 
 

@@ -30,10 +30,11 @@ class Running:
     ports: Ports
     pid: int
 
-    def cpu_ns(self) -> int:
-        """What all threads of the process, and of those that it has started, have computed."""
-        return sum(int((task / "schedstat").read_text().split()[0])
-                   for pid in _family(self.pid) for task in Path(f"/proc/{pid}/task").iterdir())
+    def cpu_ns(self) -> tuple[int, int]:
+        """What all threads of the process have computed, and those of the processes that it has started."""
+        first, *others = (sum(int((task / "schedstat").read_text().split()[0])
+                              for task in Path(f"/proc/{pid}/task").iterdir()) for pid in _family(self.pid))
+        return first, sum(others)
 
 
 @contextmanager

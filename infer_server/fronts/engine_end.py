@@ -1,0 +1,205 @@
+"""The engines' end of a front's link: what the front hands on is served as what other fronts receive is."""
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from functools import lru_cache
+
+from infer_server.endpoints.grpc.calls import Answer, InferCalls
+from infer_server.endpoints.grpc.infer import GrpcFront
+from infer_server.endpoints.http.connection import Exchange, Handler
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
+from infer_server.endpoints.inflight import LITTLE_BYTES, OpenCall
+from infer_server.endpoints.restrictions import Restrictions
+from infer_server.errors import MemoryLimitError
+from infer_server.fronts import link
+from infer_server.fronts.link import Frame, Link
+from infer_server.fronts.settings import FrontSettings
+from infer_server.fronts.streams import Streams
+from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
+
+log = logging.getLogger(__name__)
+
+_OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.WRITTEN)
+
+
+class EngineEnd(Link):
+    """Of one front, as long as its process lives."""
+
+    def __init__(self, front: GrpcFront, restrictions: Restrictions, handle: Handler,
+                 ready: Callable[[str], None], gone: Callable[[], None]) -> None:
+        """restrictions: of gRPC. handle: answers what comes over HTTP. ready: told once that the front listens, or why
+        it does not; gone: that its process has ended."""
+        super().__init__()
+        self._inflight, self._handle, self._ready, self._gone = front.inflight, handle, ready, gone
+        self._infers = _InferCalls(front, restrictions, self)
+        self._exchanges: dict[int, _Connection] = {}        # that are not answered, by the numbers of their requests
+        self._streams = Streams(front, restrictions, self)
+        self._unread: dict[int, OpenCall] = {}              # answered, and not yet with their clients
+
+    def begin(self, settings: FrontSettings) -> None:
+        """Tells the front to listen."""
+        self.send(link.SETTINGS, 0, pickle.dumps(settings))
+
+    def drain(self, answered: bool) -> None:
+        """Tells the front to close its ports and to end. answered: see Listeners.close."""
+        self.send(link.DRAIN, int(answered))
+
+    def closed(self) -> None:
+        self._infers.leave_all()
+        self._streams.leave_all()
+        for number in list(self._exchanges):
+            self._leave(number)
+        for held in self._unread.values():
+            self._inflight.end(held)
+        self._unread.clear()
+        self._gone()
+
+    def received(self, frame: Frame) -> None:
+        kind, number = frame.kind, frame.number
+        if kind == link.INFER:
+            self._infers.take(number, frame.payload, _metadata(frame.about), frame.peer.decode(),
+                              None if frame.remaining_secs == link.NEVER else frame.remaining_secs, frame.received_ns)
+        elif kind == link.HTTP:
+            self._exchange(frame)
+        elif kind == link.LEFT_INFER:
+            self._infers.leave(number)
+        elif kind == link.LEFT_HTTP:
+            self._leave(number)
+        elif kind in _OF_STREAMS:
+            self._streams.received(frame)
+        elif kind == link.READ:
+            if held := self._unread.pop(number, None):
+                self._inflight.end(held)
+        elif kind == link.LOG:
+            log.log(number, "%s", frame.payload.decode())
+        else:
+            self._ready("" if kind == link.READY else frame.payload.decode())
+
+    # ---- calls.Transport
+    def respond(self, number: int, response: bytes) -> None:
+        self.send(link.ANSWER, number, response)
+
+    def fail(self, number: int, code: int, details: str) -> None:
+        self.send(link.FAIL, number, details.encode(), about=str(code).encode())
+
+    def held(self, number: int, call: OpenCall | None) -> int:
+        """Counts an answered call, if it holds much, until its client has its answer: what is to be said with that."""
+        if call is None:
+            return 0
+        if call.held_bytes <= LITTLE_BYTES:     # what is smaller is sent whether it is read or not
+            self._inflight.end(call)
+            return 0
+        self._unread[number] = call
+        return link.HELD
+
+    # ---- HTTP
+    def _exchange(self, frame: Frame) -> None:
+        method, path, version, headers = (_kept if len(frame.about) <= KEPT_BYTES else _read)(frame.about)
+        connection = self._exchanges[frame.number] = _Connection(self, frame.number, frame.peer.decode())
+        request = HttpRequest(method, path, headers, frame.payload, frame.received_ns, version)
+        try:
+            held = self._inflight.begin(connection, len(frame.payload))
+        except MemoryLimitError as error:
+            connection.respond(Exchange(connection, request, OpenCall(connection)), response_of(error))
+            return
+        exchange = connection.exchange = Exchange(connection, request, held)
+        try:
+            self._handle(exchange)
+        except Exception as error:
+            exchange.fail(error)
+
+    def _leave(self, number: int) -> None:
+        connection = self._exchanges.pop(number, None)
+        if connection and (exchange := connection.exchange):
+            connection.exchange = None
+            self._inflight.end(exchange.held)
+            if exchange.left:
+                exchange.left()
+                exchange.left = None
+
+    def responded(self, number: int, exchange: Exchange, response: HttpResponse) -> None:
+        del self._exchanges[number]
+        about = _about(response.status, response.content_type, tuple(response.headers.items()))
+        self.send(link.RESPONSE | self.held(number, exchange.held), number, *response.body, about=about)
+
+    def ended(self, number: int, exchange: Exchange) -> None:
+        del self._exchanges[number]
+        self._inflight.end(exchange.held)
+        self.send(link.END, number)
+
+
+class _InferCalls(InferCalls):
+    transport: EngineEnd
+
+    def leave_all(self) -> None:
+        for answer in list(self._answers.values()):
+            answer.leave()
+
+    def _answer(self, number: int, peer: str) -> Answer:
+        return _Answer(self, number, peer)
+
+
+class _Answer(Answer):
+    """To a call whose answer goes another way than straight to its client."""
+    __slots__ = ()
+    _calls: _InferCalls
+    early = None                    # type: ignore[assignment]      # the link belongs to the event loop
+
+    def send(self, response: bytes) -> None:
+        held, self.held = self.held, None
+        self._end()
+        end = self._calls.transport
+        end.send(link.ANSWER | end.held(self.number, held), self.number, response)
+
+
+class _Connection:
+    """In the place of a client's connection to this process, for one request."""
+    __slots__ = ("_end", "_number", "_peer", "exchange")
+
+    def __init__(self, end: EngineEnd, number: int, peer: str) -> None:
+        self._end, self._number, self._peer = end, number, peer
+        self.exchange: Exchange | None = None
+
+    def respond(self, exchange: Exchange, response: HttpResponse) -> None:
+        self.exchange = None
+        self._end.responded(self._number, exchange, response)
+
+    def begin(self, content_type: str, chunked: bool) -> None:
+        self._end.send(link.BEGIN, self._number, about=content_type.encode())
+
+    def part(self, piece: bytes) -> None:
+        self._end.send(link.PART, self._number, piece)
+
+    def end(self, exchange: Exchange) -> None:
+        self.exchange = None
+        self._end.ended(self._number, exchange)
+
+    # ---- inflight.Client
+    def peer(self) -> str:
+        return self._peer
+
+    def disconnect(self) -> None:
+        """The front does, by its own clock."""
+
+
+def _metadata(about: bytes) -> list[tuple[str, str]]:
+    """What came beside a message over gRPC, where the front was asked to tell it."""
+    metadata: list[tuple[str, str]] = json.loads(about) if about else []
+    return metadata
+
+
+def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:
+    """Method, path, version and headers of an HTTP request."""
+    method, path, version, headers = json.loads(about.decode(errors="surrogateescape"))
+    return method, path, version, headers
+
+
+_kept = lru_cache(KEPT_FORMS)(_read)            # clients repeat themselves
+
+
+@lru_cache(KEPT_FORMS)
+def _about(status: int, content_type: str, headers: tuple[tuple[str, str], ...]) -> bytes:
+    return json.dumps((int(status), content_type, dict(headers))).encode()

@@ -1,0 +1,227 @@
+"""gRPC in a front: inference is handed on by the link, all else to the server on grpc.aio behind the fronts."""
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import protos
+from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.inflight import OpenCall
+from infer_server.errors import MemoryLimitError
+from infer_server.fronts import link
+from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.link import Frame
+from infer_server.listeners import Listeners
+
+if TYPE_CHECKING:
+    from pygrpc_native import NativeGrpcFront
+
+log = logging.getLogger(__name__)
+
+_INFER, _STREAM = (f"/{protos.INFERENCE_SERVICE}/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
+_ELSEWHERE = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
+              for method in protos.methods(service)}
+_REFLECTION = "/grpc.reflection."
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_OF_THE_CONNECTION = ("user-agent",)        # metadata that our own call will have
+
+
+def _said(metadata: Iterable[tuple[str, Any]]) -> bytes:
+    """What came beside a message, as the engines' process reads it."""
+    return json.dumps([pair for pair in metadata if isinstance(pair[1], str)]).encode()
+
+
+class NativeCalls:
+    """Calls that pygrpc-native hands over (fast.Calls), under its own numbers."""
+
+    def __init__(self, native: NativeGrpcFront, end: FrontEnd, tells_metadata: bool) -> None:
+        self._native, self._end, self._tells_metadata = native, end, tells_metadata
+
+    def take(self, number: int, data: bytes, metadata: Any, peer: str, remaining_secs: float | None,
+             received_ns: int) -> None:
+        self._end.send(link.INFER, number, data, about=_said(metadata) if self._tells_metadata else b"",
+                       peer=peer.encode(), received_ns=received_ns,
+                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
+
+    def leave(self, number: int) -> None:
+        self._end.send(link.LEFT_INFER, number)
+
+    # ---- front_end.Infers
+    def answered(self, number: int, response: bytes, is_held: bool) -> None:
+        self._native.respond(number, bytes(response))         # no copy if it is bytes
+        if is_held:
+            self._end.read(number)
+
+    def failed(self, number: int, code: int, details: str) -> None:
+        self._native.fail(number, code, details)
+
+    def streamed(self, frame: Frame) -> None:
+        raise AssertionError("streams go to the server behind the fronts")
+
+
+class StatusError(Exception):
+    """What a call ends with: a code and its text."""
+
+
+class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has no types
+    """The handlers of a server on grpc.aio. Belongs to the event loop."""
+
+    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, listeners: Listeners, others: str,
+                 tells_metadata: bool) -> None:
+        """others: the path of the socket where the other calls are served."""
+        self._end, self._inflight, self._listeners, self._tells_metadata = end, inflight, listeners, tells_metadata
+        self._channel = grpc.aio.insecure_channel(f"unix:{others}", options=[
+            ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
+        self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
+        self._streams: dict[int, _Stream] = {}
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if details.method == _INFER:
+            return grpc.unary_unary_rpc_method_handler(self._infer)
+        if details.method == _STREAM:
+            return grpc.stream_stream_rpc_method_handler(self._stream)
+        if details.method not in _ELSEWHERE and not details.method.startswith(_REFLECTION):
+            return None
+        return grpc.stream_stream_rpc_method_handler(partial(_hand_on, self._channel.stream_stream(details.method)))
+
+    async def _infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            return await self._answer(data, context)
+        except StatusError as error:
+            code, details = error.args
+        except MemoryLimitError as error:
+            code, details = described(error, context.peer())
+        del data                                # gRPC keeps what abort() raises, and with it this frame
+        await context.abort(code, details)
+        raise AssertionError("abort() returned")
+
+    async def _answer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """Raises MemoryLimitError, StatusError."""
+        received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
+        held = self._inflight.begin(Client(context, self._listeners.disconnect), len(data))
+        context.add_done_callback(lambda _: self._inflight.end(held))
+        number = self._end.next_number()
+        response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._awaited[number] = response, held
+        self._end.send(link.INFER, number, data,
+                       about=_said(context.invocation_metadata() or ()) if self._tells_metadata else b"",
+                       peer=context.peer().encode(), received_ns=received_ns,
+                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            if self._awaited.pop(number, None):
+                self._end.send(link.LEFT_INFER, number)
+            raise
+
+    async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        stream = _Stream(self._end, context, self._inflight.send_timeout_secs)
+        self._streams[stream.number] = stream
+        try:
+            code, details = await stream.serve()
+        except TimeoutError:
+            log.warning("%s does not read its stream, which is ended", context.peer())
+            self._listeners.disconnect(context.peer())
+            return
+        finally:
+            del self._streams[stream.number]
+        if code:
+            await context.abort(_CODES[code], details)
+
+    # ---- front_end.Infers
+    def answered(self, number: int, response: bytes, is_held: bool) -> None:
+        awaited, held = self._awaited.pop(number, (None, None))
+        if awaited is None or held is None or held.client is None:      # its client has left
+            if is_held:
+                self._end.read(number)
+            return
+        if is_held:
+            self._inflight.held_as(held, number)
+        self._inflight.answered(held, len(response))
+        if not awaited.done():
+            awaited.set_result(bytes(response))
+
+    def failed(self, number: int, code: int, details: str) -> None:
+        awaited, _ = self._awaited.pop(number, (None, None))
+        if awaited and not awaited.done():
+            awaited.set_exception(StatusError(_CODES[code], details))
+
+    def streamed(self, frame: Frame) -> None:
+        if stream := self._streams.get(frame.number):       # else its client has left
+            stream.received(frame)
+
+
+class _Stream:
+    """A ModelStreamInfer."""
+
+    def __init__(self, end: FrontEnd, context: grpc.aio.ServicerContext, send_timeout_secs: float) -> None:
+        self._end, self._context, self.number = end, context, end.next_number()
+        self._send_timeout_secs = send_timeout_secs
+        self._room = asyncio.Semaphore(link.WINDOW)             # for requests
+        self._responses: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def serve(self) -> tuple[int, str]:
+        """The code and the text of the status that it ends with. Raises TimeoutError: its client does not read."""
+        context, remaining_secs = self._context, self._context.time_remaining()
+        self._end.send(link.STREAM, self.number, about=_said(context.invocation_metadata() or ()),
+                       peer=context.peer().encode(), received_ns=time.monotonic_ns(),
+                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
+        reading = asyncio.ensure_future(self._read_all())
+        try:
+            while (frame := await self._responses.get()).kind == link.STREAMED:
+                async with asyncio.timeout(self._send_timeout_secs):
+                    await context.write(bytes(frame.payload))
+                self._end.send(link.WRITTEN, self.number)
+        except BaseException:
+            self._end.send(link.LEFT_STREAM, self.number)
+            raise
+        finally:
+            reading.cancel()
+        return int(frame.about), frame.payload.decode()
+
+    async def _read_all(self) -> None:
+        while (data := await self._context.read()) is not grpc.aio.EOF:
+            await self._room.acquire()
+            self._end.send(link.MESSAGE, self.number, data)
+        self._end.send(link.ALL_SENT, self.number)
+
+    def received(self, frame: Frame) -> None:
+        if frame.kind == link.TAKEN:
+            self._room.release()
+        else:
+            self._responses.put_nowait(frame)
+
+
+async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, _: Any, context: grpc.aio.ServicerContext) -> None:
+    """Has a call of whatever kind answered by another server, message by message.
+
+    Not one that ends before all is sent: instead of the status, grpc.aio's client may have an internal error.
+    """
+    call = elsewhere(timeout=context.time_remaining(), metadata=[
+        pair for pair in context.invocation_metadata() or () if pair[0] not in _OF_THE_CONNECTION])
+    sending = asyncio.ensure_future(_send_all(context, call))
+    try:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            await context.write(response)
+    except grpc.aio.AioRpcError as error:
+        await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+    finally:
+        sending.cancel()
+        call.cancel()
+
+
+async def _send_all(context: grpc.aio.ServicerContext, call: grpc.aio.StreamStreamCall) -> None:
+    try:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            await call.write(data)
+        await call.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        log.debug("a call that was handed on has ended before all was sent: its status says why")

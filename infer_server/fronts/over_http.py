@@ -1,0 +1,69 @@
+"""HTTP in a front: whole requests are handed on as they are read, and decompressed."""
+from __future__ import annotations
+
+import json
+from functools import lru_cache, partial
+from http import HTTPStatus
+from typing import Any
+
+from infer_server.endpoints.http.connection import Exchange
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
+from infer_server.fronts import link
+from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.link import Frame
+
+_KEPT = 1024                    # of what is said beside bodies: clients repeat themselves
+
+
+class HttpCalls:
+    """The handler of a front's HTTP port. Belongs to the event loop."""
+
+    def __init__(self, end: FrontEnd, inflight: HeldElsewhere) -> None:
+        self._end, self._inflight = end, inflight
+        self._exchanges: dict[int, Exchange] = {}           # that are not answered
+
+    def __call__(self, exchange: Exchange) -> None:
+        number, request, client = self._end.next_number(), exchange.request, exchange.held.client
+        self._exchanges[number] = exchange
+        exchange.left = partial(self._leave, number)
+        self._end.send(link.HTTP, number, request.body, about=_about(request),
+                       peer=client.peer().encode() if client else b"", received_ns=request.received_ns)
+
+    def answered(self, frame: Frame) -> None:
+        """Takes a response, or a part of one."""
+        kind, number = frame.kind & ~link.HELD, frame.number
+        exchange = self._exchanges.get(number)
+        if exchange is None:                                # its client has left
+            if kind != frame.kind:
+                self._end.read(number)
+        elif kind == link.BEGIN:
+            exchange.begin(frame.about.decode())
+        elif kind == link.PART:
+            exchange.part(bytes(frame.payload))
+        else:
+            self._forget(number)
+            if kind == link.END:
+                exchange.end()
+                return
+            if kind != frame.kind:
+                self._inflight.held_as(exchange.held, number)
+            status, content_type, headers = _said(frame.about)
+            exchange.respond(HttpResponse((frame.payload,), status, content_type, headers))
+
+    def _leave(self, number: int) -> None:
+        self._forget(number)
+        self._end.send(link.LEFT_HTTP, number)
+
+    def _forget(self, number: int) -> None:
+        self._exchanges.pop(number).left = None
+
+
+def _about(request: HttpRequest) -> bytes:
+    return json.dumps((request.method, request.path, request.version, request.headers), ensure_ascii=False).encode(
+        errors="surrogateescape")
+
+
+@lru_cache(_KEPT)
+def _said(about: bytes) -> tuple[HTTPStatus, str, dict[str, Any]]:
+    status, content_type, headers = json.loads(about)
+    return HTTPStatus(status), content_type, headers

@@ -1,0 +1,120 @@
+"""A front's process: it reads and writes what clients send and get, and knows of no models.
+
+    python -m infer_server.fronts.process DESCRIPTOR        of a Unix socket
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import grpc
+
+from infer_server.endpoints.grpc.aio import aio_server
+from infer_server.endpoints.grpc.fast import FastServer
+from infer_server.endpoints.http.reading import Limits
+from infer_server.fronts import link
+from infer_server.fronts.front_end import FrontEnd, HeldElsewhere, ToLink
+from infer_server.fronts.over_grpc import AioCalls, NativeCalls
+from infer_server.fronts.over_http import HttpCalls
+from infer_server.fronts.settings import FrontSettings
+from infer_server.listeners import Listeners
+from infer_server.process import raise_descriptor_limit, tune_malloc
+
+log = logging.getLogger(__name__)
+
+
+class _Others:
+    """The server behind the fronts, which the engines' process starts and stops (fast.Fallback)."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def start(self) -> str:
+        return self._path
+
+    async def stop(self, grace: float | None) -> None: ...
+
+
+class Front:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.end = FrontEnd(self._begin, self._finish)
+        self.ended = asyncio.Event()
+        self._tasks = set[asyncio.Task[None]]()     # the loop itself keeps none alive
+        self._listeners: Listeners
+
+    def _begin(self, settings: FrontSettings) -> None:
+        self._do(self._listen(settings))
+
+    def _finish(self, answered: bool) -> None:
+        self._do(self._close(answered))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, settings: FrontSettings) -> None:
+        logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())])
+        inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end.read)
+        self._listeners = Listeners(Limits(settings.max_message_bytes, inflight), shares_ports=True)
+        try:
+            if door := settings.http:
+                self.end.exchanges = calls = HttpCalls(self.end, inflight)
+                await self._listeners.listen_http(door.host, door.port, calls, door.tls)
+            if door := settings.grpc:
+                await self._listeners.listen_grpc(self._grpc(settings, inflight), door.host, door.port, door.tls)
+        except OSError as error:
+            self.end.send(link.FAILED, 0, str(error).encode())
+            return
+        self.end.send(link.READY)
+
+    def _grpc(self, settings: FrontSettings, inflight: HeldElsewhere) -> grpc.aio.Server | FastServer:
+        if settings.fast:
+            return FastServer(_Others(settings.others), partial(self._native_calls, settings.tells_metadata),
+                              settings.max_message_bytes, settings.channel, shares_port=True)
+        server = aio_server(settings.max_message_bytes, settings.channel, shares_port=True)
+        self.end.infers = calls = AioCalls(self.end, inflight, self._listeners, settings.others,
+                                           settings.tells_metadata)
+        server.add_generic_rpc_handlers((calls,))
+        return server
+
+    def _native_calls(self, tells_metadata: bool, native: Any) -> NativeCalls:
+        self.end.infers = calls = NativeCalls(native, self.end, tells_metadata)
+        return calls
+
+    async def _close(self, answered: bool) -> None:
+        await self._listeners.close(answered)
+        self.ended.set()
+
+
+async def _serve(connection: socket.socket) -> None:
+    front = Front()
+    await asyncio.get_running_loop().create_unix_connection(lambda: front.end, sock=connection)
+    await front.ended.wait()
+
+
+def main() -> None:
+    # Signals go to all processes of a terminal or of a service: the engines' process says when its fronts are to end.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    tune_malloc()
+    raise_descriptor_limit()
+    work = _serve(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        from uvloop import run
+    except ImportError:
+        asyncio.run(work)
+    else:
+        run(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What a front is told when it starts."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from infer_server.endpoints.tls import Tls
+
+
+@dataclass(frozen=True)
+class Door:
+    """A port, which all fronts share."""
+    host: str
+    port: int
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    grpc: Door | None                   # None: there is no such port
+    http: Door | None
+    others: str                         # the path of the socket where all calls over gRPC but ModelInfer are served
+    max_message_bytes: int
+    max_inflight_bytes: int
+    send_timeout_secs: float
+    fast: bool = False                  # ModelInfer on pygrpc-native
+    tells_metadata: bool = False        # the engines' process asks for what comes beside messages over gRPC
+    channel: Mapping[str, int] = field(default_factory=dict)        # see GrpcSettings
+    log_level: int = 0

@@ -1,0 +1,96 @@
+"""The engines' side of streams of inferences (ModelStreamInfer) that fronts hand on."""
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import grpc
+
+from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.infer import GrpcFront
+from infer_server.endpoints.grpc.stream import infer_stream
+from infer_server.endpoints.inflight import LITTLE_BYTES
+from infer_server.endpoints.restrictions import OF_CALL, Restrictions
+from infer_server.fronts import link
+from infer_server.fronts.link import Frame, Link
+
+
+class Streams:
+    """Of one front. Belongs to the event loop."""
+
+    def __init__(self, front: GrpcFront, restrictions: Restrictions, end: Link) -> None:
+        self._front, self._restrictions, self._end = front, restrictions, end
+        self._open: dict[int, tuple[_Context, asyncio.Task[None]]] = {}
+
+    def received(self, frame: Frame) -> None:
+        if frame.kind == link.STREAM:
+            context = _Context(frame, self._end)
+            self._open[frame.number] = context, asyncio.ensure_future(self._serve(frame.number, context))
+        elif found := self._open.get(frame.number):     # else it has ended
+            context, task = found
+            if frame.kind == link.LEFT_STREAM:
+                task.cancel()
+            else:
+                context.received(frame)
+
+    def leave_all(self) -> None:
+        for _, task in self._open.values():
+            task.cancel()
+
+    async def _serve(self, number: int, context: _Context) -> None:
+        code, details = grpc.StatusCode.OK, ""
+        try:
+            self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.invocation_metadata()).get)
+            await infer_stream(context, self._front)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            code, details = described(error, context.peer())
+        finally:
+            del self._open[number]
+        self._end.send(link.ENDED, number, details.encode(), about=str(code.value[0]).encode())
+
+
+class _Context:
+    """What infer_stream asks of a grpc.aio.ServicerContext."""
+
+    def __init__(self, begun: Frame, end: Link) -> None:
+        self._number, self._end, self._peer = begun.number, end, begun.peer.decode()
+        self._metadata: list[tuple[str, str]] = [(name, value) for name, value in json.loads(begun.about)]
+        self._ends_ns = begun.received_ns + int(begun.remaining_secs * 1e9) if begun.remaining_secs != link.NEVER else 0
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()      # None: there are no more
+        self._unwritten = 0                                                 # of the responses
+        self._written = asyncio.Event()
+
+    def received(self, frame: Frame) -> None:
+        if frame.kind == link.WRITTEN:
+            self._unwritten -= 1
+            self._written.set()
+        else:
+            self._requests.put_nowait(frame.payload if frame.kind == link.MESSAGE else None)
+
+    def peer(self) -> str:
+        return self._peer
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return max(0.0, (self._ends_ns - time.monotonic_ns()) / 1e9) if self._ends_ns else None
+
+    async def read(self) -> object:
+        data = await self._requests.get()
+        if data is None:
+            return grpc.aio.EOF
+        self._end.send(link.TAKEN, self._number)
+        return data
+
+    async def write(self, message: bytes) -> None:
+        """Waits until there is room for more, and a large message until its client takes it: it is counted that
+        long."""
+        self._unwritten += 1
+        self._end.send(link.STREAMED, self._number, message)
+        while self._unwritten > (0 if len(message) > LITTLE_BYTES else link.WINDOW):
+            self._written.clear()
+            await self._written.wait()
