@@ -68,7 +68,8 @@ class Listeners:
 
     def disconnect(self, peer: str) -> None:
         """Ends the connection of a peer as gRPC names it."""
-        disconnect(self._grpc_port, peer)
+        if self._grpc_port:
+            disconnect(self._grpc_port, peer)
 
     async def close(self, answered: bool) -> None:
         """Refuses new connections, waits until answers are sent, and ends the connections. To be called when whatever

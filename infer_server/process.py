@@ -38,9 +38,15 @@ def trim() -> None:
         malloc_trim(0)
 
 
-def resident_bytes() -> int:
-    """Of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(process: str = "self") -> int:
+    """Of this process, or of another by its number, in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_secs(process: str = "self") -> float:
+    """What the threads of this process, or of another, have computed."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def tune_malloc() -> None:

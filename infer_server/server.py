@@ -13,8 +13,9 @@ from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.endpoints.front import Front
+from infer_server.endpoints.grpc.aio import Behind
 from infer_server.endpoints.grpc.infer import GrpcFront
-from infer_server.endpoints.grpc.server import GrpcSettings, create_server
+from infer_server.endpoints.grpc.server import HEADER_PREFIX, GrpcSettings, create_server
 from infer_server.endpoints.http.connection import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
@@ -27,6 +28,8 @@ from infer_server.endpoints.settings import LogSettings, SettingsService
 from infer_server.endpoints.shared_memory import Regions
 from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
+from infer_server.fronts.fronts import Fronts
+from infer_server.fronts.settings import Door, FrontSettings
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
 from infer_server.observing.access_log import AccessLog
@@ -78,6 +81,7 @@ class ServerOptions:
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
+    workers: int = 1                            # processes that read and answer; 1: this one does
     grpc_front: str = "grpcio"                  # or "fast", without TLS: see endpoints/grpc/fast.py
     grpc_tls: Tls | None = None
     http_tls: Tls | None = None
@@ -137,11 +141,14 @@ class Server:
         self._tracer = Tracer(options.tracing) if options.tracing else None
         log_of = AccessLog(options.access_log) if options.access_log else None
         self._front = Front(Inferences(self.repository, log_of, self._tracer), self._inflight, regions, on_demand)
-        self._grpc = create_server(
-            self._service, GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect), self.lifecycle,
-            GrpcSettings(options.max_message_bytes, options.grpc_channel, options.grpc_secrets,
-                         fast=options.grpc_front == "fast" and options.grpc_tls is None,
-                         reflection=options.grpc_reflection))
+        front = GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect)
+        self._is_fast = options.grpc_front == "fast" and options.grpc_tls is None
+        self._has_fronts = options.workers > 1
+        self._grpc = create_server(self._service, front, self.lifecycle, GrpcSettings(
+            options.max_message_bytes, {} if self._has_fronts else options.grpc_channel, options.grpc_secrets,
+            fast=self._is_fast and not self._has_fronts, reflection=options.grpc_reflection))
+        self._fronts = Fronts(options.workers, Behind(self._grpc), front, Restrictions(
+            options.grpc_secrets, HEADER_PREFIX)) if self._has_fronts else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
@@ -152,12 +159,15 @@ class Server:
         """
         options = self._options
         routes = server_routes(self._service, self._front, self.repository, self.lifecycle,
-                               Restrictions(options.http_secrets))
-        http = await self._listen_http("http", options.http_port, routes, options.http_tls)
-        metrics_port = await self._listen_http(
-            "metrics", options.metrics_port, metrics_routes(self.repository, options.metrics, self._custom_metrics))
-        grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
-            self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
+                               Restrictions(options.http_secrets), options.workers)
+        metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
+            self.repository, options.metrics, self._custom_metrics, self._fronts.processes if self._fronts else dict))
+        if self._fronts:
+            grpc, http = await self._fronts.start(self._of_fronts(), routes)
+        else:
+            http = await self._listen_http("http", options.http_port, routes, options.http_tls)
+            grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
+                self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
         self._loading = asyncio.create_task(self._load())
         return Ports(grpc, http, metrics_port)
 
@@ -186,6 +196,10 @@ class Server:
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
+        if self._fronts:
+            if answered:
+                await self._inflight.wait_sent(SENDING_SECS)        # streams, to the fronts that hand them on
+            await self._fronts.close(answered)
         await self._listeners.close(answered)
         if self._tracer:
             with suppress(TimeoutError):
@@ -206,6 +220,18 @@ class Server:
             self.lifecycle.enter(ServerPhase.READY)
         if self._poller:
             self._polling = asyncio.create_task(self._poller.run())
+
+    def _of_fronts(self) -> FrontSettings:
+        options = self._options
+
+        def door(what: str, port: int, tls: Tls | None) -> Door | None:
+            return None if what in options.closed else Door(self._host(what), port, tls)
+
+        return FrontSettings(
+            door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
+            options.max_message_bytes, options.max_inflight_bytes, options.send_timeout_secs, self._is_fast,
+            self._tracer is not None or "inference" in options.grpc_secrets, options.grpc_channel,
+            log.getEffectiveLevel())
 
     def _host(self, what: str) -> str:
         return self._options.hosts.get(what, self._options.host)

@@ -162,8 +162,8 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_repositories=tuple(parsed.model_repository), cache_dir=parsed.cache_dir, host=parsed.host.strip("[]"),
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
-        grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores, kind_gpu=parsed.kind_gpu,
-        kind_auto=parsed.kind_auto, name=parsed.id,
+        workers=parsed.workers, grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores,
+        kind_gpu=parsed.kind_gpu, kind_auto=parsed.kind_auto, name=parsed.id,
         response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
             parsed.response_cache_byte_size),
         explicit_control=parsed.model_control_mode == "explicit", repository_cache=parsed.repository_cache,
@@ -209,6 +209,9 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
                                                                                    "(default %(default)s)")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N",
+                        help="processes that read requests and write answers, beside the one that executes models "
+                             "where there is more than one; see docs/serving.md (default %(default)s)")
     parser.add_argument("--grpc-front", choices=("grpcio", "fast"), default="grpcio",
                         help="what serves gRPC: grpcio, or pygrpc-native for inference without TLS (pip install "
                              "'infer-server[fast]'; see docs/serving.md) (default %(default)s)")

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_COPIES = 2              # ours, and the one that gRPC sends from
 _MUCH_BYTES = 64 << 20          # worth being given back to the system ...
-_LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
+LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
 _QUIET_SECS = 1.0               # ... for so long
 _LOOKING_SECS = 20.0            # between two looks at what is left by messages that no call came of
 
@@ -78,7 +78,7 @@ class Inflight:
         """To be called when an answer of so many bytes is handed to the transport: its client must read it in
         time."""
         self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
-        if call.held_bytes > _LITTLE_BYTES:     # what is smaller is sent whether it is read or not
+        if call.held_bytes > LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
 
     def hold(self, call: OpenCall, count: int) -> None:
@@ -104,7 +104,7 @@ class Inflight:
         call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()
-        if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= _LITTLE_BYTES and not self._trimming:
+        if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= LITTLE_BYTES and not self._trimming:
             self._trimming = self._loop.call_later(_QUIET_SECS, self._trim)
 
     def _give_up(self, call: OpenCall) -> None:
@@ -115,7 +115,7 @@ class Inflight:
 
     def _trim(self) -> None:
         self._trimming = None
-        if self.held_bytes <= _LITTLE_BYTES:
+        if self.held_bytes <= LITTLE_BYTES:
             self._peak_bytes = self.held_bytes
             self._giving_back = self._loop.create_task(self._give_back())
 

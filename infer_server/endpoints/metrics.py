@@ -6,7 +6,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -63,10 +63,10 @@ class _Seen(NamedTuple):
 
 class Metrics:
     def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None,     # noqa: B008
-                 custom: CustomMetrics | None = None) -> None:
-        """gpus: None: those of this machine. custom: those that Python models make."""
+                 custom: CustomMetrics | None = None, fronts: Callable[[], Mapping[str, int]] = dict) -> None:
+        """gpus: None: those of this machine. custom: those that Python models make. fronts: see Machine."""
         self._settings, self._custom = settings, custom or CustomMetrics()
-        self._machine = Machine()
+        self._machine = Machine(fronts)
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
     async def render(self, models: Iterable[Model]) -> str:
@@ -83,9 +83,9 @@ class Metrics:
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
         if self._settings.cpu:
-            for name, text, value in self._machine.gauges():
+            for name, text, samples in self._machine.gauges():
                 kind = "counter" if name.endswith("_total") else "gauge"
-                lines += _family(name, kind, text, [("", value)])
+                lines += _family(name, kind, text, samples.items())
         for name, text, values in of_gpus:
             lines += _family(name, "counter" if name in COUNTERS else "gauge", text,
                              ((f'gpu_uuid="{_escaped(uuid)}"', value) for uuid, value in values.items()))

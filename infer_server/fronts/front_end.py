@@ -14,6 +14,8 @@ from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
 from infer_server.fronts.settings import FrontSettings
 
+_FIRST = 1 << 62                # pygrpc-native counts from 0
+
 
 class Infers(Protocol):
     """What the answers of inference over gRPC are told."""
@@ -60,9 +62,10 @@ class FrontEnd(Link):
         """start: is given the settings, once; drain: whether all that was accepted is answered, once."""
         super().__init__()
         self._start, self._drain = start, drain
-        self._numbers = count(1)
+        self._numbers = count(_FIRST)
 
     def next_number(self) -> int:
+        """A number for a call that has none."""
         return next(self._numbers)
 
     def read(self, number: int) -> None:

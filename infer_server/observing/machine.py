@@ -1,38 +1,59 @@
-"""CPU and memory of the machine, under Triton's names, and of this process, as Linux tells them under /proc."""
+"""CPU and memory of the machine, under Triton's names, and of the server's processes, as Linux has them in /proc."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from infer_server.process import resident_bytes
+from infer_server.process import cpu_secs, resident_bytes
 
 _PROC = Path("/proc")
 _IDLE = (3, 4)                  # columns of /proc/stat: idle, and waiting for a disk
 _KIB = 1024
+_OF_PROCESSES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
+    ("process_cpu_seconds_total", "CPU time of this server, in seconds", cpu_secs),
+    ("process_resident_memory_bytes", "Memory of this server, in bytes", resident_bytes),
+    ("process_open_fds", "Open files and sockets of this server",
+     lambda process: len(os.listdir(_PROC / process / "fd"))),
+)
+
+Samples = Mapping[str, float]   # by labels
 
 
 class Machine:
     """Utilisation is that since it was asked for last."""
 
-    def __init__(self) -> None:
+    def __init__(self, fronts: Callable[[], Mapping[str, int]] = dict) -> None:
+        """fronts: the numbers of the processes that read and answer for this one, by their names."""
+        self._fronts = fronts
         self._ticks = _ticks()
 
-    def gauges(self) -> Iterator[tuple[str, str, float]]:
-        """Name, meaning, value; nothing where there is no /proc."""
+    def gauges(self) -> Iterator[tuple[str, str, Samples]]:
+        """Name, meaning, values; nothing where there is no /proc."""
         before, self._ticks = self._ticks, _ticks()
         busy, every = (now - then for now, then in zip(self._ticks, before, strict=True))
         if self._ticks == (0, 0):
             return
-        yield "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", busy / every if every else 0.0
+        yield "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", {"": busy / every if every else 0.0}
         memory = _memory()
         total = memory.get("MemTotal", 0)
-        yield "nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total
-        yield "nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", total - memory.get("MemAvailable", total)
-        times = os.times()
-        yield "process_cpu_seconds_total", "CPU time of this server, in seconds", times.user + times.system
-        yield "process_resident_memory_bytes", "Memory of this server, in bytes", resident_bytes()
-        yield "process_open_fds", "Open files and sockets of this server", len(os.listdir(_PROC / "self" / "fd"))
+        yield "nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", {"": total}
+        yield "nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", {
+            "": total - memory.get("MemAvailable", total)}
+        # Each process by itself: a sum would fall when one ends, which is no counter.
+        fronts = {f'process="{name}"': str(number) for name, number in self._fronts().items()}
+        processes = {'process="engines"': "self", **fronts} if fronts else {"": "self"}
+        for name, text, of in _OF_PROCESSES:
+            yield name, text, {labels: value for labels, process in processes.items()
+                               if (value := _or_none(of, process)) is not None}
+
+
+def _or_none(of: Callable[[str], float], process: str) -> float | None:
+    """None: the process has ended."""
+    try:
+        return of(process)
+    except OSError:
+        return None
 
 
 def _ticks() -> tuple[int, int]:

@@ -19,9 +19,11 @@ from infer_server.server import Ports, Server, ServerOptions
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
-# What serves gRPC, as parameters of tests and of fixtures.
-FRONTS = ("grpcio", pytest.param("fast", marks=pytest.mark.skipif(
-    importlib.util.find_spec("pygrpc_native") is None, reason="pygrpc-native is not installed")))
+# What serves gRPC, as parameters of tests and of fixtures; and the same in processes of their own.
+_IF_INSTALLED = pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is None,
+                                   reason="pygrpc-native is not installed")
+FRONTS = ("grpcio", pytest.param("fast", marks=_IF_INSTALLED))
+WORKERS = ("grpcio, 2 workers", pytest.param("fast, 2 workers", marks=_IF_INSTALLED))
 DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0}        # where a test says nothing else
 
 
@@ -72,9 +74,10 @@ class RunningServer:
 
 
 def options(repository: Path, **given: Any) -> ServerOptions:
-    return ServerOptions(
-        cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
-        **{"model_repositories": (repository,), **DEFAULTS, **given})
+    given = {"model_repositories": (repository,), **DEFAULTS, **given}
+    front, _, workers = given.pop("grpc_front", "grpcio").partition(", ")       # of FRONTS or WORKERS
+    return ServerOptions(cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
+                         **{"grpc_front": front, "workers": int(workers.removesuffix(" workers") or 1), **given})
 
 
 @contextmanager

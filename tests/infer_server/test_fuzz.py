@@ -8,10 +8,10 @@ import pytest
 
 from scripts.fuzz import MODEL, fuzz
 from tests.infer_server.numpy_engine import write_model
-from tests.infer_server.serving import FRONTS, serving
+from tests.infer_server.serving import FRONTS, WORKERS, serving
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_what_is_no_message_is_refused_over_both_protocols(tmp_path: Path, front: str) -> None:
     write_model(tmp_path, MODEL)
     with serving(tmp_path, allow_client_shm=True, grpc_front=front) as server:

@@ -24,7 +24,7 @@ from scripts.stress import INFER, ask_on, request
 from tests.infer_server.endpoints.test_serving import eventually, executions, infer
 from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import FRONTS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 VALUES = 512 << 10                              # of an input, and of an answer: 2 MiB
 ONE_CALL = 3 * 4 * VALUES                       # what the server counts: an input, and an answer twice
@@ -160,7 +160,7 @@ def test_a_refused_request_is_let_go_of_at_once() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_an_idle_server_keeps_nothing_of_the_last_request(front: str, tmp_path: Path) -> None:
     values = 4 << 20
     write_model(tmp_path, "large", shape=[values], max_batch=1)

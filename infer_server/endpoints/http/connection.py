@@ -40,11 +40,24 @@ class _Waiting(NamedTuple):
     keep_alive: bool
 
 
+class Connection(Protocol):
+    """Where requests come from: HttpConnection."""
+    exchange: Exchange | None           # that is being answered
+
+    def respond(self, exchange: Exchange, response: HttpResponse) -> None: ...
+
+    def begin(self, content_type: str, chunked: bool) -> None: ...
+
+    def part(self, piece: bytes) -> None: ...
+
+    def end(self, exchange: Exchange) -> None: ...
+
+
 class Exchange:
     """A request and its response. Belongs to the event loop."""
     __slots__ = ("request", "held", "_connection", "left")
 
-    def __init__(self, connection: HttpConnection, request: HttpRequest, held: OpenCall) -> None:
+    def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
         self.request, self.held, self._connection = request, held, connection
         self.left: Callable[[], None] | None = None     # called if the client goes away before there is a response
 

@@ -322,7 +322,7 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
     if size is None or size > len(request.body):
         raise InvalidRequestError(f"Inference-Header-Content-Length '{length}' is not within the body of "
                                   f"{len(request.body)} bytes")
-    head = request.body[:size]
+    head = bytes(request.body[:size])
     return (_kept_form(head) if size <= KEPT_BYTES else Form(_object(parsed(head), "the request")),
             memoryview(request.body)[size:])
 

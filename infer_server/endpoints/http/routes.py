@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 
@@ -34,12 +34,12 @@ _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 
 def server_routes(service: Service, front: Front, repository: Repository, lifecycle: Lifecycle,
-                  restrictions: Restrictions) -> Handler:
-    """The HTTP port: inference, and all that is asked of models, the repository and the server."""
+                  restrictions: Restrictions, workers: int = 1) -> Handler:
+    """The HTTP port: inference, and all that is asked of the server. workers: processes that read and answer."""
     pages = ModelPages(service.models, repository)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
-        ("statistics", "GET", r"/", StatusPage(repository, lifecycle).page),
+        ("statistics", "GET", r"/", StatusPage(repository, lifecycle, workers).page),
         ("metadata", "GET", r"/v2/?", pages.server),
         ("health", "GET", r"/v2/health/live", pages.live),
         ("health", "GET", r"/v2/health/ready", pages.ready),
@@ -85,9 +85,10 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
     return handle
 
 
-def metrics_routes(repository: Repository, settings: MetricsSettings, custom: CustomMetrics) -> Handler:
-    """The metrics port."""
-    metrics = Metrics(settings, custom=custom)
+def metrics_routes(repository: Repository, settings: MetricsSettings, custom: CustomMetrics,
+                   fronts: Callable[[], Mapping[str, int]]) -> Handler:
+    """The metrics port. fronts: see Machine."""
+    metrics = Metrics(settings, custom=custom, fronts=fronts)
 
     async def page(_: HttpRequest) -> HttpResponse:
         return HttpResponse(((await metrics.render(repository.models())).encode(),), content_type=CONTENT_TYPE)

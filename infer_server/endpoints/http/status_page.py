@@ -38,8 +38,8 @@ class _Look:
 class StatusPage:
     """Rates are those since the page was last made."""
 
-    def __init__(self, repository: Repository, lifecycle: Lifecycle) -> None:
-        self._repository, self._lifecycle = repository, lifecycle
+    def __init__(self, repository: Repository, lifecycle: Lifecycle, workers: int) -> None:
+        self._repository, self._lifecycle, self._workers = repository, lifecycle, workers
         self._started = time.monotonic()
         self._looks: dict[tuple[str, int], _Look] = {}
 
@@ -50,7 +50,8 @@ class StatusPage:
         state = "ready" if self._lifecycle.ready else f"not ready ({self._lifecycle.phase.value})"
         body = "\n".join((
             f"<h1>{NAME} {VERSION}</h1>",
-            f"<p>{state}; up for {_duration(time.monotonic() - self._started)}</p>",
+            f"<p>{state}; up for {_duration(time.monotonic() - self._started)}"
+            f"{f'; {self._workers} workers read and answer' if self._workers > 1 else ''}</p>",
             *_table(("model", "version", "state", "instances", "loaded in", "waiting", "requests/s", "items/s", "p50",
                      "p90", "p99", "answered", "failed"), self._rows(index, models, counters)),
             *(line for model in models for line in _batches(model, counters[model.name, model.version]))))

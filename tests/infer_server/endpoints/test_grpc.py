@@ -12,10 +12,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import FRONTS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 
-@pytest.fixture(scope="module", params=FRONTS)
+@pytest.fixture(scope="module", params=FRONTS + WORKERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")

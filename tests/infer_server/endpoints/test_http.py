@@ -27,13 +27,13 @@ from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 X = np.array([[1, 2, 3, 4]], np.float32)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=("grpcio", WORKERS[0]))
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
     write_model(repository, "two", kind="two", shape=[2, 3])
@@ -45,7 +45,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "gated", gate="http")
     write_model(repository, "a model")
     (write_model(repository, "corrupt") / "1" / "model.plan").write_bytes(b"\0not a plan")
-    with serving(repository, max_message_bytes=1 << 21, explicit_control=True, load_models=None) as running:
+    with serving(repository, max_message_bytes=1 << 21, explicit_control=True, load_models=None,
+                 grpc_front=request.param) as running:
         yield running
 
 

@@ -21,12 +21,12 @@ import protos
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import FRONTS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 SECRET = parsed([f"{','.join(CATEGORIES)}:key=sesame"])
 
 
-@pytest.fixture(scope="module", params=FRONTS)
+@pytest.fixture(scope="module", params=FRONTS + WORKERS)
 def restricted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "m")

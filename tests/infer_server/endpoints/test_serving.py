@@ -28,13 +28,13 @@ from infer_server.batching.statistics import Counters, Failure
 from infer_server.server import Server
 from protos import health
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
-from tests.infer_server.serving import DEFAULTS, FRONTS, RunningServer, options, serving
+from tests.infer_server.serving import DEFAULTS, FRONTS, WORKERS, RunningServer, options, serving
 
 ONE = np.ones((1, 4), np.float32)
 GROWING_SECS = (0.3, 3.0, 30.0)     # deadlines of requests that must reach a model before: the first that is enough
 
 
-@pytest.fixture(params=FRONTS, autouse=True)
+@pytest.fixture(params=FRONTS + WORKERS, autouse=True)
 def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What serves gRPC in the tests of this module."""
     monkeypatch.setitem(DEFAULTS, "grpc_front", request.param)

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
-from tests.infer_server.serving import FRONTS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 COUNT = """
 import numpy as np
@@ -42,7 +42,7 @@ output [ { name: "i" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 
 
-@pytest.fixture(scope="module", params=FRONTS)
+@pytest.fixture(scope="module", params=FRONTS + WORKERS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
@@ -133,7 +133,7 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_client_that_does_not_read_its_stream_is_disconnected(
         front: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = 8

@@ -1,0 +1,238 @@
+"""Several processes that read and answer, over one that executes: real processes, sockets and clients. What every front
+has to do, the tests of endpoints ask of these, too."""
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from infer_server.fronts.fronts import Fronts
+from infer_server.fronts.ports import Reserved
+from infer_server.server import Server
+from tests.infer_server.cli.test_serve import process
+from tests.infer_server.endpoints.test_serving import eventually, scrape
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
+from tests.infer_server.serving import WORKERS, RunningServer, options, serving
+
+SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
+
+
+def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m") -> np.ndarray:
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    y: np.ndarray = client.infer(model, [tensor]).as_numpy("y")
+    return y
+
+
+def fronts(server: RunningServer) -> Fronts:
+    assert server.server._fronts
+    return server.server._fronts
+
+
+def pids(server: RunningServer) -> set[int]:
+    return set(fronts(server).processes().values())
+
+
+def open_calls(server: RunningServer) -> list[int]:
+    """That each front has handed on and waits for."""
+    return [len(front._end._infers._answers) for front in fronts(server)._fronts]
+
+
+@contextmanager
+def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
+    """Requests of clients on all fronts, behind one that a closed gate holds: the number that each sent, and its
+    answer."""
+    asked: list[tuple[float, Future[np.ndarray]]] = []
+    with ExitStack() as stack:
+        while len(asked) < SOME or 0 in open_calls(server):
+            # a channel of its own: others share their connections
+            client = stack.enter_context(triton.InferenceServerClient(
+                server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)]))
+            x = np.full((1, 4), len(asked), np.float32)
+            asked.append((x[0, 0], pool.submit(infer, client, x)))
+            assert eventually(lambda: sum(open_calls(server)) == len(asked))
+        yield asked
+
+
+@pytest.mark.parametrize("front", WORKERS)
+def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "m", gate="fronts", max_batch=64)
+    with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
+        with GATES["fronts"].closed(), waiting(server, pool) as asked:
+            assert all(open_calls(server))
+            GATES["fronts"].let_one_through()
+            assert GATES["fronts"].holds(1)
+            GATES["fronts"].let_one_through()
+            for number, answer in asked:
+                assert (answer.result(TIMEOUT_SECS) == 2 * number + 1).all()
+        counters = server.server.repository.find("m").statistics.snapshot()
+        assert (counters.execution_count, counters.inference_count) == (2, len(asked))
+
+
+@pytest.mark.parametrize("front", WORKERS)
+def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(front: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "m", gate="killed", max_batch=1)
+    with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
+        model, before = server.server.repository.find("m"), pids(server)
+        with GATES["killed"].closed(), waiting(server, pool) as asked:
+            assert GATES["killed"].holds(1)
+            lost, kept = open_calls(server)
+            os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
+            assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
+            assert eventually(lambda: model.pending in (kept - 1, kept)), "what nobody waits for is not executed"
+            for _ in range(kept + 1):
+                GATES["killed"].let_one_through()
+            errors = [error for _, answer in asked if (error := answer.exception(TIMEOUT_SECS))]
+        assert [type(error) for error in errors] == [InferenceServerException] * lost
+        assert {error.status() for error in errors} == {"StatusCode.UNAVAILABLE"}
+        assert eventually(lambda: sum(model.statistics.snapshot().failures.values()) == lost)
+        assert eventually(lambda: len(pids(server)) == 2 and pids(server) != before and not any(open_calls(server)))
+        with triton.InferenceServerClient(server.address) as client:
+            assert infer(client, np.ones((1, 4), np.float32)).all()
+
+
+def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    with process(tmp_path, "--workers", "2") as (running, _):
+        children = children_of(running.pid)
+        assert len(children) == 2
+        running.kill()
+        assert eventually(lambda: not any(is_alive(child) for child in children))
+
+
+def children_of(pid: int) -> list[int]:
+    """Of whichever of its threads."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_signal_to_all_processes_ends_them_in_order(tmp_path: Path) -> None:
+    """As a terminal and a service manager send it."""
+    with process(tmp_path, "--workers", "2") as (running, address):
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+        for pid in [*children_of(running.pid), running.pid]:
+            os.kill(pid, signal.SIGTERM)
+        assert running.wait(TIMEOUT_SECS) == 0
+
+
+@pytest.mark.parametrize("front", WORKERS)
+def test_large_tensors_pass_whole(front: str, tmp_path: Path) -> None:
+    """More than any buffer of the sockets between the processes, both ways and several at a time."""
+    values = 1 << 20
+    write_model(tmp_path, "m", kind="echo", shape=[values], max_batch=2)
+    with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(8) as pool:
+        def over_grpc(seed: int) -> bool:
+            x = np.random.default_rng(seed).random((1, values), np.float32)
+            with triton.InferenceServerClient(server.address) as client:
+                return bool((infer(client, x) == x).all())
+
+        def over_http(seed: int) -> bool:
+            x = np.random.default_rng(seed).random((1, values), np.float32)
+            tensor = triton_http.InferInput("x", [1, values], "FP32")
+            tensor.set_data_from_numpy(x)
+            with triton_http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
+                return bool((client.infer("m", [tensor]).as_numpy("y") == x).all())
+
+        assert all(pool.map(lambda seed: (over_grpc, over_http)[seed % 2](seed), range(8)))
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+@pytest.mark.parametrize("front", WORKERS)
+def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> None:
+    values = 1 << 16
+    write_model(tmp_path, "m", gate="held", shape=[values], max_batch=1)
+    with (serving(tmp_path, grpc_front=front, max_inflight_bytes=12 * values * SOME) as server,
+          ThreadPoolExecutor(4 * SOME) as pool, ExitStack() as stack):
+        clients = [stack.enter_context(triton.InferenceServerClient(
+            server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)])) for _ in range(4 * SOME)]
+        with GATES["held"].closed():
+            answers = [pool.submit(infer, client, np.ones((1, values), np.float32)) for client in clients]
+            assert eventually(lambda: sum(answer.done() for answer in answers) >= 3 * SOME)
+        errors = [error for answer in answers if (error := answer.exception(TIMEOUT_SECS))]
+        assert {error.status() for error in errors} == {"StatusCode.RESOURCE_EXHAUSTED"}        # type: ignore[attr-defined]
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: Path) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
+            for workers in (1, 2):
+                done = subprocess.run(
+                    [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+                     "--workers", str(workers), "--metrics-port", "0",
+                     "--grpc-port", str(taken.get("grpc_port", 0)), "--http-port", str(taken.get("http_port", 0))],
+                    capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
+                assert done.returncode == 1
+                assert f"cannot listen on 127.0.0.1:{next(iter(taken.values()))}" in done.stderr
+        with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS):
+            assert len(pids(server)) == 2
+
+
+def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"", timeout=TIMEOUT_SECS)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path: Path) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        text = scrape(server)
+        for family in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+            assert [line.split("}")[0] for line in text.splitlines() if line.startswith(f"{family}{{")] == [
+                f'{family}{{process="{name}"' for name in ("engines", "front 0", "front 1")]
+        with urlopen(f"http://127.0.0.1:{server.ports.http}/", timeout=TIMEOUT_SECS) as page:
+            assert b"2 workers" in page.read()
+    with serving(tmp_path) as server:
+        assert "\nprocess_open_fds " in scrape(server)
+
+
+def test_a_front_knows_of_no_models() -> None:
+    code = ("import sys, infer_server.fronts.process\n"
+            "print(sorted({name.split('.')[0] for name in sys.modules} & {'engines', 'llvmlite', 'onnx', 'numpy'}))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          timeout=TIMEOUT_SECS)
+    assert done.stdout == "[]\n"
+
+
+def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        class Taken(Reserved):
+            def __init__(self, host: str, port: int) -> None:
+                super().__init__(host, port)
+                self.port = other.getsockname()[1]
+
+        async def start() -> Fronts | None:
+            server = Server(options(tmp_path, workers=2), load_numpy_engine)
+            with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{other.getsockname()[1]}"):
+                await server.start()
+            await server._listeners.close(answered=True)
+            return server._fronts
+
+        monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
+        started = asyncio.run(start())
+    assert started and not any(is_alive(pid) for pid in started.processes().values())
