@@ -121,14 +121,18 @@ class EngineEnd(Link):
                 exchange.left = None
 
     def responded(self, number: int, exchange: Exchange, response: HttpResponse) -> None:
-        del self._exchanges[number]
+        self._forget(number, exchange)
         about = _about(response.status, response.content_type, tuple(response.headers.items()))
         self.send(link.RESPONSE | self.held(number, exchange.held), number, *response.body, about=about)
 
     def ended(self, number: int, exchange: Exchange) -> None:
-        del self._exchanges[number]
+        self._forget(number, exchange)
         self._inflight.end(exchange.held)
         self.send(link.END, number)
+
+    def _forget(self, number: int, exchange: Exchange) -> None:
+        del self._exchanges[number]
+        exchange.left = None                    # which refers to it: memory would wait for the cycle collector
 
 
 class _InferCalls(InferCalls):
