@@ -1,4 +1,4 @@
-"""HTTP in a front: whole requests are handed on as they are read, and decompressed."""
+"""HTTP in a front: whole requests are handed on, decompressed, and their tensors as bytes."""
 from __future__ import annotations
 
 import json
@@ -10,6 +10,7 @@ from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.json_requests import with_bytes
 from infer_server.fronts.link import Frame
 
 _KEPT = 1024                    # of what is said beside bodies: clients repeat themselves
@@ -23,7 +24,7 @@ class HttpCalls:
         self._exchanges: dict[int, Exchange] = {}           # that are not answered
 
     def __call__(self, exchange: Exchange) -> None:
-        number, request, client = self._end.next_number(), exchange.request, exchange.held.client
+        number, request, client = self._end.next_number(), with_bytes(exchange.request), exchange.held.client
         self._exchanges[number] = exchange
         exchange.left = partial(self._leave, number)
         self._end.send(link.HTTP, number, request.body, about=_about(request),

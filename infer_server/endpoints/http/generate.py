@@ -20,10 +20,11 @@ from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.infer import NO_JSON, HttpReply, flat, from_json, to_json
+from infer_server.endpoints.http.infer import HttpReply
 from infer_server.endpoints.http.messages import HttpResponse, error_text, member
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.protocol.codec import InputTensor
+from infer_server.protocol.json_tensors import NO_JSON, flat, from_json, to_json
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 from infer_server.serving import Call, Served

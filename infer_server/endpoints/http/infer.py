@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
@@ -26,20 +25,16 @@ from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, w
 from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.codec import (
-    MAX_RANK,
     InputTensor,
     declared_inputs,
     encode_raw,
     from_raw,
-    narrowed,
-    object_array,
-    shaped,
 )
+from infer_server.protocol.json_tensors import NO_JSON, from_json, to_json
 from infer_server.protocol.parameters import Parameters, digits
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.serving import Call, Served
 
-NO_JSON = ("FP16", "BF16")                         # datatypes
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
 
 
@@ -268,48 +263,6 @@ def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResp
         {"name": output.spec.name, "datatype": output.datatype.name, "shape": shape,
          "parameters": {"binary_data_size": math.prod(shape) * output.datatype.array.itemsize}}
         for output, shape in zip(encoder.outputs, shapes, strict=True)], {}, is_binary=True)
-
-
-# ---- tensors as JSON
-def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
-    """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
-    datatype = tensor.datatype
-    if datatype.name in NO_JSON:
-        raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
-    if not isinstance(data, list):
-        raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
-    values = flat(data)
-    count = math.prod(tensor.shape)
-    if len(values) != count:
-        raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
-    kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
-    if others := set(map(type, values)) - kinds.get(datatype.array.kind, {int}):
-        raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")
-    if datatype.name == "BYTES":
-        return shaped(tensor, object_array([value.encode() for value in values]))
-    try:
-        if datatype.array.kind in "iu":
-            return narrowed(tensor, np.array(values, np.uint64 if datatype.name == "UINT64" else np.int64))
-        return shaped(tensor, np.array(values, datatype.array))
-    except OverflowError as error:
-        raise InvalidRequestError(f"{tensor}: a value is outside of what {datatype.name} holds") from error
-
-
-def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
-    """The elements in one list."""
-    if datatype == "BYTES":
-        return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.flat]
-    values: list[Any] = array.reshape(-1).tolist()
-    return values
-
-
-def flat(data: list[Any]) -> list[Any]:
-    """A nested list as one. Raises InvalidRequestError: it is nested deeper than any tensor."""
-    for _ in range(MAX_RANK):
-        if not any(isinstance(value, list) for value in data):
-            return data
-        data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
-    raise InvalidRequestError(f"'data': lists within lists, more than {MAX_RANK} deep")
 
 
 # ---- the message

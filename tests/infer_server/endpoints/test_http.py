@@ -20,11 +20,11 @@ from tritonclient.utils import InferenceServerException
 
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.infer import from_json
 from infer_server.endpoints.http.messages import HttpRequest
 from infer_server.errors import InvalidRequestError
 from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
+from infer_server.protocol.json_tensors import from_json
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving

@@ -3,6 +3,7 @@ has to do, the tests of endpoints ask of these, too."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import grpc
@@ -21,6 +24,8 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.fronts import link
+from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.ports import Reserved
 from infer_server.server import Server
@@ -236,3 +241,46 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
         monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
         started = asyncio.run(start())
     assert started and not any(is_alive(pid) for pid in started.processes().values())
+
+
+def json_bodies() -> Iterator[dict[str, Any]]:
+    """Requests of more JSON than is worth handing on as it is: right ones, and one for each thing that may be wrong."""
+    x = {"name": "x", "datatype": "FP32", "shape": [2, 512], "data": [i / 8 for i in range(1024)]}
+    yield {"inputs": [x]}
+    yield {"id": "é", "inputs": [{**x, "data": [x["data"][:512], x["data"][512:]]}], "parameters": {"priority": 0},
+           "outputs": [{"name": "y"}]}
+    yield {"inputs": [{**x, "parameters": {}}], "outputs": [{"name": "y", "parameters": {"classification": 2}}]}
+    for wrong in ({"data": x["data"][1:]}, {"data": [*x["data"][1:], "1"]}, {"data": [*x["data"][1:], [[[1.5]]] * 2]},
+                  {"datatype": "INT32"}, {"datatype": "FP23"}, {"datatype": "FP16"}, {"shape": [2, "512"]},
+                  {"shape": [-2, -512]}, {"shape": [1, 512]}, {"name": "z"}, {"name": 3}, {"parameters": []},
+                  {"parameters": {"binary_data_size": 4}}, {"parameters": {"shared_memory_region": "r"}}):
+        yield {"inputs": [{**x, **wrong}]}
+    yield {"inputs": [x, x]}
+    yield {"inputs": {"x": x}}
+    yield {"inputs": [x], "outputs": [{"name": "nothing"}]}
+
+
+def test_tensors_as_json_are_answered_as_by_one_process_and_read_in_the_front(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, "m", shape=[512])
+    handed_on: list[int] = []
+    take = EngineEnd.received
+    monkeypatch.setattr(EngineEnd, "received", lambda end, frame: (
+        handed_on.append(len(frame.payload)) if frame.kind == link.HTTP else None, take(end, frame))[1])
+    bodies = [json.dumps(body) for body in json_bodies()]
+
+    def answers(front: str) -> list[tuple[int, bytes]]:
+        with serving(tmp_path, grpc_front=front) as server:
+            connection = HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
+            with closing(connection):
+                found = []
+                for body in bodies:
+                    connection.request("POST", "/v2/models/m/infer", body)
+                    response = connection.getresponse()
+                    found.append((response.status, response.read()))
+                return found
+
+    expected = answers("grpcio")
+    assert [status for status, _ in expected] == [200] * 3 + [400] * (len(bodies) - 3)
+    assert answers(WORKERS[0]) == expected
+    assert all(size < 4 * 1024 + 300 < len(body) for size, body in zip(handed_on[:3], bodies[:3], strict=True))

@@ -1,0 +1,54 @@
+"""Tensors as JSON <-> ndarrays."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.errors import InvalidRequestError
+from infer_server.protocol.codec import MAX_RANK, InputTensor, narrowed, object_array, shaped
+
+NO_JSON = ("FP16", "BF16")                         # datatypes
+
+
+def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
+    """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
+    datatype = tensor.datatype
+    if datatype.name in NO_JSON:
+        raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
+    if not isinstance(data, list):
+        raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
+    values = flat(data)
+    count = math.prod(tensor.shape)
+    if len(values) != count:
+        raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
+    kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
+    if others := set(map(type, values)) - kinds.get(datatype.array.kind, {int}):
+        raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")
+    if datatype.name == "BYTES":
+        return shaped(tensor, object_array([value.encode() for value in values]))
+    try:
+        if datatype.array.kind in "iu":
+            return narrowed(tensor, np.array(values, np.uint64 if datatype.name == "UINT64" else np.int64))
+        return shaped(tensor, np.array(values, datatype.array))
+    except OverflowError as error:
+        raise InvalidRequestError(f"{tensor}: a value is outside of what {datatype.name} holds") from error
+
+
+def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
+    """The elements in one list."""
+    if datatype == "BYTES":
+        return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.flat]
+    values: list[Any] = array.reshape(-1).tolist()
+    return values
+
+
+def flat(data: list[Any]) -> list[Any]:
+    """A nested list as one. Raises InvalidRequestError: it is nested deeper than any tensor."""
+    for _ in range(MAX_RANK):
+        if not any(isinstance(value, list) for value in data):
+            return data
+        data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
+    raise InvalidRequestError(f"'data': lists within lists, more than {MAX_RANK} deep")
