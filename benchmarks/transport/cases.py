@@ -30,6 +30,7 @@ class Case:
     protocol: str
     at_a_time: int
     shared: bool = False                # the input lies in system shared memory
+    as_json: bool = False               # it is numbers in the JSON
 
 
 CASES = (
@@ -39,6 +40,7 @@ CASES = (
     Case("16 floats, HTTP, alone", "floats", "HTTP", 1),
     Case("600 KB, gRPC", "picture", "gRPC", 8),
     Case("600 KB, HTTP", "picture", "HTTP", 8),
+    Case("600 KB as JSON, HTTP", "picture", "HTTP", 4, as_json=True),
     Case("600 KB in shared memory, gRPC", "picture", "gRPC", 8, shared=True),
 )
 
@@ -70,14 +72,34 @@ def measure(server: Running, case: Case, seconds: float) -> Measured:
 
 
 def _client(server: Running, case: Case) -> Connection | Connections:
+    if case.protocol == "HTTP":
+        return Connections(server.ports.http, path_of(case), *over_http(case), case.at_a_time)
+    return Connection(server.ports.grpc, _path("ModelInfer"), over_grpc(case), case.at_a_time)
+
+
+def path_of(case: Case) -> str:
+    """Over HTTP."""
+    return f"/v2/models/{case.model}/infer"
+
+
+def over_http(case: Case) -> tuple[dict[str, str], bytes]:
+    """The headers and the body of a request."""
+    shape = [1, *SHAPES[case.model]]
+    if case.as_json:
+        return {"Content-Type": "application/json"}, json.dumps({"inputs": [
+            {"name": "x", "datatype": "FP32", "shape": shape, "data": [1.0] * math.prod(shape)}]}).encode()
+    content = np.ones(shape, np.float32).tobytes()
+    head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape,
+                                   "parameters": {"binary_data_size": len(content)}}],
+                       "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+    return headers, head + content
+
+
+def over_grpc(case: Case) -> bytes:
+    """A request."""
     shape = [1, *SHAPES[case.model]]
     content = np.ones(shape, np.float32).tobytes()
-    if case.protocol == "HTTP":
-        head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": shape,
-                                       "parameters": {"binary_data_size": len(content)}}],
-                           "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
-        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-        return Connections(server.ports.http, f"/v2/models/{case.model}/infer", headers, head + content, case.at_a_time)
     request = inference.ModelInferRequest(model_name=case.model)
     tensor = request.inputs.add(name="x", datatype="FP32", shape=shape)
     request.outputs.add(name="y")
@@ -86,7 +108,8 @@ def _client(server: Running, case: Case) -> Connection | Connections:
         tensor.parameters["shared_memory_byte_size"].int64_param = len(content)
     else:
         request.raw_input_contents.append(content)
-    return Connection(server.ports.grpc, _path("ModelInfer"), request.SerializeToString(), case.at_a_time)
+    data: bytes = request.SerializeToString()
+    return data
 
 
 @contextmanager
