@@ -23,7 +23,7 @@ import numpy as np
 
 import protos
 from protos import inference
-from scripts.stress import serving
+from scripts.stress import add_front, front, serving
 from tests.infer_server.numpy_engine import write_model
 
 ANSWER_SECS = 120.0
@@ -152,11 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
+    add_front(parser)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), MODEL)
-        with serving(Path(folder), "--allow-client-shm", "--grpc-front", given.grpc_front) as server:
+        with serving(Path(folder), "--allow-client-shm", *front(given)) as server:
             before, began = server.rss_mb(), time.monotonic()
             seen = asyncio.run(fuzz(server.address, server.http_port, given.messages, given.seed))
             print(f"{given.messages} messages in {time.monotonic() - began:.0f} s; "

@@ -33,7 +33,7 @@ import grpc
 
 import protos
 from protos import inference
-from scripts.stress import Running, serving
+from scripts.stress import Running, add_front, front, serving
 from tests.infer_server.numpy_engine import write_model
 
 STEADY, RELOADED, PASSING, MORTAL = "steady", "reloaded", "passing", "mortal"
@@ -152,12 +152,13 @@ def mortal(ask: Callable[[], Awaitable[None]], seen: Counter[str]) -> Callable[[
 
 
 def killed_process(server: Running) -> Callable[[], Awaitable[None]]:
-    """The processes of Python models, which are all that the server has started, are killed."""
+    """The processes of Python models are killed."""
     async def accident() -> None:
         for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
             with suppress(OSError):             # it has ended meanwhile
                 for child in (thread / "children").read_text().split():
-                    os.kill(int(child), signal.SIGKILL)
+                    if "python_backend" in Path(f"/proc/{child}/cmdline").read_text():
+                        os.kill(int(child), signal.SIGKILL)
     return accident
 
 
@@ -227,11 +228,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
+    add_front(parser)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_repository(Path(name))
-        with serving(Path(name), "--grpc-front", given.grpc_front, "--model-control-mode", "explicit", "--load-model=*",
+        with serving(Path(name), *front(given), "--model-control-mode", "explicit", "--load-model=*",
                      "--cores", "1") as server:
             asyncio.run(soak(server, min(5.0, given.seconds), given.seed))       # warm
             time.sleep(_SETTLING_SECS)

@@ -67,6 +67,16 @@ class Running:
             return stub.ModelStatistics(service_pb2.ModelStatisticsRequest(name=model)).model_stats[0]
 
 
+def add_front(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
+    parser.add_argument("--workers", default="1", help="likewise")
+
+
+def front(given: argparse.Namespace) -> tuple[str, ...]:
+    """The server's options that these are."""
+    return "--grpc-front", given.grpc_front, "--workers", given.workers
+
+
 @contextmanager
 def serving(repository: Path, *options: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(repository),
@@ -117,7 +127,7 @@ async def overload(options: argparse.Namespace) -> None:
     """Three times the capacity of an engine that takes `--batch-secs` for a batch of 8, of requests with deadlines."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "slow", seconds=options.batch_secs)
-        with serving(Path(folder), "--cores", "1", "--grpc-front", options.grpc_front) as server:
+        with serving(Path(folder), "--cores", "1", *front(options)) as server:
             async with grpc.aio.insecure_channel(server.address) as channel:
                 await channel.unary_unary(INFER)(request("slow", 4))
                 before, rss = server.statistics("slow"), server.rss_mb()
@@ -141,7 +151,7 @@ async def terminate(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "m", seconds=0.005)
         for persistent in (False, True):
-            with serving(Path(folder), "--drain-grace-secs", "0.2", "--grpc-front", options.grpc_front) as server:
+            with serving(Path(folder), "--drain-grace-secs", "0.2", *front(options)) as server:
                 asking = [asyncio.create_task(ask_on(server.address, persistent)) for _ in range(64)]
                 await asyncio.sleep(1)
                 server.process.send_signal(signal.SIGTERM)
@@ -172,7 +182,7 @@ async def slow_readers(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "large", shape=[values], max_batch=1)
         with serving(Path(folder), "--max-inflight-mib", str(options.mib), "--cores", "1",
-                     "--grpc-front", options.grpc_front) as server:
+                     *front(options)) as server:
             body, rss = request("large", values), [server.rss_mb()]
             readers = []
             for _ in range(16):
@@ -209,7 +219,7 @@ async def models(options: argparse.Namespace) -> None:
             write_model(Path(folder), f"m{i}")
         begin = time.monotonic()
         with serving(Path(folder), "--cores", "1", "--model-control-mode", "poll", "--repository-poll-secs", "1",
-                     "--grpc-front", options.grpc_front) as server:
+                     *front(options)) as server:
             ready, cpu = time.monotonic() - begin, server.cpu_secs()
             async with grpc.aio.insecure_channel(server.address) as channel:
                 begin = time.monotonic()
@@ -229,7 +239,7 @@ async def connections(options: argparse.Namespace) -> None:
                  "HTTP": b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "m")
-        with serving(Path(folder), "--grpc-front", options.grpc_front) as server, ExitStack() as until_seen:
+        with serving(Path(folder), *front(options)) as server, ExitStack() as until_seen:
             for protocol, port in (("gRPC", server.grpc_port), ("HTTP", server.http_port)):
                 rss, begin = server.rss_mb(), time.monotonic()
                 for _ in range(options.count):
@@ -260,7 +270,7 @@ def main() -> None:
         kind = kinds.add_parser(name)
         kind.add_argument("--count", type=int, default=count)
         kind.set_defaults(run=run)
-    parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
+    add_front(parser)
     options = parser.parse_args()
     asyncio.run(options.run(options))
 
