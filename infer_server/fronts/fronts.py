@@ -112,7 +112,7 @@ class _Front:
         self._told, self._gone = loop.create_future(), asyncio.Event()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await in_daemon_thread(partial(_start_process, theirs.fileno()))
+            self._process = _start_process(theirs.fileno())         # a few ms, in which nobody may close this end
         self._end = end = self._make_end(self._tell, self._ended)
         await loop.create_unix_connection(lambda: end, sock=ours)
         end.begin(settings)

@@ -116,12 +116,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("front", ["fast", "fast, 2 workers"])          # with TLS it is grpcio
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual tls"])
-def test_ports_are_encrypted_and_may_ask_for_certificates(tmp_path: Path, certificates: Path, mutual: bool) -> None:
+def test_ports_are_encrypted_and_may_ask_for_certificates(
+        tmp_path: Path, certificates: Path, mutual: bool, front: str) -> None:
     write_model(tmp_path, "m")
     server, client = certificates / "server", certificates / "client"
     tls = Tls(server.with_suffix(".pem"), server.with_suffix(".key"), client.with_suffix(".pem") if mutual else None)
-    with serving(tmp_path, grpc_tls=tls, http_tls=tls, grpc_front="fast") as running:       # with TLS it is grpcio
+    with serving(tmp_path, grpc_tls=tls, http_tls=tls, grpc_front=front) as running:
         def live_over_grpc(**given: str) -> bool:
             with triton.InferenceServerClient(running.address, ssl=True, root_certificates=f"{server}.pem",
                                               **given) as connected:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import grpc
 import numpy as np
@@ -132,14 +132,21 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_signal_to_all_processes_ends_them_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
     """As a terminal and a service manager send it."""
-    with process(tmp_path, "--workers", "2") as (running, address):
-        with triton.InferenceServerClient(address) as client:
-            assert client.is_server_live()
-        for pid in [*children_of(running.pid), running.pid]:
-            os.kill(pid, signal.SIGTERM)
-        assert running.wait(TIMEOUT_SECS) == 0
+    write_model(tmp_path, "m", gate="signalled")
+    x = np.ones((1, 4), np.float32)
+    with (serving(tmp_path, grpc_front=WORKERS[0]) as server, ThreadPoolExecutor(1) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        before = pids(server)
+        with GATES["signalled"].closed():
+            asked = pool.submit(infer, client, x)
+            assert GATES["signalled"].holds(1)
+            for pid in before:
+                os.kill(pid, number)
+        assert asked.result(TIMEOUT_SECS).all()
+        assert infer(client, x).all() and pids(server) == before
 
 
 @pytest.mark.parametrize("front", WORKERS)
@@ -173,10 +180,16 @@ def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> 
         clients = [stack.enter_context(triton.InferenceServerClient(
             server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)])) for _ in range(4 * SOME)]
         with GATES["held"].closed():
+            over_http = pool.submit(urlopen, Request(
+                f"http://127.0.0.1:{server.ports.http}/v2/models/m/infer", json.dumps({"inputs": [
+                    {"name": "x", "datatype": "FP32", "shape": [1, values], "data": [0] * values}]}).encode()),
+                timeout=TIMEOUT_SECS)
+            assert eventually(lambda: server.server._inflight.held_bytes > 12 * values), "it, and its answer twice"
             answers = [pool.submit(infer, client, np.ones((1, values), np.float32)) for client in clients]
             assert eventually(lambda: sum(answer.done() for answer in answers) >= 3 * SOME)
         errors = [error for answer in answers if (error := answer.exception(TIMEOUT_SECS))]
         assert {error.status() for error in errors} == {"StatusCode.RESOURCE_EXHAUSTED"}        # type: ignore[attr-defined]
+        over_http.result(TIMEOUT_SECS).close()
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
