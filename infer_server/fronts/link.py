@@ -27,7 +27,7 @@ WRITTEN = 23                                        # F: it wrote a response
 WINDOW = 32                     # requests of a stream that are not taken, and responses that are not written, at most
 
 _HEAD = struct.Struct("<IIHBQqd")
-_BUFFER_BYTES = 256 << 10           # more than any head, address and headers of HTTP together
+_BUFFER_BYTES = 256 << 10           # at first: it grows for what is said beside a payload
 _LARGE_BYTES = 64 << 10             # payloads that are not copied once more
 NEVER = -1.0
 
@@ -35,7 +35,7 @@ NEVER = -1.0
 class Frame(NamedTuple):
     kind: int
     number: int                     # of the call, which its front gave it
-    payload: bytes                  # a bytearray if it is large, which nobody changes
+    payload: bytes                  # or a bytearray, which nobody changes, if it came in pieces
     about: bytes = b""              # what is said beside it
     peer: bytes = b""               # the client's address
     received_ns: int = 0
@@ -47,8 +47,7 @@ class Link(asyncio.BufferedProtocol):
     _transport: asyncio.WriteTransport
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._filled = 0
         self._large: Frame | None = None        # whose payload is being received
         self._large_filled = 0
@@ -81,6 +80,9 @@ class Link(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large:
             return memoryview(self._large.payload)[self._large_filled:]
+        if self._filled == len(self._view):     # the head of a frame, and what is said beside its payload, alone
+            full, self._view = self._view, memoryview(bytearray(2 * len(self._view)))
+            self._view[:self._filled] = full
         return self._view[self._filled:]
 
     def buffer_updated(self, count: int) -> None:
@@ -95,12 +97,12 @@ class Link(asyncio.BufferedProtocol):
             at = end
         self._filled -= at
         if at and self._filled:
-            self._buffer[:self._filled] = self._buffer[at:at + self._filled]
+            self._view[:self._filled] = self._view[at:at + self._filled]
 
     def _take(self, at: int) -> int:
-        """Takes the frame that begins there, or the beginning of a large one, and says where it ends; 0: not all of it
-        has come."""
-        size, about, peer, kind, number, received_ns, remaining_secs = _HEAD.unpack_from(self._buffer, at)
+        """Takes the frame that begins there, or the beginning of a large one, or of one for which there is no room, and
+        says where it ends; 0: not enough of it has come."""
+        size, about, peer, kind, number, received_ns, remaining_secs = _HEAD.unpack_from(self._view, at)
         begin = at + _HEAD.size
         middle = begin + peer
         start = middle + about
@@ -111,7 +113,7 @@ class Link(asyncio.BufferedProtocol):
         if end <= self._filled:
             self.received(Frame(kind, number, bytes(self._view[start:end]), *beside))
             return end
-        if size < _LARGE_BYTES:
+        if size < _LARGE_BYTES and end - at <= len(self._view):
             return 0
         payload = bytearray(size)
         self._large_filled = self._filled - start

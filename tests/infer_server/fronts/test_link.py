@@ -58,20 +58,29 @@ def written(frames: list[Frame]) -> bytes:
 def test_frames_arrive_whole_and_in_order_however_they_are_cut(piece: int) -> None:
     sizes = [0, 1, 300, 70_000, 5, 65_535, 65_536, 65_537, 3] if piece > 1 else [0, 1, 300, 70_000, 5]
     frames = some_frames(sizes * (1 + min(piece // 1000, 4)))
-    data = memoryview(written(frames))
+    assert received(written(frames), piece) == frames
 
-    async def receive() -> list[Frame]:
-        end = Collects()
-        while data_left := len(data) - received[0]:
-            room = end.get_buffer(-1)
-            count = min(piece, len(room), data_left)
-            room[:count] = data[received[0]:received[0] + count]
-            received[0] += count
-            end.buffer_updated(count)
-        return end.frames
 
-    received = [0]
-    assert asyncio.run(receive()) == frames
+@pytest.mark.parametrize("piece", [1000, 65_536, 262_144])
+def test_what_is_said_beside_a_payload_may_be_more_than_the_buffer_has(piece: int) -> None:
+    """Headers of HTTP that are short and many are several times as long in JSON."""
+    frames = [Frame(link.HTTP, i, bytes([i]) * size, b"%d" % i * about, b"127.0.0.1:1")
+              for i, (size, about) in enumerate([(3, 10), (64_000, 220_000), (0, 300_000), (65_535, 262_144 - 44),
+                                                 (1, 700_000), (100_000, 700_000), (10, 1)])]
+    assert received(written(frames), piece) == frames
+
+
+def received(data: bytes, piece: int) -> list[Frame]:
+    """The frames of data that come in pieces of at most so many bytes."""
+    end, at = Collects(), 0
+    while at < len(data):
+        room = end.get_buffer(-1)
+        assert len(room), "the event loop ends a connection that has no room"
+        count = min(piece, len(room), len(data) - at)
+        room[:count] = data[at:at + count]
+        at += count
+        end.buffer_updated(count)
+    return end.frames
 
 
 def test_both_ends_of_a_socket_learn_that_the_other_is_gone() -> None:
