@@ -8,9 +8,10 @@ from infer_server.listeners import cannot_listen
 
 
 class Reserved:
-    """A port of this server, on which its processes may listen, and nobody else, until it is closed.
+    """A port of this server, on which its processes may listen until it is closed, and no other server.
 
-    Its sockets do not listen: the system shares connections out among those that do.
+    Its sockets do not listen: the system shares connections out among those that do. Those of other programs are among
+    them if they are the same user's and ask for SO_REUSEPORT before they are bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -35,6 +36,8 @@ class Reserved:
         if bound.family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         bound.bind((host, self.port, *rest))
-        # Only now: a socket that is bound with it may be bound beside those of another server of the same user.
+        # Only now: what is bound with either may be bound beside a socket of another server that has it, too, and that
+        # does not listen. The first was for connections of a server before, which the system has not forgotten yet.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.port = bound.getsockname()[1]
