@@ -25,6 +25,7 @@ TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: it took a request; a re
 WRITTEN = 23                                        # F: it wrote a response
 
 WINDOW = 32                     # requests of a stream that are not taken, and responses that are not written, at most
+WINDOW_BYTES = 64 << 10         # no more requests are handed on while those that are not taken have so many
 
 _HEAD = struct.Struct("<IIHBQqd")
 _BUFFER_BYTES = 256 << 10           # at first: it grows for what is said beside a payload

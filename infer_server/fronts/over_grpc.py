@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,8 @@ class _Stream:
     def __init__(self, end: FrontEnd, context: grpc.aio.ServicerContext, send_timeout_secs: float) -> None:
         self._end, self._context, self.number = end, context, end.next_number()
         self._send_timeout_secs = send_timeout_secs
-        self._room = asyncio.Semaphore(link.WINDOW)             # for requests
+        self._untaken: deque[int] = deque()                     # the sizes of requests that were handed on
+        self._room = asyncio.Event()                            # for more, perhaps
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
 
     async def serve(self) -> tuple[int, str]:
@@ -188,14 +190,19 @@ class _Stream:
         return int(frame.about), frame.payload.decode()
 
     async def _read_all(self) -> None:
+        """What has no room is not read: gRPC holds it back at its client, as where one process serves."""
         while (data := await self._context.read()) is not grpc.aio.EOF:
-            await self._room.acquire()
             self._end.send(link.MESSAGE, self.number, data)
+            self._untaken.append(len(data))
+            while len(self._untaken) >= link.WINDOW or sum(self._untaken) >= link.WINDOW_BYTES:
+                self._room.clear()
+                await self._room.wait()
         self._end.send(link.ALL_SENT, self.number)
 
     def received(self, frame: Frame) -> None:
         if frame.kind == link.TAKEN:
-            self._room.release()
+            self._untaken.popleft()
+            self._room.set()
         else:
             self._responses.put_nowait(frame)
 

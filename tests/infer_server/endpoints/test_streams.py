@@ -14,6 +14,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from infer_server.fronts import streams
+from infer_server.fronts.link import Frame
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
@@ -131,6 +133,29 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
         answers.cancel()
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_process_do(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits where they are executed, and is not taken, is not counted for --max-inflight-mib."""
+    request = request_of("large", shape=(1, 1 << 17), raw=bytes(4 << 17))
+    waiting: list[int] = []
+
+    class Watched(streams._Context):
+        def received(self, frame: Frame) -> None:
+            super().received(frame)
+            waiting.append(sum(len(data) for data in self._requests._queue if data))     # type: ignore[attr-defined]
+
+    monkeypatch.setattr(streams, "_Context", Watched)
+    monkeypatch.setattr("infer_server.endpoints.grpc.stream._MOST_AT_A_TIME", 2)
+    write_model(tmp_path, "large", gate="wait", shape=[1 << 17], max_batch=1)
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
+        with GATES["wait"].closed():
+            answers = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(
+                iter([request] * 32), timeout=TIMEOUT_SECS)
+            assert eventually(lambda: bool(waiting and waiting[-1]))
+        assert len(list(answers)) == 32
+    assert max(waiting) == request.ByteSize()
 
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
