@@ -111,8 +111,12 @@ class _Front:
         loop = asyncio.get_running_loop()
         self._told, self._gone = loop.create_future(), asyncio.Event()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _start_process(theirs.fileno())         # a few ms, in which nobody may close this end
+        try:
+            with theirs:
+                self._process = _start_process(theirs.fileno())     # a few ms, in which nobody may close this end
+        except OSError:
+            ours.close()
+            raise
         self._end = end = self._make_end(self._tell, self._ended)
         await loop.create_unix_connection(lambda: end, sock=ours)
         end.begin(settings)
@@ -128,12 +132,15 @@ class _Front:
             began = time.monotonic()
             await self._gone.wait()
             log.error("%s has ended (%s), and is started again", self.name, await self._kill())
-            await asyncio.sleep(began + _PAUSE_SECS - time.monotonic())
-            try:
-                await self._start(settings)
-            except OSError as error:
-                log.error("%s: %s", self.name, error)
-                await self._kill()
+            while True:
+                await asyncio.sleep(began + _PAUSE_SECS - time.monotonic())
+                began = time.monotonic()
+                try:
+                    await self._start(settings)
+                    break
+                except OSError as error:            # no descriptors, no memory: for a moment, perhaps
+                    log.error("%s: %s", self.name, error)
+                    await self._kill()
 
     async def _kill(self) -> str:
         """Ends the process, if it has not ended, and says how it did."""
@@ -157,5 +164,11 @@ class _Front:
 
 
 def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "infer_server.fronts.process", str(descriptor)],
-                            pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+    # Signals go to all processes of a terminal or of a service; this one says when fronts are to end. They inherit what
+    # is blocked here, from their first instruction; what comes here meanwhile is not lost.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    try:
+        return subprocess.Popen([sys.executable, "-m", "infer_server.fronts.process", str(descriptor)],
+                                pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -102,9 +101,6 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    # Signals go to all processes of a terminal or of a service: the engines' process says when its fronts are to end.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     tune_malloc()
     raise_descriptor_limit()
     work = _serve(socket.socket(fileno=int(sys.argv[1])))

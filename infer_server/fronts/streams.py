@@ -26,7 +26,9 @@ class Streams:
     def received(self, frame: Frame) -> None:
         if frame.kind == link.STREAM:
             context = _Context(frame, self._end)
-            self._open[frame.number] = context, asyncio.ensure_future(self._serve(frame.number, context))
+            task = asyncio.ensure_future(self._serve(frame.number, context))
+            self._open[frame.number] = context, task
+            task.add_done_callback(lambda _: self._open.pop(frame.number))      # also if it never began
         elif found := self._open.get(frame.number):     # else it has ended
             context, task = found
             if frame.kind == link.LEFT_STREAM:
@@ -47,8 +49,6 @@ class Streams:
             return
         except Exception as error:
             code, details = described(error, context.peer())
-        finally:
-            del self._open[number]
         self._end.send(link.ENDED, number, details.encode(), about=str(code.value[0]).encode())
 
 

@@ -3,6 +3,7 @@ has to do, the tests of endpoints ask of these, too."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.fronts import Fronts
+from infer_server.fronts.link import Frame
 from infer_server.fronts.ports import Reserved
 from infer_server.server import Server
 from tests.infer_server.cli.test_serve import process
@@ -121,8 +124,11 @@ def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Of whichever of its threads."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):         # it has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -147,6 +153,62 @@ def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Pat
                 os.kill(pid, number)
         assert asked.result(TIMEOUT_SECS).all()
         assert infer(client, x).all() and pids(server) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+               "--workers", "2", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
+               "--drain-grace-secs", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        try:
+            assert eventually(lambda: len(children_of(running.pid)) == 2)
+            os.killpg(running.pid, number)
+            _, said = running.communicate(timeout=TIMEOUT_SECS)
+        finally:
+            running.kill()
+    assert running.returncode == 0 and "stopped" in said and "Traceback" not in said, said
+
+
+def test_a_front_that_cannot_be_started_for_a_while_comes_back(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    start, pair = fronts_of_servers._start_process, socket.socketpair
+    made: list[socket.socket] = []
+    asked: list[int] = []
+
+    def pairs() -> tuple[socket.socket, socket.socket]:
+        made.extend(ends := pair())
+        return ends
+
+    def fails_twice(descriptor: int) -> subprocess.Popen[bytes]:
+        asked.append(descriptor)
+        if len(asked) > 2:
+            return start(descriptor)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        before = pids(server)
+        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(fronts_of_servers, "_start_process", fails_twice)
+        monkeypatch.setattr("socket.socketpair", pairs)
+        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in fronts(server)._fronts))
+        assert len(pids(server) - before) == 1 and len(pids(server)) == 2
+        assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
+        assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        opened = fronts(server)._fronts[0]._end._streams
+
+        async def open_and_leave() -> None:
+            opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))
+            opened.received(Frame(link.LEFT_STREAM, 1, b""))
+            assert len(opened._open) == 1
+
+        server.run(open_and_leave())
+        assert eventually(lambda: not opened._open)
 
 
 @pytest.mark.parametrize("front", WORKERS)
