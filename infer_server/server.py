@@ -229,9 +229,9 @@ class Server:
 
         return FrontSettings(
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
-            options.max_message_bytes, options.max_inflight_bytes, options.send_timeout_secs, self._is_fast,
-            self._tracer is not None or "inference" in options.grpc_secrets, options.grpc_channel,
-            log.getEffectiveLevel())
+            options.max_message_bytes, options.max_inflight_bytes, options.send_timeout_secs, fast=self._is_fast,
+            tells_metadata=self._tracer is not None or "inference" in options.grpc_secrets,
+            reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 
     def _host(self, what: str) -> str:
         return self._options.hosts.get(what, self._options.host)

@@ -55,7 +55,7 @@ class Feeder(Link):
         else:                           # which is a refusal as long as the model loads
             self._ask()
 
-    def closed(self) -> None:
+    def closed(self, reason: Exception | None) -> None:
         os._exit(0)
 
     def _ask(self) -> None:

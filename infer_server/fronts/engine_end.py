@@ -47,7 +47,7 @@ class EngineEnd(Link):
         """Tells the front to close its ports and to end. answered: see Listeners.close."""
         self.send(link.DRAIN, int(answered))
 
-    def closed(self) -> None:
+    def closed(self, reason: Exception | None) -> None:
         self._infers.leave_all()
         self._streams.leave_all()
         for number in list(self._exchanges):

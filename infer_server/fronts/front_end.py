@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import pickle
+import traceback
 from collections.abc import Callable
 from itertools import count
 from typing import Protocol
@@ -71,7 +72,10 @@ class FrontEnd(Link):
     def read(self, number: int) -> None:
         self.send(link.READ, number)
 
-    def closed(self) -> None:
+    def closed(self, reason: Exception | None) -> None:
+        if reason and not isinstance(reason, OSError):      # our bug; no log can be handed on any more
+            traceback.print_exception(reason)
+            os._exit(1)
         os._exit(0)
 
     def received(self, frame: Frame) -> None:

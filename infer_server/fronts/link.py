@@ -57,8 +57,8 @@ class Link(asyncio.BufferedProtocol):
     def received(self, frame: Frame) -> None: ...
 
     @abstractmethod
-    def closed(self) -> None:
-        """The other end is gone."""
+    def closed(self, reason: Exception | None) -> None:
+        """The other end is gone, or what it sent was not taken, for that reason."""
 
     def send(self, kind: int, number: int = 0, *payload: bytes | memoryview, about: bytes = b"", peer: bytes = b"",
              received_ns: int = 0, remaining_secs: float = NEVER) -> None:
@@ -76,7 +76,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.WriteTransport, transport)      # uvloop's is none by class
 
     def connection_lost(self, reason: Exception | None) -> None:
-        self.closed()
+        self.closed(reason)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large:

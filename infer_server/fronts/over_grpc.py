@@ -20,6 +20,7 @@ from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
+from infer_server.fronts.settings import FrontSettings
 from infer_server.listeners import Listeners
 
 if TYPE_CHECKING:
@@ -75,11 +76,10 @@ class StatusError(Exception):
 class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has no types
     """The handlers of a server on grpc.aio. Belongs to the event loop."""
 
-    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, listeners: Listeners, others: str,
-                 tells_metadata: bool) -> None:
-        """others: the path of the socket where the other calls are served."""
-        self._end, self._inflight, self._listeners, self._tells_metadata = end, inflight, listeners, tells_metadata
-        self._channel = grpc.aio.insecure_channel(f"unix:{others}", options=[
+    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, listeners: Listeners, settings: FrontSettings) -> None:
+        self._end, self._inflight, self._listeners = end, inflight, listeners
+        self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
+        self._channel = grpc.aio.insecure_channel(f"unix:{settings.others}", options=[
             ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
         self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
         self._streams: dict[int, _Stream] = {}
@@ -89,7 +89,7 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
             return grpc.unary_unary_rpc_method_handler(self._infer)
         if details.method == _STREAM:
             return grpc.stream_stream_rpc_method_handler(self._stream)
-        if details.method not in _ELSEWHERE and not details.method.startswith(_REFLECTION):
+        if details.method not in _ELSEWHERE and not (self._reflection and details.method.startswith(_REFLECTION)):
             return None
         return grpc.stream_stream_rpc_method_handler(partial(_hand_on, self._channel.stream_stream(details.method)))
 

@@ -61,7 +61,8 @@ class Front:
         task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, settings: FrontSettings) -> None:
-        logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())])
+        logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
+                            format="%(message)s")           # the engines' process adds the time and the level
         inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end.read)
         self._listeners = Listeners(Limits(settings.max_message_bytes, inflight), shares_ports=True)
         try:
@@ -80,8 +81,7 @@ class Front:
             return FastServer(_Others(settings.others), partial(self._native_calls, settings.tells_metadata),
                               settings.max_message_bytes, settings.channel, shares_port=True)
         server = aio_server(settings.max_message_bytes, settings.channel, shares_port=True)
-        self.end.infers = calls = AioCalls(self.end, inflight, self._listeners, settings.others,
-                                           settings.tells_metadata)
+        self.end.infers = calls = AioCalls(self.end, inflight, self._listeners, settings)
         server.add_generic_rpc_handlers((calls,))
         return server
 

@@ -25,5 +25,6 @@ class FrontSettings:
     send_timeout_secs: float
     fast: bool = False                  # ModelInfer on pygrpc-native
     tells_metadata: bool = False        # the engines' process asks for what comes beside messages over gRPC
+    reflection: bool = False            # which is served where all but ModelInfer is
     channel: Mapping[str, int] = field(default_factory=dict)        # see GrpcSettings
     log_level: int = 0

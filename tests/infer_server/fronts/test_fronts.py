@@ -198,6 +198,15 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
 
 
+def test_a_front_that_ends_by_a_bug_says_so(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        end = fronts(server)._fronts[0]._end
+        server.loop.call_soon_threadsafe(lambda: end.send(link.FAIL, 1, b"", about=b"no code"))     # as a bug would
+        assert eventually(lambda: "front 0 has ended (exit status 1)" in caplog.text)
+        assert "invalid literal for int() with base 10: b'no code'" in capfd.readouterr().err
+
+
 def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         opened = fronts(server)._fronts[0]._end._streams
@@ -273,9 +282,11 @@ def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: P
 def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
         for _ in range(20):
-            with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"", timeout=TIMEOUT_SECS)
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            for method in ("inference.GRPCInferenceService/Nothing",
+                           "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"):       # without the option
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(channel.stream_stream(f"/{method}")(iter([b""]), timeout=TIMEOUT_SECS))
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Collects(Link):
     def received(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def closed(self) -> None:
+    def closed(self, reason: Exception | None) -> None:
         self.gone.set()
 
 
