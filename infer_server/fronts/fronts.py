@@ -168,7 +168,7 @@ def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
     # is blocked here, from their first instruction; what comes here meanwhile is not lost.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     try:
-        return subprocess.Popen([sys.executable, "-m", "infer_server.fronts.process", str(descriptor)],
+        return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.fronts.process", str(descriptor)],
                                 pass_fds=[descriptor], stdin=subprocess.DEVNULL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

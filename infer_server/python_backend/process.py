@@ -91,7 +91,7 @@ class ModelProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._channel = Channel(ours)
         threading.Thread(target=self._read, name=f"{launch.name} reader", daemon=True).start()

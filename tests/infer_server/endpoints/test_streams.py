@@ -175,7 +175,6 @@ def test_a_client_that_does_not_read_its_stream_is_disconnected(
         assert answers.code() is grpc.StatusCode.UNAVAILABLE
     gc.collect()                # asyncio tells then of what nobody took note of
     assert caplog.text.count("not read") <= asked + 1 and "Traceback" not in caplog.text
-    assert not any("WARNING" in record.getMessage() for record in caplog.records), "a record has its level"
 
 
 def test_a_decoupled_model_has_any_number_of_responses(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:

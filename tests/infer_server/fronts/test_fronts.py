@@ -25,6 +25,7 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
+import infer_server
 from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
@@ -170,6 +171,16 @@ def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: P
     assert running.returncode == 0 and "stopped" in said and "Traceback" not in said, said
 
 
+def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_fronts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an installed infer-server is started in any folder."""
+    (tmp_path / "json.py").write_text("raise SystemExit('of the folder')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(infer_server.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        assert len(pids(server)) == 2
+
+
 def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     start, pair = fronts_of_servers._start_process, socket.socketpair
@@ -196,6 +207,20 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, "m", shape=[1 << 21], kind="echo", max_batch=1)
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1 << 21],
+                                   "parameters": {"binary_data_size": 4 << 21}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    with (serving(tmp_path, grpc_front=WORKERS[0], send_timeout_secs=0.5) as server,
+          socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as client):
+        client.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                       b"Content-Length: %d\r\n\r\n%b" % (len(body), len(body) + (4 << 21), body) + bytes(4 << 21))
+        assert eventually(lambda: "has not read its answer" in caplog.text)
+        (said,) = [record for record in caplog.records if "has not read its answer" in record.getMessage()]
+        assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
 
 
 def test_a_front_that_ends_by_a_bug_says_so(
