@@ -197,7 +197,7 @@ def _metadata(about: bytes) -> list[tuple[str, str]]:
 
 def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:
     """Method, path, version and headers of an HTTP request."""
-    method, path, version, headers = json.loads(about.decode(errors="surrogateescape"))
+    method, path, version, headers = json.loads(about)
     return method, path, version, headers
 
 

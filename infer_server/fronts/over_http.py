@@ -49,7 +49,7 @@ class HttpCalls:
             if kind != frame.kind:
                 self._inflight.held_as(exchange.held, number)
             status, content_type, headers = _said(frame.about)
-            exchange.respond(HttpResponse((frame.payload,), status, content_type, headers))
+            exchange.respond(HttpResponse((frame.payload,) if frame.payload else (), status, content_type, headers))
 
     def _leave(self, number: int) -> None:
         self._forget(number)
@@ -60,8 +60,7 @@ class HttpCalls:
 
 
 def _about(request: HttpRequest) -> bytes:
-    return json.dumps((request.method, request.path, request.version, request.headers), ensure_ascii=False).encode(
-        errors="surrogateescape")
+    return json.dumps((request.method, request.path, request.version, request.headers), ensure_ascii=False).encode()
 
 
 @lru_cache(_KEPT)

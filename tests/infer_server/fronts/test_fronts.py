@@ -223,6 +223,15 @@ def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog:
         assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
 
 
+def test_a_response_without_a_body_has_the_headers_that_one_process_gives_it(tmp_path: Path) -> None:
+    def headers(front: str) -> list[tuple[str, str]]:
+        with (serving(tmp_path, grpc_front=front) as server,
+              urlopen(f"http://127.0.0.1:{server.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response):
+            return list(response.getheaders())
+
+    assert headers(WORKERS[0]) == headers("grpcio") != []
+
+
 def test_a_front_that_ends_by_a_bug_says_so(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
