@@ -31,17 +31,17 @@ def content_of(array: Array) -> bytes:
 
 
 def remembering(most: int = MOST) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """Makes of a function of arrays and numbers one that gives for what it has met what it gave then, the same object.
-    For results that nobody writes to; most: how many of them are kept, which are all small or few."""
+    """A decorator for functions of arrays and numbers: for arguments of equal content they give the same object again,
+    computed once. For results that nobody writes to. most: how many are kept; large ones should be few."""
     def remembered(function: Callable[Given, Found]) -> Callable[Given, Found]:
         known: OrderedDict[tuple[Hashable, ...], Found] = OrderedDict()
 
         @wraps(function)
         def found(*given: Given.args, **named: Given.kwargs) -> Found:
-            arrays = [one for one in given if isinstance(one, np.ndarray)]
-            if max(one.size for one in arrays) < LEAST:
+            told = (*given, *(part for pair in sorted(named.items()) for part in pair))
+            if max(one.size for one in told if isinstance(one, np.ndarray)) < LEAST:
                 return function(*given, **named)
-            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in given)
+            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in told)
             with suppress(KeyError):            # not `in`: another thread may drop it meanwhile
                 known.move_to_end(key)
                 return known[key]

@@ -21,8 +21,8 @@ LARGEST = 1 << 20       # bytes of a table that is made though the weights take 
 
 
 class ProductOfRows(Rule):
-    """A table of products takes no more than the weights, which all would be read and nobody needs then, or than
-    LARGEST."""
+    """A product of looked-up rows and weights is looked up in a table of products, if that takes no more bytes than the
+    weights, which nobody needs then, or than LARGEST."""
     pattern = P("MatMul Gemm", Value("rows"), Constant("weights"))
 
     def check(self, match: Match) -> bool:
@@ -45,8 +45,8 @@ class ProductOfRows(Rule):
 
 
 class SumOfRows(Rule):
-    """Of a table that nothing else reads, or there would be two of it; and that is not stored as bytes, which a sum is
-    not, if it is large."""
+    """A bias of looked-up rows is added to the table, if nothing else reads that (there would be two of it), and if it
+    is not stored as bytes, which a sum is not, or takes no more than LARGEST."""
     pattern = P("Add", Value("rows"), Constant("bias"))
 
     def check(self, match: Match) -> bool:
@@ -69,7 +69,7 @@ def _products(table: Array, weights: Array) -> Array:
 
 
 def _stored_bytes(weights: Array) -> int:
-    """A byte or half of one for each of the weights that were quantised before, for they are stored so again."""
+    """What the weights take in a plan: those that were quantised before are stored in a byte or half of one again."""
     if grid_params(weights, 0) is not None or grid_params(weights, 1) is not None:
         return weights.size
     return weights.nbytes if block_params(weights.T) is None and block_params(weights) is None else weights.size // 2

@@ -32,3 +32,12 @@ def test_what_a_function_found_of_a_large_array_is_found_once(size: int, runs: i
     found = [least(*one) for one in ((zeros, 0), (zeros.copy(), 0), (zeros, 2), (ones, 0), (ones, 0))]
     assert found == [0, 0, 2, None, None]
     assert len(met) == runs
+
+
+def test_what_a_function_is_told_by_name_counts_too() -> None:
+    @remembering()
+    def scaled(array: Array, factor: float) -> float:
+        return float(array.sum()) * factor
+
+    ones = np.ones(LEAST)
+    assert [scaled(ones, factor=2), scaled(ones, factor=3), scaled(ones, 4)] == [2 * LEAST, 3 * LEAST, 4 * LEAST]
