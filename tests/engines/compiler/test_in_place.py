@@ -92,6 +92,14 @@ def test_every_rival_of_a_trial_leaves_the_same_bytes(
     assert sum(map(len, rivals)) > len(rivals), "or nothing was compared"
 
 
+def test_a_network_that_runs_for_seconds_is_left_to_times_alone(
+        graph: Graph, cache: TimingCache, trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "MOST_RUN", 1e-9)
+    judge = session(cache)
+    chosen = judge.choose(graph, ITEMS)
+    assert judge.settle(chosen).choices == chosen.choices and not trials
+
+
 def test_a_trial_has_the_constants_that_the_reference_reads(graph: Graph, cache: TimingCache, trials: list[Trial],
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(GENERAL, "Add")

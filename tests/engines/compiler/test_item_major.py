@@ -132,3 +132,12 @@ def test_what_moves_little_at_another_shape_is_run_step_by_step(plan: Plan, monk
     assert item_major.item_major_as_in(usual, plan.machine, MAX_BATCH).item_major
     monkeypatch.setattr(item_major, "LEAST_BYTES", 1 << 40)
     assert not item_major.item_major_as_in(usual, plan.machine, MAX_BATCH).item_major
+
+
+def test_what_no_cache_holds_is_run_step_by_step(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = max(step.bytes - step.constant_bytes for step in plan.machine.steps)
+    before = [step for run in long_runs(plan) for step in range(run.first, run.last)]
+    monkeypatch.setattr(item_major, "MOST_BYTES", largest - 1)
+    after = [step for run in long_runs(plan) for step in range(run.first, run.last)]
+    assert after and {plan.machine.steps[i].bytes - plan.machine.steps[i].constant_bytes for i in before} > {
+        plan.machine.steps[i].bytes - plan.machine.steps[i].constant_bytes for i in after}

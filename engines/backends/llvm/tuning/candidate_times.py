@@ -4,7 +4,7 @@ Timing is not to be disturbed: all that is to be timed is compiled before, on ev
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.backends.base import Progress
@@ -12,7 +12,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode
-from engines.backends.llvm.tuning.timing import Times, aligned, call_of, measure, memory_of
+from engines.backends.llvm.tuning.timing import Part, Times, aligned, call_of, measure, memory_of, parts_of
 from engines.codegen.compiler_pool import CompilerPool
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
@@ -76,16 +76,18 @@ class CandidateTimes:
         most = max(map(max, sizes.values()))
         inputs, outputs = ([memory_of(view, most) for view in views] for views in (problem.inputs, problem.outputs))
         packed: dict[Any, list[Array]] = {}
-        calls: dict[int, dict[Candidate, Callable[[], None]]] = {}
+        calls: dict[int, dict[Candidate, Part]] = {}
         for one in candidates:
             packing = one.kernel, one.kernel.packing(one.tactic)
             if packing not in packed:
                 packed[packing] = [aligned(constant)
                                    for constant in one.kernel.expanded_constants(self._isa, one.tactic, constants)]
             function = KERNEL(loaded.addresses[self._code.symbol(one)])
+            bytes_packed = sum(constant.nbytes for constant in packed[packing])
             for items in sizes[one]:
-                calls.setdefault(items, {})[one] = call_of(function, [*inputs, *packed[packing], *outputs],
-                                                         one.kernel.grid(self._isa, one.tactic), items)
+                calls.setdefault(items, {})[one] = call_of(
+                    function, [*inputs, *packed[packing], *outputs], one.kernel.grid(self._isa, one.tactic), items,
+                    parts_of(problem, items, bytes_packed))
         times = {items: measure(of_candidates) for items, of_candidates in calls.items()}
         self.measured += len(candidates)
         for items, found in times.items():

@@ -32,6 +32,7 @@ from engines.plan.plan import Buffer, Plan
 from engines.version import COMPILER_VERSION
 
 LEAST_SHARE = 0.002         # of all kernels' time: less is not worth a trial
+MOST_RUN = 1.0              # seconds of the network: of what runs longer, times alone tell enough
 MOST_RIVALS = (2, 6)        # of a problem: where a run takes seconds, and else
 MOST_BYTES = 1 << 30        # of constants packed as no plan will have them
 RUNS = 2                    # with one choice after the other, of which the first does not count
@@ -58,6 +59,8 @@ def settled(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
     uses: the network, as the problems of its calls in order. items: of the batch that it is timed with. Times go into
     the tuner's cache, by network: another build of it is a lookup.
     """
+    if sum(choices[problem].time_us for problem in uses) * items > MOST_RUN * 1e6:
+        return dict(choices)
     rivals = _rivals(choices, uses, tuner, items)
     key = _Key(tuner, uses, items)
     known = {problem: {one: tuner.cache.get(key(one)) for one in some} for problem, some in rivals.items()}

@@ -25,6 +25,7 @@ from engines.version import COMPILER_VERSION
 ITEMS = 8                       # of the batch that is timed
 WINDOW = 6                      # steps of a piece of a run; neighbours are joined where both gain
 LEAST_BYTES = 1 << 20           # that a run reads and writes for an item: less, and the items fit a cache together
+MOST_BYTES = 64 << 20           # that a step reads and writes for an item: more, and no cache holds what it hands on
 MOST_CONSTANTS = 256 << 10      # bytes of a step's weights: more, and reading them for each item is no gain
 ROUNDS = 3
 GAIN = 0.97                     # of the time; less is noise
@@ -93,7 +94,8 @@ def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
     """Neighbours that can run item by item and have few weights, as many as there are."""
     def may_join(index: int) -> bool:
         step = steps[index]
-        return bool(step.symbol) and runs_by_item(step) and step.constant_bytes <= MOST_CONSTANTS
+        return (bool(step.symbol) and runs_by_item(step) and step.constant_bytes <= MOST_CONSTANTS
+                and step.bytes - step.constant_bytes <= MOST_BYTES)
 
     for joins, run in groupby(range(len(steps)), may_join):
         members = list(run)

@@ -7,7 +7,7 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.tiled import Tile
-from engines.backends.llvm.kernels.kernel import Window
+from engines.backends.llvm.kernels.kernel import Grid, Window
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.tuning import candidate_times, timing
 from engines.backends.llvm.tuning.nearest import correction
@@ -78,7 +78,7 @@ def test_kernels_cut_by_batch_are_timed_with_one_item_and_with_many(spec, sizes,
     constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
     seen = []
     real = candidate_times.call_of
-    monkeypatch.setattr(candidate_times, "call_of", lambda *arguments: seen.append(arguments[-1]) or real(*arguments))
+    monkeypatch.setattr(candidate_times, "call_of", lambda *arguments: seen.append(arguments[3]) or real(*arguments))
     for _ in range(2):          # the second tuner finds all in the cache
         tuner = Tuner(isa, cache, "")
         choice = tuner.choose({spec: constants}, batches=(1, 8))[spec]
@@ -115,7 +115,31 @@ def test_a_clock_that_stands_still_for_a_moment_makes_nobody_the_fastest(monkeyp
     clock = iter([0.0, 0.0, 1.0, 4.0, *np.arange(10.0, 1e4, 3.0)])       # the first call seems to take no time
     monkeypatch.setattr(timing, "thread_seconds", lambda: next(clock))
     monkeypatch.setattr(timing, "ROUNDS", 0)
-    assert measure({"one": lambda: None, "other": lambda: None}) == {"one": 3e6, "other": 3e6}
+    assert measure({"one": lambda: 1.0, "other": lambda: 1.0}) == {"one": 3e6, "other": 3e6}
+
+
+@pytest.mark.parametrize("parts, runs", [(1, [(0, 12)] * 3), (3, [(0, 4), (4, 8), (8, 12)]), (7, [(0, 2), (2, 4), (4, 6)]),
+                                         (99, [(0, 2), (2, 4), (4, 6)])])
+def test_what_takes_long_is_timed_by_parts_that_follow_each_other(parts, runs):
+    seen = []
+    call = timing.call_of(lambda _, *rows_and_columns: seen.append(rows_and_columns), [], Grid(6, 2, 5), 2, parts)
+    shares = [call() for _ in range(3)]
+    assert seen == [(begin, end, 0, 5) for begin, end in runs]
+    assert shares == [(end - begin) / 12 for begin, end in runs]
+
+
+def test_parts_are_timed_as_all_of_the_work_would_take(monkeypatch):
+    clock = iter(np.arange(0.0, 1e4, 3.0))
+    monkeypatch.setattr(timing, "thread_seconds", lambda: next(clock))
+    monkeypatch.setattr(timing, "ROUNDS", 0)
+    assert measure({"all": lambda: 1.0, "third": lambda: 1 / 3}) == {"all": 3e6, "third": 9e6}
+
+
+def test_parts_are_made_of_much_work_that_reads_little_besides():
+    image = conv(1024, 64, 64)
+    assert timing.parts_of(conv(7, 64, 64), 1, 64 * 64 * 9) == 1
+    assert timing.parts_of(image, 1, 64 * 64 * 9) == image.macs // timing.PART_MACS > 1
+    assert timing.parts_of(image, 1, image.bytes) == 1
 
 
 def test_a_view_that_runs_backwards_is_timed_and_watched_before_its_element_0_too():
