@@ -239,13 +239,16 @@ class DequantizedByArithmetic(Rule):
 
 def _is_read_by_layer(graph: Graph, name: str) -> bool:
     """Whether a contraction by weights on a grid reads the tensor, or what only moves its elements."""
-    for node in graph.consumers[name]:
-        if node.op in _MOVES and name in _sources(node):
-            found = any(_is_read_by_layer(graph, made) for made in node.outputs)
-        else:
-            found = node.op in _LAYERS and node.inputs[0] == name and _is_on_grid(graph, node)
-        if found:
-            return True
+    met, waiting = {name}, [name]
+    while waiting:
+        name = waiting.pop()
+        for node in graph.consumers[name]:
+            if node.op in _MOVES and name in _sources(node):
+                made = {*node.outputs} - met
+                met |= made
+                waiting += made
+            elif node.op in _LAYERS and node.inputs[0] == name and _is_on_grid(graph, node):
+                return True
     return False
 
 

@@ -1,4 +1,4 @@
-"""Linear models, support vectors for regression, and what makes probabilities of scores."""
+"""Linear models, and what makes probabilities of scores."""
 from __future__ import annotations
 
 import numpy as np
@@ -55,43 +55,6 @@ def _scores(w: StandardParts, call: Call, count: int) -> str:
     return w("Gemm", x, w.constant(matrix), floats(w, intercepts), transB=1)
 
 
-@ml("SVMRegressor")
-def _support_vectors(call: Call) -> list[Node]:
-    """sum of coefficients * kernel(x, support vectors) + rho; of one class, whether that is above 0, as 1 and -1."""
-    w, count, width = StandardParts(call), call.attr("n_supports", 0), fixed(call.type().shape[-1:])[0]
-    transform, rho = checked(call.attr("post_transform", "NONE")), call.attr("rho") or (0.0,)
-    coefficients = np.array(call.attr("coefficients"), np.float32)
-    vectors = np.array(call.attr("support_vectors") or (), np.float32)
-    if transform != "NONE":
-        raise GraphError(f"it is not supported with post_transform = {transform}")
-    if count:
-        x = _kernel(w, call, as_float(w, call), vectors.reshape(count, width))
-    else:       # of a linear kernel, whose vectors were summed up
-        call.ignore("kernel_params", "kernel_type")
-        x = as_float(w, call)
-    y = w("Gemm", x, w.constant(coefficients.reshape(-1, 1)), floats(w, rho))
-    if not call.attr("one_class", 0):
-        return w.finish("Identity", y)
-    return w.finish("Where", w("Greater", y, floats(w, 0)), *(floats(w, number) for number in (1, -1)))
-
-
-def _kernel(w: StandardParts, call: Call, x: str, vectors: np.ndarray) -> str:
-    """[rows, vectors]: of the product p of each two LINEAR p, POLY (gamma p + coef0)**degree, SIGMOID of that sum;
-    RBF exp(-gamma |x - v|**2)."""
-    kind = call.attr("kernel_type", "LINEAR")
-    gamma, constant, degree = (*(call.attr("kernel_params") or ()), 0.0, 0.0, 0.0)[:3]
-    if kind == "RBF":
-        apart = w("Sub", w("Unsqueeze", x, w.ints(1)), w.constant(vectors[None]))
-        return w("Exp", w("Mul", w("ReduceSumSquare", apart, w.ints(2), keepdims=0), floats(w, -gamma)))
-    product = w("MatMul", x, w.constant(np.ascontiguousarray(vectors.T)))
-    if kind == "LINEAR":
-        return product
-    line = w("Add", w("Mul", product, floats(w, gamma)), floats(w, constant))
-    if kind not in ("POLY", "SIGMOID"):
-        raise GraphError(f"its kernel is '{kind}'; known are LINEAR, POLY, RBF and SIGMOID")
-    return w("Pow", line, floats(w, degree)) if kind == "POLY" else w("Tanh", line)
-
-
 # ---- from scores to answers
 @ml("ZipMap")
 def _zip_map(call: Call) -> list[Node]:
@@ -124,11 +87,12 @@ def checked(transform: str) -> str:
     return transform
 
 
-def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "") -> list[Node]:
-    """Ends in the class of each row, and the probabilities; answer: whether it is the second of two, if not where the
-    score is largest."""
-    place = (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
-             w("ArgMax", scores, axis=1, keepdims=0))
+def classified(w: StandardParts, labels: np.ndarray, scores: str, transform: str, answer: str = "",
+               place: str = "") -> list[Node]:
+    """Ends in the class of each row, and the probabilities; answer: whether it is the second of two; place: which it
+    is; without either where the score is largest."""
+    place = place or (w("Squeeze", w("Cast", answer, to=_INT64), w.ints(1)) if answer else
+                      w("ArgMax", scores, axis=1, keepdims=0))
     w.output(0, "Gather", w.constant(labels), place, axis=0)
     return transformed(w, scores, transform, output=1)
 

@@ -1,4 +1,4 @@
-"""Linear models and support vectors are what ONNX Runtime computes."""
+"""Linear models are what ONNX Runtime computes."""
 import numpy as np
 import onnx
 import pytest
@@ -35,17 +35,6 @@ def test_a_score_of_nothing_has_no_probability():
     given = {"coefficients": [1.0, 0.0, 0.0, 1.0, 0.0, 0.0], "intercepts": [0.0, 0.0, 0.0]}
     x = np.float32([[1, 2], [0, 2], [-3, 0]])
     check("LinearClassifier", [x], (), 2, post_transform="SOFTMAX_ZERO", classlabels_ints=LABELS, **given, **ML)
-
-
-@pytest.mark.parametrize("kernel", ["LINEAR", "POLY", "RBF", "SIGMOID"])
-@pytest.mark.parametrize("one_class", [0, 1])
-def test_support_vectors_predict_numbers(kernel, one_class):
-    check("SVMRegressor", [normal(6, 3)], kernel_type=kernel, kernel_params=[0.3, 0.5, 2.0], n_supports=4,
-          support_vectors=normal(12).tolist(), coefficients=normal(4).tolist(), rho=[0.25], one_class=one_class, **ML)
-
-
-def test_support_vectors_may_be_summed_up():
-    check("SVMRegressor", [normal(6, 3)], coefficients=normal(3).tolist(), rho=[0.25], kernel_params=[0.0] * 3, **ML)
 
 
 def test_classes_that_have_names_are_their_places_and_the_user_is_told():
@@ -88,9 +77,7 @@ def test_a_zip_map_that_makes_nothing_is_no_traceback():
     ("LinearRegressor", {**weights(1), "targets": 2}, "it has 3 coefficients and 1 intercepts for 2 scores of 3"),
     ("LinearRegressor", {**weights(1), "post_transform": "PROBIT"}, "not supported with post_transform = PROBIT"),
     ("LinearClassifier", {**weights(2), "classlabels_ints": LABELS}, "coefficients of 2 scores, and 3 classes"),
-    ("LinearClassifier", weights(2), "it has no classes"),
-    ("SVMRegressor", {"coefficients": [1.0], "support_vectors": [1.0] * 3, "n_supports": 1, "kernel_type": "COSINE"},
-     "its kernel is 'COSINE'")])
+    ("LinearClassifier", weights(2), "it has no classes")])
 def test_what_does_not_fit_is_refused(op, attrs, message):
     with pytest.raises(ModelError, match=message):
         imported(op, [normal(5, 3)], (), 2 if op == "LinearClassifier" else 1, **attrs, **ML)

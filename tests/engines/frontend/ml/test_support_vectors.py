@@ -1,0 +1,88 @@
+"""Support vectors are what ONNX Runtime computes."""
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from engines import build_engine
+from engines.errors import ModelError
+from engines.runtime.engine import Engine
+from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
+
+ML = {"domain": "ai.onnx.ml"}
+KERNELS = ["LINEAR", "POLY", "RBF", "SIGMOID"]
+TRANSFORMS = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"]
+LABELS = [4, 7, 9, 1, 0]
+WIDTH = 3
+
+
+@pytest.mark.parametrize("kernel", ["LINEAR", "POLY", "RBF", "SIGMOID"])
+@pytest.mark.parametrize("one_class", [0, 1])
+def test_support_vectors_predict_numbers(kernel, one_class):
+    check("SVMRegressor", [normal(6, 3)], kernel_type=kernel, kernel_params=[0.3, 0.5, 2.0], n_supports=4,
+          support_vectors=normal(12).tolist(), coefficients=normal(4).tolist(), rho=[0.25], one_class=one_class, **ML)
+
+
+def test_support_vectors_may_be_summed_up():
+    check("SVMRegressor", [normal(6, 3)], coefficients=normal(3).tolist(), rho=[0.25], kernel_params=[0.0] * 3, **ML)
+
+
+def machine(classes, kernel="RBF", proba=False, **more):
+    """One for each two classes, of two support vectors a class or three."""
+    each, pairs = [2 + i % 2 for i in range(classes)], len([*combinations(range(classes), 2)])
+    platt = {"prob_a": (-1 - normal(pairs) ** 2).tolist(), "prob_b": normal(pairs).tolist()} if proba else {}
+    return {"classlabels_ints": LABELS[:classes], "vectors_per_class": each, "kernel_type": kernel,
+            "kernel_params": [0.3, 0.5, 2.0], "support_vectors": normal(sum(each) * WIDTH).tolist(),
+            "coefficients": normal((classes - 1) * sum(each)).tolist(), "rho": normal(pairs).tolist(),
+            **platt, **more, **ML}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("classes", [2, 3, 5])
+@pytest.mark.parametrize("proba", [False, True])
+def test_support_vectors_tell_classes(kernel, classes, proba):
+    check("SVMClassifier", [normal(40, WIDTH)], (), 2, **machine(classes, kernel, proba))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("proba", [False, True])
+def test_scores_of_support_vectors_become_probabilities(transform, classes, proba):
+    check("SVMClassifier", [normal(40, WIDTH)], (), 2, **machine(classes, proba=proba, post_transform=transform))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("classes, positive", [(2, False), (2, True), (3, False)])
+def test_without_support_vectors_each_class_has_a_score(transform, classes, positive):
+    numbers = normal(classes * WIDTH)
+    coefficients = (np.abs(numbers) if positive else numbers).tolist()
+    check("SVMClassifier", [normal(40, WIDTH)], (), 2, classlabels_ints=LABELS[:classes], coefficients=coefficients,
+          rho=[0.25], post_transform=transform, kernel_type="LINEAR", kernel_params=[0.0] * 3, **ML)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.int32])
+def test_rows_may_be_of_other_types(dtype):
+    check("SVMClassifier", [(normal(20, WIDTH) * 2).astype(dtype)], (), 2, **machine(3))
+
+
+def test_all_is_compiled_but_the_coupling_of_more_than_two_probabilities():
+    for proba in (False, True):
+        x, attrs = normal(40, WIDTH), machine(3, proba=proba)
+        model = model_of("SVMClassifier", [x], (), 2, batch=True, **attrs)
+        plan = build_engine(model, cache=False, timing=False).plan
+        assert sum(not step.symbol for step in plan.machine.steps) == proba
+        result, expected = Engine(plan).run({"i0": x}), onnx_runtime(model, feeds_of(model, [x]))
+        np.testing.assert_array_equal(result["o0"], expected["o0"])
+        np.testing.assert_allclose(result["o1"], expected["o1"], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("attrs, message", [
+    ({"kernel_type": "COSINE"}, "its kernel is 'COSINE'"),
+    ({"vectors_per_class": [2, 3]}, "for 3 classes and 5 support vectors of 3 columns"),
+    ({"rho": [0.5]}, "1 of rho for 3 classes"),
+    ({"prob_a": [1.0], "prob_b": [1.0]}, "it has 1 prob_a and 1 prob_b for 3 pairs of classes"),
+    ({"vectors_per_class": [0], "coefficients": [1.0]}, "it has 1 coefficients and 3 of rho for 3 classes of 3 columns"),
+    ({"post_transform": "PROBIT"}, "not supported with post_transform = PROBIT")])
+def test_what_does_not_fit_is_refused(attrs, message):
+    with pytest.raises(ModelError, match=message):
+        imported("SVMClassifier", [normal(5, WIDTH)], (), 2, **{**machine(3), **attrs})
