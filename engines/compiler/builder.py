@@ -35,7 +35,8 @@ from engines.plan.plan import GeneralKernel, IoTensor, Plan
 from engines.version import COMPILER_VERSION
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "best")
-DEFAULT_MAX_BATCH = 32
+DEFAULT_MAX_BATCH, MOST_SMALL = 32, 1024    # items; of small ones as many as ...
+SMALL_BYTES = 1 << 20       # ... have all their tensors in the second-level cache
 MEMORY_SHARE = 0.25         # of this machine's, that what one node reads and writes may take by default
 TRIAL_BATCH = 4             # of the plans that calibration runs
 Ranges = Mapping[str, tuple[float, float]]
@@ -290,14 +291,17 @@ def _has_batch(graph: Graph) -> bool:
 
 
 def usual_max_batch(graph: Graph) -> int:
-    """As many items as fit into memory well, where nobody says how many a plan takes; more are run in slices."""
+    """As many items as fit into memory well, and more where all of them stay in a cache (rows of tables), where nobody
+    says how many a plan takes; more are run in slices."""
     if graph.dependence:
         return DEFAULT_MAX_BATCH
-    item = max((sum(bytes_of(graph.types[name]) for name in {*node.inputs, *node.outputs}
-                    if name in graph.types and graph.shape(name)[:1] == (BATCH,)) for node in graph.nodes), default=0)
+    batched = {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
+    most = max((sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs}) for node in graph.nodes), default=0)
     items = DEFAULT_MAX_BATCH
-    while items > 1 and items * item > MEMORY_SHARE * memory_limit():
+    while items > 1 and items * most > MEMORY_SHARE * memory_limit():
         items //= 2
+    while items < MOST_SMALL and 2 * items * sum(batched.values()) <= SMALL_BYTES:
+        items *= 2
     return items
 
 

@@ -19,7 +19,7 @@ from onnx import helper, inliner, numpy_helper
 from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_size
 from engines.frontend.names import check_branches, check_names, graphs_in
-from engines.frontend.opsets import check_opset
+from engines.frontend.opsets import check_opset, with_functions_of_its_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
 
 INTEGER_STATES = "infer_server.integer_states"      # the property of a model that names recurrent layers
@@ -234,6 +234,7 @@ def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
 def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
     if any(function.attribute_proto for function in proto.functions):
         proto = _with_defaults(proto)
+    proto = with_functions_of_its_opset(name, proto)
     try:
         return inliner.inline_local_functions(proto)
     except Exception as error:      # a function that calls itself, or one that is not there

@@ -269,6 +269,33 @@ def test_a_call_of_a_function_that_leaves_an_attribute_out_means_its_default():
     assert run(graph_from_onnx(proto), {"x": np.float32([-8])})["y"] == -1
 
 
+def _calling(made, opset):
+    """A model of opset 17 that calls a function of this node, which is of another opset."""
+    function = helper.make_function("f", "F", ["a"], ["b"], [made], [helper.make_opsetid("", opset)])
+    proto = model([helper.make_node("F", ["x"], ["y"], domain="f")], [1])
+    proto.functions.append(function)
+    proto.opset_import.append(helper.make_opsetid("f", 1))
+    return proto
+
+
+@pytest.mark.parametrize("opset", [9, 13, 17, 20])
+def test_a_function_may_be_of_another_opset_whose_operators_are_the_same(opset):
+    proto = _calling(helper.make_node("LeakyRelu", ["a"], ["b"], alpha=0.5), opset)
+    assert run(graph_from_onnx(proto), {"x": np.float32([-8])})["y"] == -4
+    assert proto.functions[0].opset_import[0].version == opset, "the caller's own is left as it is"
+
+
+@pytest.mark.parametrize("made, opset", [
+    (helper.make_node("Softmax", ["a"], ["b"]), 11),                # along another axis, unless it is said
+    (helper.make_node("Squeeze", ["a"], ["b"], axes=[0]), 11),      # the axes are an input now
+    (helper.make_node("RoiAlign", ["a", "a", "a"], ["b"]), 10),     # pixels had their corners at integers
+    (helper.make_node("Upsample", ["a", "a"], ["b"]), 9),           # there is none any more
+    (helper.make_node("Gelu", ["a"], ["b"]), 20)])                  # there was none yet
+def test_a_function_of_another_opset_whose_operators_are_others_is_refused(made, opset):
+    with pytest.raises(ModelError, match=f"f.F is written in opset {opset}, where {made.op_type} is another operator"):
+        graph_from_onnx(_calling(made, opset))
+
+
 def test_a_function_that_is_called_in_a_default_of_its_own_is_read():
     def kind(name):
         return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])

@@ -12,7 +12,7 @@ from tests.engines.frontend.one_node import check, feeds_of, imported, model_of,
 ML = {"domain": "ai.onnx.ml"}
 KERNELS = ["LINEAR", "POLY", "RBF", "SIGMOID"]
 TRANSFORMS = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"]
-LABELS = [4, 7, 9, 1, 0]
+LABELS = [4, 7, 9, 1, 0, 5]
 WIDTH = 3
 
 
@@ -65,15 +65,16 @@ def test_rows_may_be_of_other_types(dtype):
     check("SVMClassifier", [(normal(20, WIDTH) * 2).astype(dtype)], (), 2, **machine(3))
 
 
-def test_all_is_compiled_but_the_coupling_of_more_than_two_probabilities():
-    for proba in (False, True):
-        x, attrs = normal(40, WIDTH), machine(3, proba=proba)
-        model = model_of("SVMClassifier", [x], (), 2, batch=True, **attrs)
-        plan = build_engine(model, cache=False, timing=False).plan
-        assert sum(not step.symbol for step in plan.machine.steps) == proba
-        result, expected = Engine(plan).run({"i0": x}), onnx_runtime(model, feeds_of(model, [x]))
-        np.testing.assert_array_equal(result["o0"], expected["o0"])
-        np.testing.assert_allclose(result["o1"], expected["o1"], 1e-4, 1e-5)
+@pytest.mark.parametrize("classes, proba, compiled", [(3, False, True), (2, True, True), (3, True, True), (5, True, True),
+                                                      (6, True, False)])
+def test_all_is_compiled_but_probabilities_of_many_classes(classes, proba, compiled):
+    x, attrs = normal(400, WIDTH), machine(classes, proba=proba)
+    model = model_of("SVMClassifier", [x], (), 2, batch=True, **attrs)
+    plan = build_engine(model, cache=False, timing=False).plan
+    assert all(step.symbol for step in plan.machine.steps) == compiled
+    result, expected = Engine(plan).run({"i0": x}), onnx_runtime(model, feeds_of(model, [x]))
+    np.testing.assert_array_equal(result["o0"], expected["o0"])
+    np.testing.assert_allclose(result["o1"], expected["o1"], 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("attrs, message", [
