@@ -48,7 +48,7 @@ Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # 
 class BuildConfig:
     """What a user decides about a build; all of it but the timing cache is part of the engine cache's key."""
     precision: str = "fp32"
-    max_batch: int | None = None            # None: 32 where the model has a batch axis, fewer of large items
+    max_batch: int | None = None            # None: 32 where the model has a batch axis; see usual_max_batch
     opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
                                             # where several items share a tile
     target: str = ""                        # name of an instruction set; "" is this machine's best

@@ -15,7 +15,8 @@ class PairwiseCoupling(Op):
     """The probability of each class: those that agree best with r, where r[n, i, j] is that of i if it is i or j.
 
     r float32 [N, classes, classes], its diagonal is not read -> [N, classes]. The second method of Wu, Lin and Weng,
-    "Probability Estimates for Multi-class Classification by Pairwise Coupling" (2004), as libsvm and ONNX Runtime stop it.
+    "Probability Estimates for Multi-class Classification by Pairwise Coupling" (2004); it ends where ONNX
+    Runtime's does.
     """
 
     @classmethod

@@ -250,7 +250,7 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
 
 def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=positive, metavar="N",
-                        help=f"most items a run (default {DEFAULT_MAX_BATCH}, fewer of large items)")
+                        help=f"most items a run (default {DEFAULT_MAX_BATCH}; fewer large items, more small ones)")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
                         help="optimise for batches of N items: tactics are timed with so many (default: with one; "
                              "where several items share a tile, with a full batch too)")

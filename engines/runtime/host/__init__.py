@@ -14,6 +14,7 @@ from typing import Any
 from engines.errors import EngineError, PlanError
 from engines.ir.graph import Node
 from engines.runtime.host import selection, sequences
+from engines.runtime.host.encoders import ENCODERS
 
 Run = Callable[..., tuple[Any, ...]]
 OPERATORS = {**selection.OPERATORS, **sequences.OPERATORS}
@@ -24,8 +25,7 @@ def evaluator(node: Node) -> Run:
 
     Raises PlanError when it is run: the operator does not take these values."""
     op = node.op.removeprefix("onnx.")
-    known = OPERATORS.get(op) if not node.attrs.get("onnx_domain") else None
-    compute = partial(known, node.attrs) if known else _by_onnx(node)
+    compute = _ours(op, node) or _by_onnx(node)
 
     def run(*values: Any) -> tuple[Any, ...]:
         try:
@@ -37,6 +37,13 @@ def evaluator(node: Node) -> Run:
                             ) from error
 
     return run
+
+
+def _ours(op: str, node: Node) -> Run | None:
+    domain = node.attrs.get("onnx_domain", "")
+    if domain == "ai.onnx.ml" and op in ENCODERS:
+        return ENCODERS[op](node.attrs)
+    return partial(OPERATORS[op], node.attrs) if not domain and op in OPERATORS else None
 
 
 def _by_onnx(node: Node) -> Run:

@@ -27,7 +27,7 @@ Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each 
 
 
 def call_of(function: Any, arrays: list[Array], grid: Grid, items: int, parts: int = 1) -> Part:
-    """A call of a kernel for a batch: for all of it, or for a part of its rows and, when it is called again, the next."""
+    """A call of a kernel for a batch: for all of it, or for a part of its rows and, when called again, the next."""
     table = np.array([array.ctypes.data for array in arrays], np.int64)
     address, keep = table.ctypes.data, (arrays, table)
     rows = items * grid.rows_per_item

@@ -118,8 +118,8 @@ def test_a_clock_that_stands_still_for_a_moment_makes_nobody_the_fastest(monkeyp
     assert measure({"one": lambda: 1.0, "other": lambda: 1.0}) == {"one": 3e6, "other": 3e6}
 
 
-@pytest.mark.parametrize("parts, runs", [(1, [(0, 12)] * 3), (3, [(0, 4), (4, 8), (8, 12)]), (7, [(0, 2), (2, 4), (4, 6)]),
-                                         (99, [(0, 2), (2, 4), (4, 6)])])
+@pytest.mark.parametrize("parts, runs", [
+    (1, [(0, 12)] * 3), (3, [(0, 4), (4, 8), (8, 12)]), (7, [(0, 2), (2, 4), (4, 6)]), (99, [(0, 2), (2, 4), (4, 6)])])
 def test_what_takes_long_is_timed_by_parts_that_follow_each_other(parts, runs):
     seen = []
     call = timing.call_of(lambda _, *rows_and_columns: seen.append(rows_and_columns), [], Grid(6, 2, 5), 2, parts)

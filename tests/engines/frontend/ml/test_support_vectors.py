@@ -65,8 +65,8 @@ def test_rows_may_be_of_other_types(dtype):
     check("SVMClassifier", [(normal(20, WIDTH) * 2).astype(dtype)], (), 2, **machine(3))
 
 
-@pytest.mark.parametrize("classes, proba, compiled", [(3, False, True), (2, True, True), (3, True, True), (5, True, True),
-                                                      (6, True, False)])
+@pytest.mark.parametrize("classes, proba, compiled", [
+    (3, False, True), (2, True, True), (3, True, True), (5, True, True), (6, True, False)])
 def test_all_is_compiled_but_probabilities_of_many_classes(classes, proba, compiled):
     x, attrs = normal(400, WIDTH), machine(classes, proba=proba)
     model = model_of("SVMClassifier", [x], (), 2, batch=True, **attrs)
@@ -82,7 +82,7 @@ def test_all_is_compiled_but_probabilities_of_many_classes(classes, proba, compi
     ({"vectors_per_class": [2, 3]}, "for 3 classes and 5 support vectors of 3 columns"),
     ({"rho": [0.5]}, "1 of rho for 3 classes"),
     ({"prob_a": [1.0], "prob_b": [1.0]}, "it has 1 prob_a and 1 prob_b for 3 pairs of classes"),
-    ({"vectors_per_class": [0], "coefficients": [1.0]}, "it has 1 coefficients and 3 of rho for 3 classes of 3 columns"),
+    ({"vectors_per_class": [0], "coefficients": [1.0]}, "1 coefficients and 3 of rho for 3 classes of 3 columns"),
     ({"post_transform": "PROBIT"}, "not supported with post_transform = PROBIT")])
 def test_what_does_not_fit_is_refused(attrs, message):
     with pytest.raises(ModelError, match=message):

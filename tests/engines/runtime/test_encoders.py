@@ -1,0 +1,64 @@
+"""Encoders of strings are what ONNX Runtime computes."""
+import numpy as np
+import pytest
+from onnx import helper
+
+from engines import build_engine
+from engines.errors import PlanError
+from engines.loading import engine_of
+from tests.engines.frontend.one_node import feeds_of, model_of, onnx_runtime
+
+WORDS = np.array([["cat", "dog"], ["", "cow"], ["dog", "étude"]], object)
+NUMBERS = np.array([[3, 1], [7, 3]], np.int64)
+NAMES, MORE = ["cat", "dog", "cat"], ["x", "yes", "z"]
+
+
+def made(model):
+    return engine_of(build_engine(model, cache=False, timing=False).plan)
+
+
+@pytest.mark.parametrize("op, x, attrs", [
+    ("LabelEncoder", WORDS, {"keys_strings": NAMES, "values_int64s": [4, 7, 9], "default_int64": 5}),
+    ("LabelEncoder", WORDS, {"keys_strings": NAMES, "values_int64s": [4, 7, 9]}),
+    ("LabelEncoder", WORDS, {"keys_strings": NAMES, "values_floats": [0.5, 7.0, 9.0]}),
+    ("LabelEncoder", WORDS, {"keys_strings": NAMES, "values_strings": MORE, "default_string": "?"}),
+    ("LabelEncoder", WORDS, {"keys_strings": NAMES, "values_strings": MORE}),
+    ("LabelEncoder", NUMBERS, {"keys_int64s": [3, 1, 3], "values_strings": MORE}),
+    ("CategoryMapper", WORDS, {"cats_strings": NAMES[:2], "cats_int64s": [4, 7], "default_int64": 5}),
+    ("CategoryMapper", NUMBERS, {"cats_strings": NAMES[:2], "cats_int64s": [3, 7], "default_string": "none"}),
+    ("OneHotEncoder", WORDS, {"cats_strings": ["dog", "cat", "emu"], "zeros": 1})])
+def test_words_and_numbers_are_told_by_each_other(op, x, attrs):
+    model = model_of(op, [x], domain="ai.onnx.ml", **attrs)
+    result, expected = made(model).run({"i0": x}), onnx_runtime(model, {"i0": x})
+    assert result["o0"].dtype == expected["o0"].dtype and result["o0"].shape == expected["o0"].shape
+    np.testing.assert_array_equal(result["o0"], expected["o0"])
+
+
+@pytest.mark.parametrize("default", [np.array([5], np.int64), None])
+def test_a_table_may_be_tensors(default):
+    x, values = WORDS, np.array([4, 7, 9], np.int64)
+    tensors = {"keys_tensor": np.array(NAMES, object), "values_tensor": values,
+               **({} if default is None else {"default_tensor": default})}
+    attrs = {name: helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(tensor.dtype), tensor.shape,
+                                      [one.encode() if isinstance(one, str) else one for one in tensor.tolist()])
+             for name, tensor in tensors.items()}
+    model = model_of("LabelEncoder", [x], domain="ai.onnx.ml", version=21, **attrs)
+    result = made(model).run({"i0": x})["o0"]
+    np.testing.assert_array_equal(result, onnx_runtime(model, {"i0": x})["o0"])
+
+
+def test_columns_of_words_are_taken():
+    x, places = WORDS, np.array([[1, 0, 1]], np.int64)
+    for one in (x, x[0]):
+        model = model_of("ArrayFeatureExtractor", [one, places], (1,), domain="ai.onnx.ml")
+        feeds = feeds_of(model, [one, places])
+        result = made(model).run(feeds)["o0"]
+        np.testing.assert_array_equal(result, onnx_runtime(model, feeds)["o0"])
+
+
+def test_a_word_of_no_category_is_an_error_where_the_model_says_so():
+    model = model_of("OneHotEncoder", [WORDS], domain="ai.onnx.ml", batch=True, cats_strings=["dog", "cat"], zeros=0)
+    engine = made(model)
+    with pytest.raises(PlanError, match="'' is none of its categories, and `zeros` is 0"):
+        engine.run({"i0": WORDS})
+    assert engine.run({"i0": WORDS[:1]})["o0"].shape == (1, 2, 2)
