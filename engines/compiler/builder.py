@@ -92,6 +92,7 @@ class Builder:
         self._here = backend.session_here(self.cache)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
+        self._is_open = False               # plans of an open model take as many items each, whatever its shape
 
     @property
     def target(self) -> str:
@@ -115,6 +116,7 @@ class Builder:
     def graph(self, model: Model, shapes: Shapes | None = None, dependence: str | None = None) -> Graph:
         """The model as one optimised float graph, for the configuration's shapes or for these. ModelError says what
         cannot be read, and where. dependence: of its items, where it is known from other shapes."""
+        self._is_open = shapes is not None
         imported = graph_from_onnx(model, shapes=self.config.shapes if shapes is None else shapes,
                                    constants=self.config.constants, notices=self.notices,
                                    keep_batch=self.config.max_batch is not None and shapes is None)
@@ -124,8 +126,9 @@ class Builder:
         if graph.dependence:
             self.notices.append("the items of a batch depend on each other, so it is neither cut nor merged with "
                                 f"others: {graph.dependence}")
-        if _has_batch(graph) and not self.config.max_batch and usual_max_batch(graph) < DEFAULT_MAX_BATCH:
-            self.notices.append(f"items are large for this machine's memory: a plan takes {usual_max_batch(graph)} at "
+        if _has_batch(graph) and not self.config.max_batch and (
+                most := usual_max_batch(graph, self._is_open)) < DEFAULT_MAX_BATCH:
+            self.notices.append(f"items are large for this machine's memory: a plan takes {most} at "
                                 f"once, not {DEFAULT_MAX_BATCH}, and runs more in slices; --max-batch sets how many")
         return graph
 
@@ -278,7 +281,7 @@ class Builder:
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
         if _has_batch(graph):
-            return self.config.max_batch or usual_max_batch(graph)
+            return self.config.max_batch or usual_max_batch(graph, self._is_open)
         if (self.config.max_batch or 1) > 1:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
@@ -290,9 +293,9 @@ def _has_batch(graph: Graph) -> bool:
     return any(graph.shape(name)[:1] == (BATCH,) for name in graph.inputs)
 
 
-def usual_max_batch(graph: Graph) -> int:
+def usual_max_batch(graph: Graph, is_open: bool) -> int:
     """As many items as fit into memory well, and more where all of them stay in a cache (rows of tables), where nobody
-    says how many a plan takes; more are run in slices."""
+    says how many a plan takes; more are run in slices. is_open: in plans of other shapes the items may be larger."""
     if graph.dependence:
         return DEFAULT_MAX_BATCH
     batched = {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
@@ -300,8 +303,9 @@ def usual_max_batch(graph: Graph) -> int:
     items = DEFAULT_MAX_BATCH
     while items > 1 and items * most > MEMORY_SHARE * memory_limit():
         items //= 2
-    while items < MOST_SMALL and 2 * items * sum(batched.values()) <= SMALL_BYTES:
-        items *= 2
+    if items == DEFAULT_MAX_BATCH and not is_open:
+        while items < MOST_SMALL and 2 * items * sum(batched.values()) <= SMALL_BYTES:
+            items *= 2
     return items
 
 

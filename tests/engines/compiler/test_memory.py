@@ -83,6 +83,22 @@ def test_a_build_says_that_fewer_large_items_share_a_batch(monkeypatch: pytest.M
         assert (builder.plan(builder.graph(model)).max_batch, builder.notices) == (most or 4, said)
 
 
+@pytest.mark.parametrize(("columns", "most"), [(4, 1024), (100, 1024), (1000, 128), (4096, 32), (40_000, 32)])
+def test_small_items_share_a_batch_while_all_are_in_a_cache(columns: int, most: int) -> None:
+    model = small_model([node("Relu", "x", "y")], {"x": ["N", columns]}, ["y"])
+    builder = Builder(BuildConfig(timing=False))
+    plan = builder.plan(builder.graph(model))
+    assert plan.max_batch == most and not builder.notices
+    x = {"x": random(most + 3, columns)}
+    np.testing.assert_array_equal(Engine(plan).run(x)["y"], x["x"].clip(0))
+
+
+def test_small_items_of_an_open_model_are_as_many_as_large_ones() -> None:
+    model = small_model([node("Relu", "x", "y")], {"x": ["N", "columns"]}, ["y"])
+    engine = build_engine(model, timing=False, cache=False).engine()
+    assert {engine.at({"x": (5, columns)}).max_batch for columns in (4, 4096)} == {engine.max_batch} == {32}
+
+
 def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an engine and by its contexts."""
     monkeypatch.setattr(builders, "memory_limit", lambda: 160_000_000)
