@@ -26,7 +26,7 @@ import numpy as np
 from engines.capacity import memory_limit
 from engines.errors import EngineError, InputError, PlanTargetError
 from engines.ir.dtypes import as_in_memory, dtype_named, memory_dtype
-from engines.ir.graph import Array
+from engines.ir.graph import BATCH, Array
 from engines.plan.extents import (
     Extents,
     Shapes,
@@ -187,8 +187,8 @@ class OpenEngine(OfPlan):
         ones where they are not given. Raises InputError as `check` does."""
         extents: dict[str, Any] = extents_of(self.name, self.part.inputs, shapes)
         check_bounds(self.name, self.part.profiles, extents)
-        if 0 in extents.values() and not self.policy.segment:
-            raise InputError(f"{self.name}: nothing is computed of no elements ({text(extents)})")
+        if extents.get(BATCH) == 0 and not self.policy.segment:
+            raise InputError(f"{self.name}: nothing is computed of no items ({text(extents)})")
         return {**extents, **{value_name(name): self._value(name, values) for name in self.part.deciding}}
 
     @property

@@ -33,6 +33,7 @@ from engines.runtime.open_engine import OpenEngine
 from engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import (
     attention_net,
+    growing_net,
     by_onnx_runtime,
     growing_net,
     node,
@@ -61,6 +62,10 @@ def steps(items: int, length: int) -> dict[str, Array]:
     return {"x": random(items, length, 4)}
 
 
+def cached(items: int, past: int) -> dict[str, Array]:
+    return {"x": random(items, 1, 16), "keys": random(items, 4, past, 4), "values": random(items, 4, past, 4, seed=2)}
+
+
 def rows(a: int, b: int) -> dict[str, Array]:
     return {"a": random(a, 6), "b": random(b, 6, seed=4)}
 
@@ -73,6 +78,7 @@ CASES = {
     "spans": (spans_net(), [spans(3, 3), spans(7, 5), spans(11, 4, 7), spans(45, 45)]),
     "pictures": (picture_net(), [pictures(1, 32, 32), pictures(2, 17, 40), pictures(3, 8, 6)]),
     "tokens": (attention_net(), [tokens(2, 7), tokens(1, 1), tokens(5, 33)]),
+    "a cache that is empty at first": (growing_net(), [cached(1, 0), cached(2, 7), cached(3, 0), cached(1, 1)]),
     "steps": (recurrent_net(), [steps(1, 9), steps(3, 1), steps(2, 20)]),
     "two extents": (pairs_net(), [rows(3, 5), rows(1, 1), rows(7, 2)])}
 
@@ -227,8 +233,15 @@ def test_equal_symbols_are_one_extent_and_the_error_names_both_inputs() -> None:
         engine.run({"x": random(1, 5, 17), "mask": random(1, 5)})
     with pytest.raises(InputError, match="input 'mask' is missing"):
         engine.run({"x": random(1, 5, 16)})
-    with pytest.raises(InputError, match="no elements"):
-        engine.run({"x": random(1, 0, 16), "mask": random(1, 0)})
+    with pytest.raises(InputError, match="nothing is computed of no items"):
+        engine.run({"x": random(0, 5, 16), "mask": random(0, 5)})
+
+
+def test_an_open_extent_may_be_0() -> None:
+    engine = opened(attention_net())
+    for items, length in ((1, 0), (3, 4), (3, 0)):
+        assert_right(engine, attention_net(), tokens(items, length) if length else {
+            "x": random(items, 0, 16), "mask": random(items, 0)})
 
 
 def test_profiles_are_compiled_at_once_and_bound_what_is_accepted() -> None:
