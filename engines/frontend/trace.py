@@ -20,7 +20,8 @@ from engines.ops import op_of
 from engines.ops.counting import as_constant, follows_from_extents, infer, is_symbolic, known
 from engines.ops.fallback import Fallback
 
-SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants
+SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants ...
+MOST = 1 << 22      # ... unless a shape does depend on it: the places below a diagonal, of as many rows as there are things
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Trace:
             types = infer(op, node, inputs, values) if self._counted else op.infer(node, inputs, values)
             types = types[:len(node.outputs)]
         except GraphError:      # its shape may be one that depends on data, which may be known
-            if op is not Fallback or (results := op.known(node, inputs, values)) is None:
+            if op is not Fallback or (results := op.known(node, inputs, [*map(self._computed, node.inputs)])) is None:
                 raise
             self._settle(node, results)
             return
@@ -87,13 +88,23 @@ class Trace:
         if all(map(is_empty, types)):
             self._make_empty(node, types)
             return
-        small = all(math.prod(d if isinstance(d, int) else SMALL + 1 for d in t.shape) <= SMALL for t in types)
+        small = all(_elements(kind) <= SMALL for kind in types)
         if self._counted and small and follows_from_extents(op, node, inputs, values, types):
             self._count(node, known(op, node, inputs, values, types))
         elif small and (results := op.known(node, inputs, values)) is not None:
             self._settle(node, results)
         else:
             self.nodes.append(node)
+
+    def _computed(self, name: str) -> Array | None:
+        """The value of a tensor, computed if it is one of many elements that follows from known ones."""
+        maker = next((node for node in self.nodes if name in node.outputs), None)
+        if name in self.values or maker is None or any(
+                _elements(self.types[output]) > MOST for output in maker.outputs):
+            return self.values.get(name)
+        values = [self._computed(each) for each in maker.inputs]
+        results = op_of(maker.op).known(maker, self.inputs(maker), values)
+        return results[maker.outputs.index(name)] if results is not None else None
 
     # ---- tensors of no elements
     def _know_empty(self, name: str, kind: TensorType) -> None:
@@ -140,6 +151,11 @@ class Trace:
         made = {name for node in self.nodes for name in node.outputs}.union(self._inputs)
         return {name: as_constant(array, self.types[name]) if self._counted else array
                 for name, array in self.values.items() if name not in made}
+
+
+def _elements(kind: TensorType) -> int:
+    """Of a tensor that has a batch, more than are ever computed."""
+    return math.prod(extent if isinstance(extent, int) else MOST + 1 for extent in kind.shape)
 
 
 def _check_shape(name: str, kind: TensorType) -> None:

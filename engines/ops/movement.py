@@ -134,8 +134,8 @@ class Gather(Op):
         x, indices = present(inputs)
         axis = normal_axis(node.attrs.get("axis", 0), len(x.shape))
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
-        if known is not None and known.dtype != object and isinstance(extent_, int) and np.any(
-                (known < -extent_) | (known >= extent_)):
+        if known is not None and known.dtype != object and isinstance(extent_, int) and known.size and (
+                known.min() < -extent_ or known.max() >= extent_):
             raise GraphError(f"its indices reach from {known.min()} to {known.max()}, axis {axis} has {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 

@@ -45,6 +45,16 @@ def test_a_target_may_multiply_the_batch():
     assert run(graph, {"x": np.zeros((5, 3, 4), np.float32)})["y"].shape == (15, 4)
 
 
+@pytest.mark.parametrize("things", [5, 100])
+def test_how_many_pairs_there_are_follows_from_a_matrix_of_all_of_them_however_large(things):
+    """PyTorch writes tril_indices so: 100 things are 10,000 elements, more than are computed where nobody asks."""
+    nodes = [node("Shape", "x", "s"), node("Concat", "s s", "square", axis=0), node("ConstantOfShape", "square", "zeros"),
+             node("Add", "zeros one", "ones"), node("Trilu", "ones below", "lower", upper=0), node("NonZero", "lower", "at"),
+             node("Gather", "x at", "y")]
+    graph = graph_from_onnx(model(nodes, [things], constants={"one": np.float32(1), "below": -1}))
+    assert graph.shape("y") == (2, things * (things - 1) // 2)
+
+
 def test_a_cut_that_ends_beyond_any_batch_leaves_the_batch_whole():
     """tf2onnx writes 10**9 for the end of every axis."""
     cut = {"starts": [0, 1], "ends": [10**9, 10**9]}
