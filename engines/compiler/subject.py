@@ -7,16 +7,17 @@ for each set of numbers that its open extents and deciding inputs may have, made
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from engines.compiler.builder import Builder
+from engines.compiler.guesses import guesses
 from engines.errors import CompilerFault, ConfigError, EngineError, ModelError, UnknownValueError
 from engines.frontend.cutting.deciding import filled, likely_values, may_decide
-from engines.frontend.extents import likely_extents, open_types, shapes_for, without_batch
+from engines.frontend.extents import open_types, shapes_for, without_batch
 from engines.frontend.onnx_file import Model, OnnxModel, read_model
 from engines.ir.graph import BATCH, Array, Graph, TensorType
 from engines.ir.pixels import Pixels
@@ -38,8 +39,6 @@ from engines.plan.plan import IoTensor
 Seen = Callable[[Sequence[IoTensor]], Mapping[str, Array] | None]
 
 KEPT = 4            # graphs of other extents, by default: each holds what its constants were folded to
-GUESSES = (1, 64, 32, 16, 2)        # for all open extents, where the likely ones make no graph ...
-LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
 
 
 @dataclass
@@ -136,14 +135,14 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
     alone = without_batch(types)
     if config.ragged:                   # what leads the other inputs counts items, but no input holds them one by one
         types = alone
-    tries: list[tuple[Mapping[str, TensorType], int | None]] = [(types, None)]
+    tries = [(types, True)]
     if any(kind.shape[:1] == (BATCH,) for kind in types.values()) and not builder.batch_is_asked_for:
         # Without a batch before less likely extents: for 1, say, it seems to be open where it is flattened with them.
-        tries = [(types, 1), (alone, 1), (types, None), (alone, None)]
+        tries = [(types, False), (alone, False), (types, True), (alone, True)]
     reason: EngineError | None = None
-    for each, guesses in tries:
+    for each, whatever in tries:
         try:
-            subject = _compilable(builder, source, each, seen, guesses)
+            subject = _compilable(builder, source, each, seen, whatever)
             if len(tries) > 1 and any(subject.types[name].shape[:1] != (BATCH,) for name in subject.deciding):
                 builder.forget()    # a value for all items: such a batch is neither cut nor merged, nor served as one
                 builder.config = config
@@ -164,9 +163,9 @@ def read_subject(builder: Builder, model: Model, seen: Seen = lambda inputs: Non
 
 
 def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorType], seen: Seen,
-                guesses: int | None = None) -> Subject:
-    """The subject with usual extents for which there is a graph: those of profiles or data, else likely ones, of which
-    so many `guesses` are tried."""
+                whatever: bool = True) -> Subject:
+    """The subject with usual extents for which there is a graph: those of profiles or data, else likely ones; unlikely
+    ones only if `whatever` there is a graph for will do."""
     inputs = fed(types, builder.config.pixels)
     names = open_extents(inputs)
     if not names:
@@ -176,17 +175,18 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
     profiles = tuple(bounds_of(source.name, inputs, profile) for profile in builder.config.profiles)
     builder.settle_batch(profiles)
     item = seen(inputs)
+    extents: Iterable[Extents]
     if profiles:
         extents = [{name: profiles[0][name][1] for name in names}]
     elif item is not None:
         found = extents_of(source.name, inputs, {name: array.shape for name, array in item.items()})
         extents = [{name: found[name] for name in names}]
     else:
-        last = {kind.shape[-1] for kind in types.values() if kind.shape}
-        extents = [likely_extents(types), *(dict.fromkeys(names, guess) for guess in GUESSES),
-                   *({name: length if name in last else 1 for name in names} for length in LENGTHS)]
+        extents = guesses(source, types, whatever)
     reason: EngineError | None = None
-    for guess in extents[:guesses]:
+    first: Extents = {}
+    for guess in extents:
+        first = first or guess
         try:
             return settled(Subject(builder, source, types, guess, profiles), item)
         except CompilerFault:
@@ -195,8 +195,8 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
             reason = reason or error
             builder.forget()
     assert reason is not None
-    raise ModelError(f"{reason} (for {text(extents[0])}; give shapes for which it works, as in "
-                     f"{example(inputs, extents[0])})") from reason
+    raise ModelError(f"{reason} (for {text(first)}; give shapes for which it works, as in "
+                     f"{example(inputs, first)})") from reason
 
 
 def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") -> Subject:

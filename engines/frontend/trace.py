@@ -21,7 +21,7 @@ from engines.ops.counting import as_constant, follows_from_extents, infer, is_sy
 from engines.ops.fallback import Fallback
 
 SMALL = 4096        # elements: computed at once, a shape may depend on it; more is left to passes.fold_constants ...
-MOST = 1 << 22      # ... unless a shape does depend on it: the places below a diagonal, of as many rows as there are things
+MOST = 1 << 22      # ... unless a shape does depend on it: on where a matrix of all pairs is not 0
 
 
 @dataclass

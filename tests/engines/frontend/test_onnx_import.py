@@ -48,9 +48,9 @@ def test_a_target_may_multiply_the_batch():
 @pytest.mark.parametrize("things", [5, 100])
 def test_how_many_pairs_there_are_follows_from_a_matrix_of_all_of_them_however_large(things):
     """PyTorch writes tril_indices so: 100 things are 10,000 elements, more than are computed where nobody asks."""
-    nodes = [node("Shape", "x", "s"), node("Concat", "s s", "square", axis=0), node("ConstantOfShape", "square", "zeros"),
-             node("Add", "zeros one", "ones"), node("Trilu", "ones below", "lower", upper=0), node("NonZero", "lower", "at"),
-             node("Gather", "x at", "y")]
+    nodes = [node("Shape", "x", "s"), node("Concat", "s s", "square", axis=0),
+             node("ConstantOfShape", "square", "zeros"), node("Add", "zeros one", "ones"),
+             node("Trilu", "ones below", "lower", upper=0), node("NonZero", "lower", "at"), node("Gather", "x at", "y")]
     graph = graph_from_onnx(model(nodes, [things], constants={"one": np.float32(1), "below": -1}))
     assert graph.shape("y") == (2, things * (things - 1) // 2)
 
