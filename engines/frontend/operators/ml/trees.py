@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # as numbers from 0 on
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
 _AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
+ANOTHER = 400           # steps of a tree, in the time of a call and an addition
 _NUMBERED_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 
 
@@ -33,33 +35,56 @@ class _Table:
     roots: Array
     weights: Array
 
-    @property
-    def depth(self) -> int:
-        """Steps from a root to the leaf that is furthest; raises GraphError where a path does not end."""
-        places, steps = np.unique(self.roots), 0
+    def depths(self) -> Array:
+        """Of each tree the steps from its root to the leaf that is furthest; raises GraphError where a path does not
+        end."""
+        count, steps = len(self.left), 0
+        depths, places, trees = np.zeros(len(self.roots), np.int64), self.roots, np.arange(len(self.roots))
         while np.any(inner := self.left[places] != places):
-            inner_places = places[inner]
-            places = np.unique(np.concatenate([self.left[inner_places], self.right[inner_places]]))
             steps += 1
-            if steps > len(self.left):
+            if steps > count:
                 raise GraphError("its nodes are in a circle")
-        return steps
+            places, trees = places[inner], trees[inner]
+            depths[trees] = steps
+            children = np.append(self.left[places], self.right[places])
+            trees, places = np.divmod(np.unique(np.append(trees, trees) * count + children), count)
+        return depths
 
     def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
         """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0. In a
-        sum, trees of one leaf, as boosting ends with, are a part of the base: all trees take as many steps."""
+        sum, trees of one leaf, as boosting ends with, are a part of the base, and those of unlike depths are forests of
+        their own: all trees of a forest take as many steps."""
         nothing, dtype = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0), self.weights.dtype
         weights = np.where(np.isnan(self.weights), np.array(nothing, dtype), self.weights)
-        added, roots, grown = np.asarray(base, dtype), self.roots, self.left[self.roots] != self.roots
-        if aggregate == "SUM" and grown.any():
-            added, roots = added + weights[roots[~grown]].sum(axis=0), roots[grown]
+        added, roots, depths = np.asarray(base, dtype), self.roots, self.depths()
+        if aggregate == "SUM" and depths.any():
+            added = added + weights[roots[depths == 0]].sum(axis=0)
+            roots, depths = roots[depths > 0], depths[depths > 0]
         whole = np.dtype(f"int{8 * self.thresholds.itemsize}")
         flagged = self.columns << FLAGS | self.flags
         records = np.stack([flagged, self.thresholds.view(whole), self.right, self.left], axis=1).astype(whole)
-        y = w("Forest", x, *map(w.constant, (records, roots, weights)), depth=self.depth, aggregate=aggregate)
+        nodes, weigh = w.constant(records), w.constant(weights)
+        parts = _alike(depths) if aggregate in ("SUM", "AVERAGE") else [np.arange(len(roots))]
+        y = reduce(partial(w, "Add"), (
+            w("Forest", x, nodes, w.constant(roots[part]), weigh, depth=int(depths[part].max(initial=0)),
+              aggregate=aggregate if len(parts) == 1 else "SUM") for part in parts))
+        if aggregate == "AVERAGE" and len(parts) > 1:
+            y = w("Mul", y, w.number(1 / len(roots), dtype))
         if nothing and np.any(np.isnan(self.weights[self.left == np.arange(len(self.left))])):
             y = w("Where", w("IsInf", y), w.number(0, dtype), y)
         return w("Add", y, w.constant(added)) if added.any() else y
+
+
+def _alike(depths: Array) -> list[Array]:
+    """The trees of each forest, as all take the fewest steps together, where one forest more costs as many as ANOTHER:
+    those of like depths."""
+    levels, counts = np.unique(depths, return_counts=True)
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]         # of so many levels: steps, and where forests begin
+    for end in range(1, len(levels) + 1):
+        best.append(min((best[start][0] + int(counts[start:end].sum() * levels[end - 1]) + ANOTHER,
+                         (*best[start][1], start)) for start in range(end)))
+    forest = np.searchsorted(best[-1][1], np.searchsorted(levels, depths), side="right")
+    return [np.flatnonzero(forest == number) for number in np.unique(forest)]
 
 
 def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,

@@ -77,6 +77,18 @@ def test_trees_predict_numbers(aggregate, targets, base):
           **forest(targets=targets, ids=range(targets) if base else None), **more, **ML)
 
 
+@pytest.mark.parametrize("aggregate, depths", [("SUM", [2, 9]), ("AVERAGE", [2, 9]), ("MIN", [9]), ("MAX", [9])])
+def test_trees_of_unlike_depths_take_no_more_steps_than_they_need(aggregate, depths):
+    """Each is walked for as many steps as the deepest of its forest has: where they are added up there are two."""
+    shallow, deep = (forest(targets=2, trees=trees, depth=depth, ids=[0, 1]) for trees, depth in ((120, 2), (3, 9)))
+    trees = {name: [*values, *((120 + tree for tree in deep[name]) if name.endswith("treeids") else deep[name])]
+             for name, values in shallow.items()}
+    attrs = {"n_targets": 2, "aggregate_function": aggregate, **trees, **ML}
+    check("TreeEnsembleRegressor", [rows()], base_values=[0.5, -0.25], **attrs)
+    graph = graph_from_onnx(model_of("TreeEnsembleRegressor", [rows()], **attrs))
+    assert sorted(node.attrs["depth"] for node in graph.nodes if node.op == "Forest") == depths
+
+
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"])
 @pytest.mark.parametrize("base", [False, True])
 def test_trees_tell_classes(transform, base):
