@@ -82,7 +82,7 @@ def _slice(attrs: Attrs, x: Array, starts: Array, ends: Array, axes: Array | Non
 def _gather(attrs: Attrs, x: Array, indices: Array) -> tuple[Array, ...]:
     axis = attrs.get("axis", 0)
     if indices.ndim or axis:
-        return (np.take(x, indices, axis),)
+        return (x.take(indices, axis),)
     return (x[int(indices), ...],)      # a view
 
 
