@@ -98,7 +98,8 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
         raise GraphError(f"its nodes read columns beyond the {width} that there are")
     left[leaves] = right[leaves] = np.flatnonzero(leaves)
     before = np.isin(kind, ("BRANCH_LT", "BRANCH_GTE"))
-    thresholds = np.where(before, np.nextafter(thresholds, np.array(-np.inf, thresholds.dtype)), thresholds)
+    with np.errstate(over="ignore"):        # before the least number there is -inf
+        thresholds = np.where(before, np.nextafter(thresholds, np.array(-np.inf, thresholds.dtype)), thresholds)
     opposite = np.isin(kind, ("BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ"))
     # What is missing compares as false, but for !=, unless its node says that it goes the way of the truth.
     true_if_missing = (missing != 0) | (kind == "BRANCH_NEQ")

@@ -66,6 +66,16 @@ def test_every_comparison_and_what_is_missing(modes, missing):
     check("TreeEnsembleRegressor", [rows(missing)], n_targets=1, **forest(modes, missing=missing), **ML)
 
 
+def test_nothing_but_infinity_is_less_than_the_least_number():
+    """XGBoost writes it for a column that is there or not."""
+    least = np.finfo(np.float32).min
+    trees = {"nodes_treeids": [0] * 3, "nodes_nodeids": [0, 1, 2], "nodes_featureids": [0] * 3,
+             "nodes_modes": [LT, "LEAF", "LEAF"], "nodes_values": [float(least), 0.0, 0.0],
+             "nodes_truenodeids": [1, 0, 0], "nodes_falsenodeids": [2, 0, 0], "target_treeids": [0, 0],
+             "target_nodeids": [1, 2], "target_ids": [0, 0], "target_weights": [1.0, 2.0]}
+    check("TreeEnsembleRegressor", [np.float32([[-math.inf], [least], [0]])], n_targets=1, **trees, **ML)
+
+
 @pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("base", [False, True])
