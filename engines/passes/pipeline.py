@@ -45,7 +45,7 @@ from engines.passes.rules.reduction import ReductionOfPowers, SumOfIntegers
 from engines.passes.rules.reshape import MergeReshapes, MergeTransposes, ToReshape, TransposeOfOnes
 from engines.passes.rules.resize import ResizeOfChannelsLast
 from engines.passes.rules.scale import LinearScale, ScaleDepthwise, ScaleLinear
-from engines.passes.rules.scatter import ScatterOfRows
+from engines.passes.rules.scatter import ScatterOfColumns, ScatterOfRows
 from engines.passes.rules.shuffle import ChannelShuffle
 from engines.passes.rules.softmax import AlongInnermost
 from engines.passes.rules.tables import TABLES
@@ -72,7 +72,7 @@ def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), GemmOfComputed(), MatMulToGemm(),
-                             InstanceNorm(), ScatterOfRows(), *IMAGES)),
+                             InstanceNorm(), ScatterOfRows(), ScatterOfColumns(), *IMAGES)),
         # in few nodes: what attention is recognised by, later
         ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone

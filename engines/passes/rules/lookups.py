@@ -28,7 +28,7 @@ class LookupInItem(Rule):
         flat = match.graph.producer.get(match.value("flat"))
         if flat is None or flat.op != "Reshape" or match.root.attrs.get("axis", 0) != 0:
             return False
-        found, size = _by_item(match.graph, match.value("places")), _rows_of_item(match, match.value("flat"))
+        found, size = by_item(match.graph, match.value("places")), _rows_of_item(match, match.value("flat"))
         if found is None or match.shape(flat.inputs[0])[0] != BATCH:
             return False
         step, offsets = found
@@ -36,7 +36,7 @@ class LookupInItem(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         graph, flat = match.graph, match.value("flat")
-        x, found = graph.producer[flat].inputs[0], _by_item(graph, match.value("places"))
+        x, found = graph.producer[flat].inputs[0], by_item(graph, match.value("places"))
         assert found is not None
         shape = (BATCH, _rows_of_item(match, match.value("flat")), *match.shape(flat)[1:])
         if match.shape(x) != shape:
@@ -77,13 +77,13 @@ class LookupOfPairs(Rule):
 
     @staticmethod
     def _offsets(match: Match) -> Array | None:
-        items, offsets = (_by_item(match.graph, match.value(name)) for name in ("items", "offsets"))
+        items, offsets = (by_item(match.graph, match.value(name)) for name in ("items", "offsets"))
         if items is None or offsets is None or items[0] != 1 or items[1].any() or offsets[0]:
             return None
         return offsets[1]
 
 
-def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
+def by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
     """(step, offsets) of integers that are n * step + offsets for item n, which is counted along the first axis."""
     if (constant := graph.constants.get(name)) is not None:
         return 0, constant
@@ -94,13 +94,14 @@ def _by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
         start, _, delta = (graph.constants.get(i) for i in node.inputs)
         counts = start is not None and delta is not None and start == 0 and delta == 1
         return (1, np.zeros(1, np.int64)) if counts else None
-    found = [part for name in node.inputs if (part := _by_item(graph, name)) is not None]
+    found = [part for name in node.inputs if (part := by_item(graph, name)) is not None]
     if len(found) < len(node.inputs):
         return None
     if node.op == "Expand":
         step, offsets = found[0]
         shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and offsets.ndim == len(shape) and offsets.shape[0] == 1
+        alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
+                                           or offsets.ndim < len(shape) and not step)
         return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
     if node.op == "Reshape":
         step, offsets = found[0]
@@ -122,7 +123,7 @@ class LookupOfRow(Rule):
 
     def check(self, match: Match) -> bool:
         source, pairs = match.shape(match.value("x")), match["pairs"]
-        items = _by_item(match.graph, match.value("items"))
+        items = by_item(match.graph, match.value("items"))
         return (items is not None and items[0] == 1 and not items[1].any() and len(pairs.inputs) == 2
                 and not match.root.attrs.get("batch_dims", 0) and len(source) > 2 and source[0] == BATCH
                 and pairs.attrs["axis"] % 2 == 1 and match.shape(match.value("offsets")) == (BATCH, 1))
@@ -154,7 +155,7 @@ class LookupOfFlatRow(Rule):
         if places is None or places.op != "Add" or match.shape(places.outputs[0]) != (BATCH,):
             return None
         for start, place in (places.inputs, places.inputs[::-1]):
-            found = _by_item(graph, start)
+            found = by_item(graph, start)
             if (found is not None and found[0] and found[0] == _rows_of_item(match, match.value("flat"))
                     and not found[1].any() and match.shape(place) == (BATCH,)):
                 return place

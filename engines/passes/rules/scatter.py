@@ -1,13 +1,16 @@
 """Assignments to a part of a tensor are joints of what stays and what is new.
 
     ScatterND(x, rows i, i + 1, ... j - 1, new) = Concat(x[:i], new, x[j:])         along the first axis
+    ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 likewise along the second one
 """
 from __future__ import annotations
 
 import numpy as np
 
 from engines.ir.counted import as_int
+from engines.ir.graph import Array
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, No, P, Rule, Value
+from engines.passes.rules.lookups import by_item
 
 
 class ScatterOfRows(Rule):
@@ -15,18 +18,69 @@ class ScatterOfRows(Rule):
 
     def check(self, match: Match) -> bool | No:
         rows, extent = match.constant("rows"), match.shape(match.value("x"))[0]
-        if match.root.attrs.get("reduction", "none") != "none":
-            return No("it adds to what is there")
-        if rows.ndim != 2 or rows.shape[1] != 1 or not isinstance(extent, int) or not rows.size:
+        if rows.ndim != 2 or rows.shape[1] != 1:
             return No("its places are no rows")
-        first = int(rows[0, 0]) % extent
-        follow = np.array_equal(rows[:, 0] % extent, np.arange(first, first + len(rows)))
-        return follow or No("its rows do not follow each other")
+        return _follow(match, rows[:, 0], extent)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        rows, extent = match.constant("rows"), as_int(match.shape(match.value("x"))[0])
-        first = int(rows[0, 0]) % extent
-        before, behind = ([draft.cut(match.value("x"), 0, start, end)] if start < end else []
-                          for start, end in ((0, first), (first + len(rows), extent)))
-        parts = [*before, match.value("new"), *behind]
-        draft.finish("Concat", parts, {"axis": 0})
+        _join(match, draft, match.constant("rows")[:, 0], 0)
+
+
+class ScatterOfColumns(Rule):
+    """As PyTorch writes x[:, i:j] = new: by a number for each item beside those of the columns."""
+    pattern = P("ScatterND", Value("x"), Value("places"), Value("new"))
+
+    def check(self, match: Match) -> bool | No:
+        shape, columns = match.shape(match.value("x")), self._columns(match)
+        if columns is None or len(shape) < 2:
+            return No("its places are not the same columns of all items")
+        return _follow(match, columns, shape[1])
+
+    def rewrite(self, match: Match, draft: Draft) -> None:
+        columns = self._columns(match)
+        assert columns is not None
+        _join(match, draft, columns, 1)
+
+    @staticmethod
+    def _columns(match: Match) -> Array | None:
+        """Those that are assigned to, of every item."""
+        graph, places, items = match.graph, match.value("places"), match.shape(match.value("x"))[0]
+        if match.shape(places)[-1] != 2:
+            return None
+        if graph.is_constant(places):
+            if not isinstance(items, int) or match.shape(places)[0] != items:
+                return None
+            pairs = match.constant("places").reshape(items, -1, 2)
+            alike = np.array_equal(pairs[:, :, 0] % items, np.broadcast_to(np.arange(items)[:, None], pairs.shape[:2]))
+            return pairs[0, :, 1] if alike and np.all(pairs[:, :, 1] == pairs[0, :, 1]) else None
+        made = graph.producer.get(places)
+        if made is None or made.op != "Concat" or len(made.inputs) != 2:
+            return None
+        numbers, columns = (by_item(graph, name) for name in made.inputs)
+        if numbers is None or columns is None or numbers[0] != 1 or numbers[1].any() or columns[0]:
+            return None
+        return columns[1].ravel()
+
+
+def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
+    """Whether an assignment is to places that follow each other along an axis of that extent."""
+    if match.root.attrs.get("reduction", "none") != "none":
+        return No("it adds to what is there")
+    if not isinstance(extent, int) or not places.size:
+        return No("its places are no rows")
+    first = int(places[0]) % extent
+    return np.array_equal(places % extent, np.arange(first, first + len(places))) or No(
+        "its rows do not follow each other")
+
+
+def _join(match: Match, draft: Draft, places: Array, axis: int) -> None:
+    """Finishes with what stays before and behind these places along an axis, and what is new between."""
+    x, new = match.value("x"), match.value("new")
+    shape = match.shape(x)
+    extent, first = as_int(shape[axis]), int(places[0]) % as_int(shape[axis])
+    wanted = (*shape[:axis], len(places), *shape[axis + 1:])
+    if match.shape(new) != wanted:
+        new = draft.node("Reshape", [new], {"shape": wanted})
+    before, behind = ([draft.cut(x, axis, start, end)] if start < end else []
+                      for start, end in ((0, first), (first + len(places), extent)))
+    draft.finish("Concat", [*before, new, *behind], {"axis": axis})
