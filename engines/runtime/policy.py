@@ -22,8 +22,8 @@ class Policy:
     Of a network whose shapes come once each, as those of a cache that grows, one is made when a shape comes a second
     time; else at once.
 
-    segment: of a program. Its extents may be 0, and often follow from data, so that most shapes come once: what is made
-    in the background is made when its shape comes a second time.
+    segment: of a program. Its batch may be 0, and its extents often follow from data, so that most shapes come once:
+    what is made in the background is made when its shape comes a second time.
     """
     specialise: str = "wait"
     most: int = MOST
