@@ -213,6 +213,8 @@ class ProgramEngine(OfPlan):
                              f"{', '.join(repr(other.name) for other in self.inputs)}")
         value = feeds[io.name]
         wanted = self._dtypes.get(io.name)
+        if type(value) is np.ndarray and value.dtype is wanted:
+            return as_named(value, io.dtype)
         if wanted is None:
             return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
         array = as_in_memory(np.asarray(value))

@@ -54,7 +54,7 @@ def _one_hot_encoder(attrs: Attrs) -> Encode:
         found = [places.get(value, unknown) for value in x.reshape(-1).tolist()]
         if not may_be_unknown and unknown in found:
             raise ValueError(f"{x.reshape(-1)[found.index(unknown)]!r} is none of its categories, and `zeros` is 0")
-        return (rows[found].reshape(*x.shape, len(places)),)
+        return (rows.take(found, 0).reshape(*x.shape, len(places)),)
     return encode
 
 
