@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -18,56 +19,97 @@ from engines.plan.program import Instruction, Kind, Region
 from engines.runtime.host import evaluator
 from engines.runtime.iteration import InPlace, Iteration, Segment, Value, truth
 
-Values = dict[str, Value]
-Compute = Callable[[list[Value], Values], Sequence[Value]]      # given its inputs, and all values
+Around = Mapping[str, Value]
+Compute = Callable[[list[Value]], Sequence[Value]]      # of all values, each in its place
 
 
 class Runner:
-    """A region made ready to run."""
+    """A region made ready to run: each of its values has a place in a list, its inputs the first ones, what an
+    instruction makes neighbouring ones. To find values by their names takes longer than a small segment runs."""
 
     def __init__(self, region: Region, segments: Sequence[Segment], constants: Mapping[str, Array]) -> None:
         self.region = region
         self._constants = constants
-        self._steps = [(one.inputs, self._compute(one, segments), one.outputs, "" in one.outputs, one.drops)
-                       for one in region.instructions]
-        read = {*region.outputs, *(name for one in region.instructions for name in one.inputs)}
-        self._beginning: Values = {"": None, **{name: constants[name] for name in read if name in constants}}
+        read = dict.fromkeys((*region.outputs, *(name for one in region.instructions for name in one.inputs)))
+        self._beginning: list[Value] = [None] * len(region.inputs)
+        self._places = {name: place for place, name in enumerate(region.inputs)}
+        self._place("", None)               # an input that is absent
+        for name in (*read, *region.captures):
+            if name in constants and name not in self._places:
+                self._place(name, constants[name])
+        self._captures = [(name, self._place(name, None)) for name in region.captures]
+        self._steps = [self._step(one, segments) for one in region.instructions]
+        self._results = _together(self._places, region.outputs)
         self.in_place = InPlace.of(region, segments, constants)
 
-    def run(self, inputs: Sequence[Value], around: Mapping[str, Value]) -> list[Value]:
+    def run(self, inputs: Sequence[Value], around: Around) -> list[Value]:
         """The outputs; around: values that the region reads without being given them, and others."""
+        assert len(inputs) == len(self.region.inputs), f"{len(inputs)} values for {self.region.inputs}"
         values = self._beginning.copy()
-        for name in self.region.captures:
+        values[:len(inputs)] = inputs
+        for name, place in self._captures:
             if name in around:
-                values[name] = around[name]
-        values.update(zip(self.region.inputs, inputs, strict=True))
-        for reads, compute, makes, lacks_any, drops in self._steps:
-            made = compute([values[name] for name in reads], values)
-            values.update(zip(makes, made, strict=False))
-            if lacks_any:               # "" names an output that the model does not have, and an input likewise
-                values[""] = None
-            for name in drops:
-                values.pop(name, None)
-        return [values[name] for name in self.region.outputs]
+                values[place] = around[name]
+        for compute, first, last, drops in self._steps:
+            made = compute(values)
+            values[first:last] = made if len(made) == last - first else _so_many(made, last - first)
+            for place in drops:
+                values[place] = None
+        return list(self._results(values))
+
+    def _place(self, name: str, value: Value) -> int:
+        """A place for a value, which holds this at the beginning; the one that it has."""
+        if name not in self._places:
+            self._places[name] = len(self._beginning)
+            self._beginning.append(value)
+        return self._places[name]
+
+    def _step(self, instruction: Instruction, segments: Sequence[Segment]) -> tuple[Compute, int, int, Sequence[int]]:
+        """What computes an instruction, the places of what it makes, and those of what nobody reads behind it."""
+        compute, first = self._compute(instruction, segments), len(self._beginning)
+        for name in instruction.outputs:
+            if name:
+                self._places[name] = len(self._beginning)
+            self._beginning.append(None)    # of an output without a name, too
+        drops = [self._places[name] for name in instruction.drops if name in self._places]
+        return compute, first, len(self._beginning), drops
 
     def _compute(self, instruction: Instruction, segments: Sequence[Segment]) -> Compute:
+        given = _together(self._places, instruction.inputs)
         if not instruction.op:
             segment = segments[instruction.segment]
-            return lambda given, values: segment(given)
+            return lambda values: segment(given(values))
         node = node_from_json(instruction.node)
         regions = [Runner(region, segments, self._constants) for region in instruction.regions]
         control = _CONTROL.get(instruction.op) if regions else None
         if control is None:
             run = evaluator(node)
-            return lambda given, values: run(*given)
-        return lambda given, values: control(node, regions, given, values)
+            return lambda values: run(*given(values))
+        captured = [(name, self._places[name]) for region in instruction.regions for name in region.captures
+                    if name in self._places]
+        return lambda values: control(node, regions, given(values), {name: values[place] for name, place in captured})
 
 
-def _if(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+def _together(places: Mapping[str, int], names: Sequence[str]) -> Callable[[list[Value]], Sequence[Value]]:
+    """The values of these names, of a list of all."""
+    if len(names) > 1:
+        return itemgetter(*(places[name] for name in names))
+    if not names:
+        return lambda values: ()
+    place = places[names[0]]
+    return lambda values: (values[place],)
+
+
+def _so_many(made: Sequence[Value], count: int) -> list[Value]:
+    """Without outputs that the model does not read, which an operator may make; absent ones are None."""
+    return [*made[:count], *[None] * (count - len(made))]
+
+
+def _if(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
     return regions[0 if truth(given[0], node) else 1].run((), around)
 
 
-def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
     """Runs the body until its condition fails, `given[0]` times at most; what it makes beside condition and carried
     values is stacked."""
     (body,) = regions
@@ -81,7 +123,7 @@ def _loop(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
     return steps.carried + [_stacked(stack, kind, 0) for stack, kind in zip(steps.stacks, kinds, strict=True)]
 
 
-def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
     """Runs the body for each slice of the inputs that are scanned, the last ones."""
     if node.attrs["onnx_opset"] < 9:
         return _scan_batch(node, regions, given, around)
@@ -106,7 +148,7 @@ def _scan(node: Node, regions: Sequence[Runner], given: Sequence[Value], around:
             attribute("scan_output_directions", makes), strict=True)]
 
 
-def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+def _scan_batch(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
     """As opset 8 has it: each item of the batch by itself, behind an input for the items' lengths."""
     lengths, *values = given
     if lengths is not None:
@@ -138,7 +180,7 @@ def _moved(array: Array, axis: int, place: int) -> Array:
     return array.transpose(order)
 
 
-def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Values) -> list[Value]:
+def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: Around) -> list[Value]:
     """SequenceMap: the body on each tensor of the first sequence, beside those of others, and tensors that stay."""
     (body,) = regions
     made = [body.run([value[index] if isinstance(value, list) else value for value in given], around)
@@ -146,4 +188,5 @@ def _map(node: Node, regions: Sequence[Runner], given: Sequence[Value], around: 
     return [list(values) for values in zip(*made, strict=True)] or [[] for _ in body.region.outputs]
 
 
-_CONTROL = {"If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _map}
+_CONTROL: Mapping[str, Callable[[Node, Sequence[Runner], Sequence[Value], Around], list[Value]]] = {
+    "If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _map}

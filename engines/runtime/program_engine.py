@@ -8,7 +8,7 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ import numpy as np
 
 from engines.backends.device import ready
 from engines.errors import InputError
-from engines.ir.dtypes import as_in_memory, as_named, dtype_named, memory_dtype
+from engines.ir.dtypes import BITS, as_in_memory, as_named, dtype_named, memory_dtype
 from engines.ir.graph import Array
 from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
@@ -30,6 +30,7 @@ from engines.runtime.staged import StagedContext
 SegmentEngine = Engine | OpenEngine
 Signature = tuple[tuple[np.dtype[Any], int], ...]       # dtype and number of axes of each input of a segment
 Watch = Callable[[SegmentPart, Mapping[str, Array]], None]
+FeedKind = tuple[str, tuple[int, ...], np.dtype[Any]]      # name, shape and dtype
 NO_TENSORS = ("sequence", "optional", "map", "sparse_tensor", "")      # as IoTensor.dtype
 
 
@@ -55,6 +56,28 @@ class _Met:
     kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Inputs that fit a program.
+
+    kinds       of the main region's inputs, where none needs more than to be like them
+    """
+    shapes: Shapes = field(default_factory=dict)
+    kinds: Sequence[FeedKind] | None = None
+
+    def taken(self, feeds: Mapping[str, Any]) -> list[Array] | None:
+        """The region's inputs; None: the feeds are others, and are to be checked."""
+        if self.kinds is None or len(feeds) != len(self.kinds):
+            return None
+        given: list[Array] = []
+        for name, shape, dtype in self.kinds:
+            array = feeds.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return None
+            given.append(array)
+        return given
+
+
 class Segment:
     """A segment ready to run: an engine for each set of types that its inputs have had, made when it is met."""
 
@@ -63,7 +86,8 @@ class Segment:
         """watch: called with all that it is fed."""
         self.part, self._engine, self._maker, self._lock, self._watch = part, engine, maker, lock, watch
         self._engines: dict[Signature, SegmentEngine] = {}
-        self._last: SegmentEngine | None = None         # that ran last, on whichever thread
+        # What ran last, on whichever thread, and whether some of its outputs are bits of what numpy lacks.
+        self._last: tuple[SegmentEngine | None, bool] = None, False
         self._met: _Met | None = None                   # that was bound last, on whichever thread
         self._given: dict[Signature, Plan] = {}
         self._bounds: WeakKeyDictionary[ExecutionContext, _Bound] = WeakKeyDictionary()
@@ -78,12 +102,16 @@ class Segment:
         feed = dict(zip(self.part.inputs, given, strict=True))
         if self._watch:
             self._watch(self.part, feed)
-        engine = self._last
+        engine, has_bits = self._last
         made = engine.rerun(feed) if engine else None
         if engine is None or made is None:
-            engine = self._last = self._engine_for(feed)
+            engine = self._engine_for(feed)
             made = engine.run(feed)
-        return [as_named(made[io.name], io.dtype) for io in engine.outputs]     # bits would be integers to the next
+            has_bits = any(io.dtype in BITS for io in engine.outputs)       # which would be integers to what follows
+            self._last = engine, has_bits
+        if has_bits:
+            return [as_named(made[io.name], io.dtype) for io in engine.outputs]
+        return [made[io.name] for io in engine.outputs]
 
     @contextmanager
     def bound(self, given: Sequence[Array]) -> Iterator[_Bound]:
@@ -167,7 +195,7 @@ class ProgramEngine(OfPlan):
         self.segments = [Segment(part, engine, maker, lock, watch) for part in self.part.segments]
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
-        self._fitting: Shapes = {}      # the shapes that were checked last; set by whichever thread runs
+        self._fitting = _Fitting()      # what was checked last; set by whichever thread runs
         self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
 
     @property
@@ -193,17 +221,29 @@ class ProgramEngine(OfPlan):
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As Engine.run, for whatever shapes the model takes."""
-        feeds = self.defaults.complete(feeds)
-        given = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
-        shapes = {name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)}
-        if not feeds.keys() <= given.keys():
-            shapes |= {name: () for name in feeds if name not in given}
-        if shapes != self._fitting:
-            self.check(shapes)
-            self._fitting = shapes
-        values = self._main.run([given[name] for name in self.part.main.inputs], {})
+        fitting = self._fitting
+        given = fitting.taken(feeds)
+        if given is None:
+            feeds = self.defaults.complete(feeds)
+            named = {io.name: self._checked(io, feeds) for io in self.plan.inputs}
+            shapes = {name: value.shape for name, value in named.items() if isinstance(value, np.ndarray)}
+            if not feeds.keys() <= named.keys():
+                shapes |= {name: () for name in feeds if name not in named}
+            if shapes != fitting.shapes:
+                self.check(shapes)
+            given = [named[name] for name in self.part.main.inputs]
+            self._fitting = _Fitting(shapes, self._kinds(named))
+        values = self._main.run(given, {})
         return {io.name: value if isinstance(value, list) or value is None else _given_out(np.asarray(value))
                 for io, value in zip(self.plan.outputs, values, strict=True)}
+
+    def _kinds(self, given: Mapping[str, Any]) -> Sequence[FeedKind] | None:
+        """Those of the main region's inputs; None: some are no arrays of numbers that are taken as they are."""
+        if given.keys() != set(self.part.main.inputs) or not all(
+                isinstance(given[io.name], np.ndarray) and given[io.name].dtype.kind in "biuf" and io.dtype not in BITS
+                for io in self.plan.inputs):
+            return None
+        return [(name, given[name].shape, given[name].dtype) for name in self.part.main.inputs]
 
     def _checked(self, io: IoTensor, feeds: Mapping[str, Any]) -> Any:
         if io.name not in feeds:

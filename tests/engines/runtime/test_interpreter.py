@@ -19,3 +19,13 @@ def test_an_output_that_the_model_does_not_have_is_no_absent_input_of_what_follo
     for _ in range(2):
         z, = runner.run([np.array([5, 3, 5, 9, 7])], {})
         assert z.tolist() == [5, 9]
+
+
+def test_what_an_operator_makes_beside_or_without_what_the_model_names_moves_nothing():
+    """Unique makes four outputs, NonZero one."""
+    region = Region(("x",), ("none", "y", "z"), (
+        instruction("Unique", ("x",), ("y",)),
+        instruction("NonZero", ("x",), ("all", "none", *"abcdef")),
+        instruction("Identity", ("x",), ("z",))))
+    none, y, z = Runner(region, [], {}).run([np.array([5, 3, 5])], {})
+    assert none is None and y.tolist() == [3, 5] and z.tolist() == [5, 3, 5]
