@@ -1,7 +1,7 @@
 """Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, saying why."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.ir.counted import as_int
@@ -11,6 +11,7 @@ from engines.lowering import rules  # noqa: F401  (fills RULES)
 from engines.lowering.calls.aliasing import VIEWS, Aliasing
 from engines.lowering.calls.calls import GENERAL, RULES, AnyCall, Call, Context, FallbackCall, Refused
 from engines.lowering.calls.placement import ITEMS, axis_of_item, has_batch
+from engines.lowering.problems.problem import Problem
 from engines.lowering.rules.copies import copy_call
 
 
@@ -28,14 +29,16 @@ class Lowered:
         return [call for call in self.calls if isinstance(call, Call)]
 
 
-def lower(graph: Graph, lanes: int) -> Lowered:
+def lower(graph: Graph, lanes: int, solved: Collection[type[Problem]] | None = None) -> Lowered:
     """The graph that passes.pipeline made, with stored types decided, as calls that solve problems.
 
     lanes: of the narrowest vectors that the target's kernels are written for; groups of a convolution that are narrower
     are merged until they fill one.
+    solved: the kinds of problems that the target has kernels for; None: all. What it has none for may be solved by the
+    general rules.
     """
     placements = Aliasing(graph)
-    ctx = Context(graph, placements, lanes)
+    ctx = Context(graph, placements, lanes, solved)
     return Lowered(graph, placements, tuple(call for node in graph.nodes for call in _calls(ctx, node)))
 
 
@@ -64,9 +67,12 @@ def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
     for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
         try:
             calls = tuple(rule(ctx, node))
-            for problem in (call.problem for call in calls if call.problem.misfit):
-                raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; they "
-                              f"take {', '.join(problem.computes_on)}")
+            for problem in (call.problem for call in calls):
+                if problem.misfit:
+                    raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; "
+                                  f"they take {', '.join(problem.computes_on)}")
+                if ctx.solved is not None and type(problem) not in ctx.solved:
+                    raise Refused(f"no {problem.family} kernel for this target")
             return calls
         except Refused as reason:
             refusal = reason

@@ -12,7 +12,7 @@ from engines.backends.cuda.codegen.gpu import gpu_named
 from engines.backends.cuda.codegen.module import GpuModule
 from engines.backends.cuda.constants import Constants
 from engines.backends.cuda.cost import CARDS
-from engines.backends.cuda.kernels.kernel import GpuKernel, kernel_for
+from engines.backends.cuda.kernels.kernel import KERNELS, GpuKernel, kernel_for
 from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.splitting import Splitting, aligned
 from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
@@ -104,7 +104,7 @@ class CudaSession:
                progress: Progress | None = None) -> CudaChosen:
         """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
         items, card = opt_batch or max(max_batch, 1), CARDS[self.target]
-        lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS))
+        lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS, KERNELS))
         check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         lowered = write_borders(lowered, max_batch)
         wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}

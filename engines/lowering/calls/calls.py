@@ -1,7 +1,7 @@
 """What lowering produces: calls, of problems on placed tensors; and the rules that make them, by operator."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class Context:
     graph: Graph
     placements: Aliasing
     lanes: int                  # of the narrowest vectors that the target's kernels are written for
+    solved: Collection[type[Problem]] | None = None     # the kinds of problems that it has kernels for; None: all
 
     def type(self, name: str) -> TensorType:
         return self.graph.types[name]

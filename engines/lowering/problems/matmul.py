@@ -1,6 +1,7 @@
 """The matrix product of two tensors that are both computed at run time, in batches; and attention, made of two.
 
     Product     y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
+    IntegerProduct              = sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb)
     Attention   y[n, h, s] = program(sum over t of p[s, t] * v[n, h, t] / sum over t of p[s, t])
                 p[s, t]    = e**(x[s, t] - max over t of x[s])
                 x          = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
@@ -22,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Product(Problem):
     program: EpilogueProgram
     precision: str                  # int8, fp32, bf16, fp16
     family = "product"
-    reads = ("a", "b", "operands")
+    reads: ClassVar[tuple[str, ...]] = ("a", "b", "operands")
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -71,6 +72,29 @@ class Product(Problem):
         wide: type[Any] = np.float64 if self.precision == "int8" else np.float32    # exact, as a contraction's are
         sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
         return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)
+
+
+@dataclass(frozen=True)
+class IntegerProduct(Product):
+    """A product of bytes, in int32, whose zero points are in memory: one for each factor, of its dtype, or none.
+
+    a is of uint8, b of uint8 or int8.
+    """
+    operands: tuple[View, ...] = ()
+    program: EpilogueProgram = EpilogueProgram()
+    precision: str = "int8"
+    zero_a: View | None = None
+    zero_b: View | None = None
+    family = "integer_product"
+    computes_on = ("uint8", "int8", "int32")
+    reads = ("a", "b", "zero_a", "zero_b")
+
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        a, b, *zeros = (x.astype(np.int32) for x in inputs)
+        for zero, which in zip(zeros, [i for i, view in enumerate((self.zero_a, self.zero_b)) if view], strict=True):
+            number = zero.reshape(-1)[0]
+            a, b = (a - number, b) if which == 0 else (a, b - number)
+        return (np.matmul(a, b),)
 
 
 @dataclass(frozen=True)

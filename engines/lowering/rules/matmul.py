@@ -1,15 +1,18 @@
 """MatMul of two tensors that are computed at run time -> Product; ScaledDotProductAttention -> Attention."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Node, TensorType
 from engines.lowering.calls.body import write_body
 from engines.lowering.calls.broadcast import broadcast_to
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
-from engines.lowering.problems.matmul import MIDDLE, Attention, Product
+from engines.lowering.problems.matmul import MIDDLE, Attention, IntegerProduct, Product
 from engines.lowering.problems.view import View
 
 DEEPEST = 1 << 14       # of K: a panel of the right factor is packed on a thread's stack
@@ -52,6 +55,30 @@ def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim])
     if target[0] == BATCH:
         return replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
     return View(view.dtype, tuple(as_int(extent) for extent in target), strides, 0)
+
+
+@lowers("MatMulInteger")
+def lower_integer_product(ctx: Context, node: Node) -> Sequence[Call]:
+    (a, b, *zeros), output = node.inputs, node.outputs[0]
+    shape, zeros = ctx.type(output).shape, [*zeros, "", ""][:2]
+    if any(len(ctx.type(name).shape) < 2 for name in (a, b)):
+        raise Refused("a factor of one axis is not compiled")
+    if ctx.type(a).dtype != np.uint8:
+        raise Refused("its left factor is signed")
+    if any(math.prod(ctx.type(name).shape) != 1 for name in zeros if name):
+        raise Refused("it has several zero points")
+    *lead, rows, columns = shape
+    depth = ctx.type(a).shape[-1]
+    if isinstance(depth, str) or depth > DEEPEST:
+        raise Refused(f"its inner extent {depth} is beyond {DEEPEST}")
+    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
+    if left.strides[-1] != 1 or 1 not in right.strides[-2:]:
+        raise Refused("no axis of a factor that is multiplied lies in one piece")
+    numbers = [View(ctx.placements[name].view.dtype, (1,), (1,), 0) if name else None for name in zeros]
+    problem = IntegerProduct(left, right, _seen(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
+    result = ctx.placements[output]
+    result = result if BATCH in shape else replace(result, items=1)
+    return [Call(node, problem, tuple(ctx.placements[name] for name in (a, b, *zeros) if name), (result,))]
 
 
 @lowers("ScaledDotProductAttention")

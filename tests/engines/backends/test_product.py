@@ -9,7 +9,7 @@ from engines.backends.llvm.kernels.matmul.product import ProductKernel, Tile
 from engines.backends.llvm.kernels.matmul.streamed import StreamedKernel, Streams
 from engines.codegen.ir_builder import Module
 from engines.lowering.epilogue.program import EpilogueProgram
-from engines.lowering.problems.matmul import Product
+from engines.lowering.problems.matmul import IntegerProduct, Product
 from engines.lowering.problems.view import View, dense_view
 from engines.plan.plan import SLACK
 from tests.engines.backends.llvm.jit import assembly, spills
@@ -72,6 +72,43 @@ def test_a_product_of_bytes_equals_its_reference_bit_for_bit(shape, runner):
     spec, inputs, constants = problem(shape, "int8")
     assert spec.reference(inputs, constants)[0].std() > 10      # not all saturated
     check(spec, runner, inputs, constants, pieces=2, slack=4)
+
+
+@EVERY_ISA
+@pytest.mark.parametrize("zeros", [("uint8", "uint8"), ("uint8", ""), ("", "int8"), ("", "")], ids=str)
+@EVERY_SHAPE
+def test_a_product_with_zero_points_in_memory_is_exact(shape, zeros, cpu):
+    """Sums are beyond what a float32 holds."""
+    exact_integers(shape, zeros, cpu)
+
+
+@pytest.mark.parametrize("zeros", [("uint8", "int8"), ("uint8", "uint8")], ids=str)
+@EVERY_SHAPE
+def test_a_product_of_integers_may_be_told_its_numbers(shape, zeros):
+    exact_integers(shape, zeros, ToldRunner(PORTABLE))
+
+
+def exact_integers(shape, zeros, cpu):
+    shape = replace(shape, depth=shape.depth + 2500)
+    random = np.random.default_rng(0)
+    signed = zeros[1] == "int8"
+    plain = shape.spec("int8", EpilogueProgram(), result="int32")
+    b = replace(plain.b, dtype="int8") if signed else plain.b
+    spec = IntegerProduct(plain.a, b, plain.y, zero_a=number("uint8") if zeros[0] else None,
+                          zero_b=number(zeros[1]) if zeros[1] else None)
+    a, b = (random.integers(*ends, (BATCH, *view.shape)).astype(view.dtype) for view in (spec.a, spec.b)
+            for ends in [(-128, -90) if view.dtype == "int8" else (220, 256)])
+    if shape.shared:
+        b = np.broadcast_to(b[(slice(None), *(slice(1),) * len(shape.lead))], b.shape)
+    of_each = [np.full((BATCH, 1), value, view.dtype)
+               for view, value in ((spec.zero_a, 200), (spec.zero_b, 101 if signed else 3)) if view]
+    assert abs(spec.reference([a, b, *of_each], {})[0]).max() > 1 << 24
+    check(spec, cpu, [a, b, *of_each], {}, pieces=2, slack=4)
+
+
+def number(dtype):
+    """One for all items."""
+    return View(dtype, (1,), (1,), 0)
 
 
 @EVERY_BACKEND

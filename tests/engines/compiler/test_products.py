@@ -65,3 +65,20 @@ def test_a_product_is_one_kernel_that_answers_as_onnx_runtime_does(name: str, pr
     kernels = [family(step) for step in engine.plan.machine.steps]
     assert kernels.count("product") == 1 and "reference" not in kernels
     assert ("permute" in kernels) == (name == "left factor turned")      # its rows must lie in one piece
+
+
+@pytest.mark.parametrize(("a", "b"), [(("N", 3, 5, 17), ("N", 3, 17, 21)), ((5, 17), (17, 21))], ids=str)
+def test_a_product_of_computed_integers_is_one_kernel_and_exact(a: tuple[Any, ...], b: tuple[Any, ...],
+                                                               tmp_path: Path) -> None:
+    """As models are written that quantise both factors by the ranges that they find."""
+    inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, shape)
+              for name, shape in {"a": a, "b": b, "za": (), "zb": ()}.items()]
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.INT32, (*a[:-1], b[-1]))
+    graph = helper.make_graph([helper.make_node("MatMulInteger", ["a", "b", "za", "zb"], ["y"])], "g", inputs, [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    engine = built(model, tmp_path, **({} if a[0] == "N" else {"max_batch": None}))
+    random = np.random.default_rng(0)
+    feeds = {key: random.integers(0, 256, [MAX_BATCH - 1 if d == "N" else d for d in shape]).astype(np.uint8)
+             for key, shape in (("a", a), ("b", b))} | {"za": np.array(130, np.uint8), "zb": np.array(7, np.uint8)}
+    np.testing.assert_array_equal(engine.run(feeds)["y"], run_onnx(model, feeds)["y"])
+    assert [family(step) for step in engine.plan.machine.steps] == ["integer_product"]

@@ -11,6 +11,8 @@ from engines.ir.graph import BATCH, Graph, Node, QParams, TensorType, type_of
 from engines.lowering.calls.calls import Call, FallbackCall, Refused
 from engines.lowering.calls.placement import buffer_bytes, strided
 from engines.lowering.lower import lower
+from engines.lowering.problems.matmul import IntegerProduct
+from engines.lowering.problems.nest import Nest
 from engines.lowering.problems.view import dense_view
 from engines.lowering.rules.copies import refined
 from engines.ops import OPS, Stored
@@ -196,6 +198,14 @@ def test_a_depthwise_convolution_has_a_kernel_of_its_own() -> None:
     assert [call.problem.family for call in lower(graph, PORTABLE.lanes).compiled] == ["depthwise"]
     data = np.random.default_rng(1).standard_normal((ITEMS, *IMAGE)).astype(np.float32)
     np.testing.assert_allclose(execute(graph, CPU, data), reference(graph, data), 1e-5, 1e-5)
+
+
+def test_what_a_target_has_no_kernel_for_is_a_nest() -> None:
+    types = {"a": TensorType(np.dtype(np.uint8), (5, 8)), "b": TensorType(np.dtype(np.uint8), (8, 7)),
+             "y": TensorType(np.dtype(np.int32), (5, 7))}
+    graph = Graph("g", ("a", "b"), ("y",), (Node("MatMulInteger", ("a", "b"), ("y",)),), {}, types)
+    for solved, family in ((None, "integer_product"), ((Nest, IntegerProduct), "integer_product"), ((Nest,), "nest")):
+        assert [call.problem.family for call in lower(graph, PORTABLE.lanes, solved).compiled] == [family]
 
 
 def test_what_no_kernel_computes_says_why() -> None:

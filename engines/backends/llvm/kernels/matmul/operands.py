@@ -11,8 +11,8 @@ build: [panel of N][step of K][vector][lane][element], zeros past K and N. The l
 what lies there in another form than the inner step takes is copied.
 
 A factor stored as uint8 means stored - zero point. Arithmetic in float subtracts it on the way (the difference has 8
-bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128; what the zero points add to
-the sum is left to the kernel.
+bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128, or as it is where it is
+stored as int8; what the zero points add to the sum is left to the kernel.
 """
 from __future__ import annotations
 
@@ -113,6 +113,11 @@ class Right(Factor):
         return stored == (self.arithmetic.weights_dtype, 1, self.matrix.size)
 
     @property
+    def _shift(self) -> int:
+        """What is taken off a byte when it is packed (int8)."""
+        return MIDDLE if self.matrix.dtype == "uint8" else 0
+
+    @property
     def bytes(self) -> int:
         """Of all panels."""
         return -(-self.matrix.columns // self.width) * self.panel_bytes
@@ -201,7 +206,13 @@ class Right(Factor):
 
     def multiply(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
                  start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
-        """The sums of a tile as float32: {(row, vector)}. shape: rows, `pitch` bytes apart, by columns of the panel.
+        """`sums` as float32."""
+        sums = self.sums(x, pitch, panel, shape, start)
+        return {key: self.arithmetic.finish(self.isa, value) for key, value in sums.items()}
+
+    def sums(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
+             start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
+        """Of a tile: {(row, vector)}. shape: rows, `pitch` bytes apart, by columns of the panel.
 
         start: [row][vector], what the sums begin with instead of zero.
         """
@@ -217,7 +228,7 @@ class Right(Factor):
                 isa.prefetch(at["w"] + (AHEAD * pitch_of_w + v * step))
             at["x"] += arithmetic.step_bytes
             at["w"] += pitch_of_w
-        return {key: arithmetic.finish(isa, value) for key, value in acc.items()}
+        return acc
 
     def _step(self, address: Value, columns: int) -> Operand:
         """A vector of a step; of a factor that is not packed, so many columns at most."""
@@ -232,7 +243,7 @@ class Right(Factor):
         """`count` stored neighbours as a vector of `width`."""
         f, element = address.f, ELEMENTS[self.matrix.dtype]
         if self.exact:
-            return _padded(f.load(vector(count, element), address, hint="bytes"), width, -MIDDLE)
+            return _padded(f.load(vector(count, element), address, hint="bytes"), width, -self._shift)
         if self.matrix.dtype == self.arithmetic.weights_dtype:
             return _padded(f.load(vector(count, element), address, hint="stored"), width, 0)
         parts = []
@@ -245,7 +256,7 @@ class Right(Factor):
 
     def _absent(self, f: Function, width: int) -> Value:
         if self.exact:
-            return f.constant(-MIDDLE, vector(width, I8))
+            return f.constant(-self._shift, vector(width, I8))
         return f.constant(0, vector(width, ELEMENTS[self.arithmetic.weights_dtype]))
 
     def _joined(self, rows: list[Value]) -> Value:
@@ -270,7 +281,9 @@ class Right(Factor):
         if not self.exact:
             f.store(words, address, self.isa.bytes)
             return
-        signed = f.cast("bitcast", words, vector(self.isa.bytes, I8), "quads").binary("xor", -MIDDLE)
+        signed = f.cast("bitcast", words, vector(self.isa.bytes, I8), "quads")
+        if self._shift:
+            signed = signed.binary("xor", -self._shift)
         for i, part in enumerate(self.isa.spread(signed)):
             f.store(part, address + i * self.isa.bytes, self.isa.bytes)
 

@@ -104,10 +104,10 @@ class ProductKernel(Kernel[Product]):
                 pack_panels(isa, constants, self.problem.y.shape[-1], packed=False, width=tactic.vectors * isa.lanes))
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        ProductEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _Emitter:
+class ProductEmitter:
     """Writes one kernel: the loops around, and the micro-kernels they call."""
 
     def __init__(self, problem: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
@@ -121,20 +121,25 @@ class _Emitter:
     # ---- the loops around
     def emit(self) -> None:
         problem = self.problem
-        f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(problem.inputs) + 3)
-        *tensors, self.numbers, self.constants, y = addresses
+        f, tensors, (begin, end, first, last) = self._begin()
         self._scratch(f)
         zeros = [factor.zero(self.numbers, i) for i, factor in enumerate((self.left, self.right))]
-        views = (*problem.inputs, problem.y)
+        views = (problem.a, problem.b, *problem.operands, problem.y)
         count = math.prod(problem.lead)
         for row in f.range("matrix", begin, end):
-            here = item_addresses([*tensors, y], views, row.divided(count))
+            here = item_addresses(tensors, views, row.divided(count))
             indices = unravel(row.remainder(count), problem.lead)
             here = [offset(a, indices, view.strides[:-2]) for a, view in zip(here, views, strict=True)]
             if self.exact:
                 self.left.row_sums(here[0], self.sums)
             for start, columns in panels_between(f, first, last, self.columns, self.right.width):
                 self._panel(f, here, zeros, start, columns)
+
+    def _begin(self) -> tuple[Function, list[Value], list[Value]]:
+        """(f, the addresses of factors, operands and y, the bounds of rows and columns); finds the constants."""
+        f, addresses, bounds = begin_kernel(self.module, self.name, len(self.problem.inputs) + 3)
+        *tensors, self.numbers, self.constants, y = addresses
+        return f, [*tensors, y], bounds
 
     def _scratch(self, f: Function) -> None:
         """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
@@ -192,13 +197,19 @@ class _Emitter:
             for m in range(rows):
                 of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
                 begin.append([given[v] - of_row for v in starts])
-        sums = self.right.multiply(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
+        sums = self.right.sums(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
+        self._finish(lanes, rows, sums, given)
+        return name
+
+    def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
+                given: Mapping[str, Value]) -> None:
+        """The program of a tile's sums, and its results to memory."""
+        problem = self.problem
         constants = load_constants(lanes, given["constants"], problem.program.constants)
 
         def result(m: int) -> list[Value]:
             at = [given[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
-            totals = [sums[m, v] for v in range(lanes.vectors)]
+            totals = [self.right.arithmetic.finish(self.isa, sums[m, v]) for v in range(lanes.vectors)]
             return finish_pixel(lanes, problem.program, totals, problem.operands, at, constants)
 
         store_tile(lanes, problem.y, rows, result, given["y"])
-        return name
