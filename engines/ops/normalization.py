@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, beside, only_first
 from engines.ops.op import Inputs, LayoutOp, SameShape, Types, present
 
 
@@ -47,14 +47,8 @@ class BatchNormalization(_PerChannel):
         return np.asarray(y, x.dtype)
 
 
-class InstanceNormalization(_PerChannel):
+class InstanceNormalization(LayoutOp, _PerChannel):
     attributes = ("epsilon",)
-
-    @classmethod
-    def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        if only_first(axes) != 0:
-            raise Mixed("its items are not the images")
-        return (0,)
 
     @classmethod
     def compute(cls, node: Node, x: Array, *constants: Array) -> Array:

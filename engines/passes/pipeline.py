@@ -72,7 +72,7 @@ def simplify(graph: Graph, log: list[Note] | None = None, dependence: str | None
         ("remove_no_ops", _rules(log, RemoveNoOp())),
         # one spelling each, so that a pattern need not know several
         ("canonical", _rules(log, *VIEWS, *activations.CANONICAL, CanonicalGemm(), GemmOfComputed(), MatMulToGemm(),
-                             InstanceNorm(), ScatterOfRows(), ScatterOfColumns(), *IMAGES)),
+                             ScatterOfRows(), ScatterOfColumns(), *IMAGES)),
         # in few nodes: what attention is recognised by, later
         ("masks", _rules(log, *LOOKUPS, *ONE_HOT, *MASKS, *EXPANDS)),
         # what an Expand was moved behind is computed from constants alone
@@ -121,8 +121,9 @@ def optimise(graph: Graph, log: list[Note] | None = None) -> Graph:
         ("tables", _rules(log, *TABLES)),
         # before all groupings: it moves and removes nodes that they would otherwise stop at
         ("to_channels_last", to_channels_last),
-        # what moving left behind; means over what are now rows and columns; what a split layer makes, rounded there
-        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(),
+        # what moving left behind; norms and means over what are now rows and columns; what a split layer makes, rounded
+        # there
+        ("views", _rules(log, RemoveNoOp(), AlongInnermost(), *VIEWS, GatherOfOne(), InstanceNorm(),
                          SpatialReduce(channels_last=True), RoundRecurrent())),
         # the same Transpose wanted by several readers
         ("merge_common", merge_common),

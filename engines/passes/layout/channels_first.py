@@ -7,6 +7,7 @@
 Windows that slide over each channel by itself take vectors from its rows, if those are long and neighbours in them are
 neighbours in the result. Two Transposes around such a node cost more than vectors of channels gain. Samples
 are picked one by one wherever they lie; of an image that is turned for nobody else, that takes less than turning it.
+A norm of each channel's pixels is one of rows.
 """
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def does_as_well(graph: Graph, node: Node) -> bool:
 
 def stays_the_same(graph: Graph, node: Node) -> bool:
     """Whether it is then the node that it was."""
-    return node.op == "GridSample" or _slides_along_rows(graph, node)
+    return node.op in ("GridSample", "InstanceNormalization") or _slides_along_rows(graph, node)
 
 
 def _slides_along_rows(graph: Graph, node: Node) -> bool:

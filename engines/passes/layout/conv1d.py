@@ -2,8 +2,8 @@
 
     Conv(x [N, C, T], w [O, C, K])   =   Conv(x [N, C, 1, T], w [O, C, 1, K])
 
-Convolutions and pools of one axis are rewritten, and with them the pointwise nodes and joins between them, so that
-nothing stands between a layer and what fuses with it. Where another node reads such a tensor, a Reshape is left.
+Convolutions and pools of one axis are rewritten, and with them the pointwise nodes, norms and joins between them, so
+that nothing stands between a layer and what fuses with it. Where another node reads such a tensor, a Reshape is left.
 """
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ class _SignalsToImages(GraphEditor):
             self._kept.update(node.outputs)
 
     def _follows(self, node: Node) -> bool:
-        """Pointwise on at least one image; the others are signals, or constants."""
+        """Pointwise, or a norm of channels, on at least one image; the others are signals, or constants."""
         shape = self.graph.shape(node.outputs[0]) if node.outputs else ()
-        return (is_pointwise(node) and len(shape) == 3 and any(name in self.images for name in node.inputs)
+        each_by_itself = is_pointwise(node) or node.op == "InstanceNormalization"
+        return (each_by_itself and len(shape) == 3 and any(name in self.images for name in node.inputs)
                 and all(name in self.graph.constants or len(self.graph.shape(name)) == 3
                         for name in node.inputs if name))
 

@@ -1,6 +1,7 @@
-"""Norms over images by means over images, which have kernels.
+"""Norms over images, by what has kernels: by norms of rows where the channels come first, else by means over images.
 
     InstanceNormalization(x, g, b) = d * (g / sqrt(mean(d * d) + epsilon)) + b,  d = x - mean(x)      [N, C, ...]
+                                   = LayerNormalization(x as [N, C, pixels]) * g + b
 
 GroupNorm comes as one too, between Reshapes to [N, groups, ...] and back.
 """
@@ -8,23 +9,57 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
+from engines.ir.counted import is_counted
+from engines.ir.graph import Dim
+from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
 
 class InstanceNorm(Rule):
-    pattern = P("InstanceNormalization", Value("x"), Constant("scale"), Constant("bias"))
+    """Once layouts are settled."""
+    pattern = P("InstanceNormalization", Value("x"), Value("scale"), Value("bias"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        x, kind = match.value("x"), match.graph.types[match.value("x")]
-        rank = len(kind.shape)
-        over = {"axes": tuple(range(2, rank)), "keepdims": 1}
-        channel = (-1, *(1,) * (rank - 2))
-        scale, bias = (draft.constant(name, match.constant(name).reshape(channel)) for name in ("scale", "bias"))
-        epsilon = draft.constant("epsilon", np.full(1, match.root.attrs.get("epsilon", 1e-5), kind.dtype))
+        shape = match.made.shape
+        inner = (1,) * (len(shape) - 2)
+        if match.root.attrs.get("channels_last"):
+            _write_out(match, draft, tuple(range(1, len(shape) - 1)), (-1,))
+        elif is_counted(shape):         # a norm's kernel is for one width
+            _write_out(match, draft, tuple(range(2, len(shape))), (-1, *inner))
+        else:
+            _normalise_rows(match, draft, shape, (-1, *inner))
 
-        mean = draft.node("ReduceMean", [x], over)
-        d = draft.node("Sub", [x, mean])
-        variance = draft.node("ReduceMean", [draft.node("Mul", [d, d])], over)
-        deviation = draft.node("Sqrt", [draft.node("Add", [variance, epsilon])])
-        factor = draft.node("Div", [scale, deviation])
-        draft.finish("Add", [draft.node("Mul", [d, factor]), bias])
+
+def _normalise_rows(match: Match, draft: Draft, shape: tuple[Dim, ...], of_channels: tuple[int, ...]) -> None:
+    pixels = int(np.prod([int(extent) for extent in shape[2:]]))
+    rows = draft.node("Reshape", [match.value("x")], {"shape": (*shape[:2], pixels)})
+    one = draft.constant("one", np.ones(1, match.made.dtype))
+    normed = draft.node("LayerNormalization", [rows, one], {"axis": 2, "epsilon": _epsilon(match)})
+    image = draft.node("Reshape", [normed], {"shape": shape})
+    scale, bias = (_for_channels(match, draft, name, of_channels) for name in ("scale", "bias"))
+    draft.finish("Add", [draft.node("Mul", [image, scale]), bias])
+
+
+def _write_out(match: Match, draft: Draft, axes: tuple[int, ...], of_channels: tuple[int, ...]) -> None:
+    x, over = match.value("x"), {"axes": axes, "keepdims": 1}
+    scale, bias = (_for_channels(match, draft, name, of_channels) for name in ("scale", "bias"))
+    epsilon = draft.constant("epsilon", np.full(1, _epsilon(match), match.made.dtype))
+
+    mean = draft.node("ReduceMean", [x], over)
+    d = draft.node("Sub", [x, mean])
+    variance = draft.node("ReduceMean", [draft.node("Mul", [d, d])], over)
+    deviation = draft.node("Sqrt", [draft.node("Add", [variance, epsilon])])
+    factor = draft.node("Div", [scale, deviation])
+    draft.finish("Add", [draft.node("Mul", [d, factor]), bias])
+
+
+def _epsilon(match: Match) -> float:
+    return float(match.root.attrs.get("epsilon", 1e-5))
+
+
+def _for_channels(match: Match, draft: Draft, which: str, shape: tuple[int, ...]) -> str:
+    """One number for each channel, as it stands beside the image."""
+    name = match.value(which)
+    if name in match.graph.constants:
+        return draft.constant(which, match.constant(which).reshape(shape))
+    (channels,) = match.shape(name)
+    return draft.node("Reshape", [name], {"shape": tuple(channels if extent == -1 else extent for extent in shape)})

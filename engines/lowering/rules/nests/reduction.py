@@ -201,15 +201,3 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
         statistics = Along(ctx, of_one, axes)
         calls.append(statistics.writer.call(_normalised(statistics)[which], targets=[statistics.outer(output)]))
     return calls
-
-
-@lowers_in_general("InstanceNormalization")
-def lower_instance_norm(ctx: Context, node: Node) -> Sequence[Call]:
-    """Over the pixels of each channel, of images with channels first."""
-    if node.attrs.get("channels_last"):
-        raise Refused("its images have their channels last")
-    along = Along(ctx, node, range(2, len(ctx.type(node.inputs[0]).shape)))
-    value, *_ = _normalised(along)
-    scale, bias = (along.writer.at(name, [along.place[1]]) for name in node.inputs[1:3])
-    value = value * scale + bias
-    return [along.writer.call(value, inside=True, targets=[along.whole(node.outputs[0])])]

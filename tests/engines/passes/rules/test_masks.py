@@ -1,4 +1,4 @@
-"""Masks of attention become few and small nodes, and norms over images means that have kernels."""
+"""Masks of attention become few and small nodes."""
 from __future__ import annotations
 
 import numpy as np
@@ -93,12 +93,3 @@ def test_a_softmax_that_is_guarded_against_rows_without_anything_to_see_needs_no
     scores = net("Softmax", net.input("x", 4, 7), axis=-1)
     y = net("Where", net("IsNaN", scores), net.constant(np.float32(0)), scores)
     assert ops(keeps(simplify, net.graph(y))) == ["Softmax"]
-
-
-@pytest.mark.parametrize("shape", [(6, 5, 5), (3, 20)], ids=["of images", "of groups"])
-def test_an_instance_norm_is_made_of_means(shape: tuple[int, ...]) -> None:
-    net = Build()
-    y = net("InstanceNormalization", net.input("x", *shape), net.draw(shape[0]), net.draw(shape[0]), epsilon=1e-3)
-    assert "InstanceNormalization" not in ops(keeps(simplify, net.graph(y)))
-
-
