@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engines.ir.graph import Node
 from engines.lowering.calls.body import stored, write_body
+from engines.lowering.calls.broadcast import broadcast
 from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
@@ -30,9 +32,21 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
         if norm.attrs.get("p", 2) != 2:
             raise Refused("only the L2 norm is compiled")
         return [row_call(ctx, node, Norm, kind="l2", epsilon=SMALLEST)]
-    scale, shift = (ctx.constant(name).reshape(-1) if name else np.float64(0) for name in (*norm.inputs[1:], "")[:2])
     kind, epsilon = "layer" if norm.op == "LayerNormalization" else "rms", float(norm.attrs.get("epsilon", 1e-5))
+    constants = [ctx.constant(name) if name else np.zeros(1) for name in (*norm.inputs[1:], "")[:2]]
+    if any(constant.size > 1 and constant.shape[-1] == 1 for constant in constants):
+        return [row_call(ctx, _scaled_by_rows(node), Norm, kind=kind, epsilon=epsilon)]
+    scale, shift = (constant.reshape(-1) for constant in constants)
     return [row_call(ctx, node, Norm, (scale, shift), kind=kind, epsilon=epsilon)]
+
+
+def _scaled_by_rows(node: Node) -> Node:
+    """A norm with a number for each row in the place of a scale and a bias: its body reads them."""
+    x, scale, *bias = node.inputs
+    y, made = node.outputs[0], f"{node.outputs[0]}.normed"
+    scaled = f"{y}.scaled" if bias else y
+    parts = [replace(node, inputs=(x,), outputs=(made,)), Node("Mul", (made, scale), (scaled,))]
+    return node.with_body([*parts, *(Node("Add", (scaled, name), (y,)) for name in bias)])
 
 
 @lowers("LRN", images=True)
@@ -54,9 +68,9 @@ def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumu
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.placements[name], ctx.placements[node.outputs[0]]
     written = write_body(ctx, node, accumulator)
-    if written.operands:
-        raise Refused("its body reads another tensor")
+    operands = tuple(broadcast(ctx, operand, node.outputs[0]) for operand in written.operands)
     builder = ProgramBuilder(False)
     AffineWriter(builder).settle(stored(ctx.type(name), builder.operand()))
-    spec = family((x.view,), y.view, (), builder.program(), written.program, **options)
-    return Call(node, spec, (x,), (y,), {"prologue": builder.constants, "program": written.constants})
+    spec = family((x.view,), y.view, operands, builder.program(), written.program, **options)
+    inputs = (x, *(ctx.placements[operand] for operand in written.operands))
+    return Call(node, spec, inputs, (y,), {"prologue": builder.constants, "program": written.constants})

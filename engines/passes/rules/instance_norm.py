@@ -1,7 +1,7 @@
 """Norms over images, by what has kernels: by norms of rows where the channels come first, else by means over images.
 
     InstanceNormalization(x, g, b) = d * (g / sqrt(mean(d * d) + epsilon)) + b,  d = x - mean(x)      [N, C, ...]
-                                   = LayerNormalization(x as [N, C, pixels]) * g + b
+                                   = LayerNormalization(x as [N, C, pixels], g as [C, 1], b as [C, 1])
 
 GroupNorm comes as one too, between Reshapes to [N, groups, ...] and back.
 """
@@ -32,9 +32,13 @@ class InstanceNorm(Rule):
 def _normalise_rows(match: Match, draft: Draft, shape: tuple[Dim, ...], of_channels: tuple[int, ...]) -> None:
     pixels = int(np.prod([int(extent) for extent in shape[2:]]))
     rows = draft.node("Reshape", [match.value("x")], {"shape": (*shape[:2], pixels)})
+    attrs = {"axis": 2, "epsilon": _epsilon(match)}
+    if all(match.value(name) in match.graph.constants for name in ("scale", "bias")):
+        constants = [_for_channels(match, draft, name, (-1, 1)) for name in ("scale", "bias")]
+        draft.finish_view("Reshape", draft.node("LayerNormalization", [rows, *constants], attrs))
+        return
     one = draft.constant("one", np.ones(1, match.made.dtype))
-    normed = draft.node("LayerNormalization", [rows, one], {"axis": 2, "epsilon": _epsilon(match)})
-    image = draft.node("Reshape", [normed], {"shape": shape})
+    image = draft.node("Reshape", [draft.node("LayerNormalization", [rows, one], attrs)], {"shape": shape})
     scale, bias = (_for_channels(match, draft, name, of_channels) for name in ("scale", "bias"))
     draft.finish("Add", [draft.node("Mul", [image, scale]), bias])
 

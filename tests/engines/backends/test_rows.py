@@ -57,6 +57,19 @@ def test_rows_of_u8_are_dequantised_before_and_quantised_after(family, runner):
 
 
 @EVERY_WIDTH
+@pytest.mark.parametrize("width", [7, 65])
+def test_a_program_may_read_one_number_for_each_row(width, runner):
+    b = ProgramBuilder(True)
+    b.add("fma", b.accumulator, b.operand(), b.operand())
+    view, of_row = gapped("float32", (3, 5, width)), View("float32", (3, 5, width), (20, 4, 0), 60)
+    spec = Norm((view,), view, (of_row, of_row), program=b.program())
+    x, *_ = data(spec)
+    numbers = [np.broadcast_to(random_array(np.random.default_rng(i), "float32", (BATCH, 3, 5, 1)), x.shape)
+               for i in (1, 2)]
+    check(spec, runner, [x, *numbers], {"program": b.constants}, pieces=2)
+
+
+@EVERY_WIDTH
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
 @pytest.mark.parametrize("source, target", [("uint8", "uint8"), ("float32", "float32"), ("bfloat16", "float32")])
 def test_a_reduction_makes_one_element_a_row(source, target, kind, runner):
