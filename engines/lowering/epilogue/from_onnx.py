@@ -125,7 +125,7 @@ def _fake_quantize(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
     """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
-    0. (To integers: rules/pointwise.py)"""
+    0, to bytes, which it was rounded to before, itself. (To other integers: rules/pointwise.py)"""
     to = node.attrs["to"]
     if to == "bool":
         return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from engines.ir.dtypes import FLOAT, is_float
 from engines.ir.graph import Array, Graph, Node
 from engines.ops import op_of
@@ -114,10 +116,13 @@ def _is_heavy(graph: Graph, node: Node) -> bool:
 def _is_epilogue(graph: Graph, node: Node, heavy: bool) -> bool:
     """Pointwise on floats, its constants numbers or one number per channel of the last axis; or what makes floats of
     integers (pixels, masks), which then begins a chain; or what rounds floats. Where no heavy node is in the group, the
-    channels may be an axis before others, as those of images that are stored with their channels first."""
+    channels may be an axis before others, as those of images that are stored with their channels first, and what was
+    rounded may be stored as bytes."""
     if node.op == "Cast":
         source, result = graph.types[node.inputs[0]], graph.types[node.outputs[0]]
-        return is_float(result) if is_float(source) else source.dtype.kind in "uib" and result.dtype == FLOAT
+        if is_float(source):
+            return is_float(result) or not heavy and _stores_bytes(graph, node)
+        return source.dtype.kind in "uib" and result.dtype == FLOAT
     if not op_of(node.op).epilogue:
         return False
     if not all(is_float(graph.types[name]) for name in (*node.inputs, *node.outputs) if name):
@@ -125,6 +130,19 @@ def _is_epilogue(graph: Graph, node: Node, heavy: bool) -> bool:
     axes = (-1,) if heavy else (-1, 0)
     return all(array.size == 1 or array.size in (array.shape[axis] for axis in axes)
                for array in _constants(graph, node.inputs))
+
+
+def _stores_bytes(graph: Graph, cast: Node) -> bool:
+    """Whether a Cast to uint8 is of numbers that are bytes already."""
+    maker = graph.producer.get(cast.inputs[0])
+    if maker is None or graph.types[cast.outputs[0]].dtype != np.uint8:
+        return False
+    attrs = maker.attrs
+    if maker.op == "Clip":
+        low, high = np.min(attrs.get("min", -np.inf)), np.max(attrs.get("max", np.inf))
+        return bool(attrs.get("saturates") and low >= 0 and high <= 255)
+    return (maker.op == "FakeQuantize" and (attrs["scale"], attrs["zero_point"]) == (1, 0)
+            and attrs["low"] >= 0 and attrs["high"] <= 255)
 
 
 def _constants(graph: Graph, names: Iterable[str]) -> list[Array]:

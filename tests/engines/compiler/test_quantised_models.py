@@ -314,6 +314,20 @@ def test_integers_of_16_bits_that_a_model_ends_with_are_made_by_kernels() -> Non
     np.testing.assert_array_equal(build.engine().run(feeds)["y"], wanted)
 
 
+@pytest.mark.parametrize("target", ["", "portable", "numpy"])
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.float32([0.5, 2, 0.25, 1, 0.5, 0.5])], ids=["one", "of columns"])
+def test_bytes_that_a_model_ends_with_are_made_by_one_kernel(scale: Any, target: str) -> None:
+    """Halves are rounded to even, and what is no number is 0."""
+    zero = np.full(scale.shape, 10, np.uint8)
+    model = small_model([node("QuantizeLinear", "x scale zero", "y", **({"axis": 1} if scale.ndim else {}))],
+                        {"x": ["N", 6]}, ["y"], {"zero": zero, "scale": scale})
+    feeds = {"x": np.float32([[0, -0.25, 0.75, 0.25, -100, 300], [np.nan, np.inf, -np.inf, 122.5, 122.25, 1e30]])}
+    build = built(model, target=target)
+    wanted = np.nan_to_num(np.clip(np.rint(feeds["x"] / scale) + 10.0, 0, 255)).astype(np.uint8)
+    np.testing.assert_array_equal(build.engine().run(feeds)["y"], wanted)
+    assert len(build.plan.machine.steps) == 1
+
+
 def test_a_range_of_nearly_all_numbers_takes_nothing_from_the_bias() -> None:
     """Padding by the least float32 was taken into the range."""
     model = layer({"scale": np.float32(1.3e36), "zero": np.uint8(255), "bias": -np.arange(8, dtype=np.float32),

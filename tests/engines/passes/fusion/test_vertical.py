@@ -1,4 +1,6 @@
 """A layer and the pointwise nodes after it become one Fused node."""
+import pytest
+
 from engines.passes.fusion.vertical import fuse_pointwise
 from tests.engines.passes.build import Build, keeps, ops
 
@@ -49,3 +51,20 @@ def test_a_node_is_in_one_group_only() -> None:
     met = net("Sub", net("Mul", net("Exp", second), first), gate)
     after = keeps(fuse_pointwise, net.graph(net("Add", met, second, name="y")))
     assert sum(len(kind.split("+")) for kind in ops(after)) == 7
+
+
+@pytest.mark.parametrize(("last", "fused"), [
+    ({"min": 0.0, "max": 255.0, "saturates": 1}, True), ({"min": 0.0, "max": 255.0}, False),
+    ({"min": -1.0, "max": 255.0, "saturates": 1}, False), ({"min": 0.0, "max": 256.0, "saturates": 1}, False)], ids=str)
+def test_what_was_rounded_to_bytes_is_stored_as_bytes(last: dict[str, float], fused: bool) -> None:
+    net = Build()
+    rounded = net("Round", net("Exp", net.input("x", 4)))
+    after = keeps(fuse_pointwise, net.graph(net("Cast", net("Clip", rounded, **last), to="uint8")))
+    assert ops(after) == (["Exp+Round+Clip+Cast"] if fused else ["Exp+Round+Clip", "Cast"])
+
+
+def test_bytes_behind_a_layer_are_made_by_themselves() -> None:
+    """Not all kernels of layers store them."""
+    net = Build()
+    rounded = net("Clip", net("Round", net.linear(net.input("x", 4), 3)), min=0.0, max=255.0, saturates=1)
+    assert ops(keeps(fuse_pointwise, net.graph(net("Cast", rounded, to="uint8")))) == ["Gemm+Round+Clip", "Cast"]
