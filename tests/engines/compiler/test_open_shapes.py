@@ -33,7 +33,6 @@ from engines.runtime.open_engine import OpenEngine
 from engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import (
     attention_net,
-    growing_net,
     by_onnx_runtime,
     growing_net,
     node,
