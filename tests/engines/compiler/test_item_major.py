@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engines import build_engine
-from engines.backends.llvm.runtime.execution import LoadedPlan
+from engines.backends.llvm.runtime.execution import LoadedPlan, SerialExecution
 from engines.backends.llvm.tuning import item_major
 from engines.backends.llvm.tuning.item_major import run_item_major, with_item_major_runs
 from engines.compiler.specialise import Specialiser
@@ -39,6 +39,13 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
     expected = Engine(plan).run(x)["output"]
     for threads in (1, 2):          # several threads ignore them
         np.testing.assert_array_equal(Engine(by_item, threads).run(x)["output"], expected)
+
+
+def test_a_run_is_one_call_whatever_the_batch(plan: Plan) -> None:
+    program = LoadedPlan(run_item_major(plan, long_runs(plan)))
+    calls = SerialExecution(program)._prepared(MAX_BATCH)
+    assert any(segment.by_item for segment in program.serial_segments)
+    assert len(calls) == len(program.serial_segments)
 
 
 def test_a_tensor_from_outside_that_dies_inside_a_band_keeps_its_memory_to_the_end_of_it(plan: Plan) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from engines.backends.device import Show, whole_before
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
+from engines.backends.llvm.runtime.by_item import ItemTables
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
 from engines.backends.llvm.runtime.lending import Lendable, address_of
@@ -226,14 +227,10 @@ class Arena:
         self._lent: list[tuple[int, int]] = []              # operands that are elsewhere, and their own addresses
 
     @cached_property
-    def _item_operands(self) -> Words:
-        """For each batch slot an operand table in which the operands of item-major runs are that item's."""
-        slots = np.arange(self._program.plan.batch_slots)[:, None]
-        return self._operands + slots * self._program.item_strides
-
-    def item_operands(self, batch: int) -> list[int]:
-        """The addresses of the tables for the items of a batch, each to be run as a batch of one."""
-        return [row.ctypes.data for row in self._item_operands[:batch]]
+    def items(self) -> ItemTables:
+        """For what runs item by item."""
+        program = self._program
+        return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots)
 
     @property
     def bytes(self) -> int:
@@ -306,8 +303,7 @@ class SerialExecution:
         """Halos written, and the spans as calls."""
         self._arena.prepare(batch)
         segments = self._program.serial_segments if batch > 1 else self._program.segments
-        self._calls[batch] = tuple(call for segment in segments
-                                   for call in calls_of(self._program, self._arena, segment, batch))
+        self._calls[batch] = tuple(call_of(self._program, self._arena, segment, batch) for segment in segments)
         return self._calls[batch]
 
     def show(self, batch: int, show: Show) -> None:
@@ -325,20 +321,22 @@ class SerialExecution:
         """Nothing to stop: the memory goes with the last view of it."""
 
 
-def calls_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> tuple[Callable[[], None], ...]:
-    """A segment on this thread: calls whose arguments ctypes need not convert again, for a small network takes little
+def call_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> Callable[[], None]:
+    """A segment on this thread: a call whose arguments ctypes need not convert again, for a small network takes little
     longer than that."""
     if segment.fallback is not None:
-        return (segment.fallback.ready(lambda view: arena.array(view, batch), batch),)
-    tables, items = (arena.item_operands(batch), 1) if segment.by_item else ([arena.operands], batch)
-    arguments = ((program.steps_address, table, segment.first, segment.last, items) for table in tables)
-    return tuple(partial(program.run_steps, *map(ctypes.c_int64, values)) for values in arguments)
+        return segment.fallback.ready(lambda view: arena.array(view, batch), batch)
+    if segment.by_item:
+        steps = arena.items.steps(segment.first, segment.last).ctypes.data
+        values = (steps, arena.operands, 0, batch * (segment.last - segment.first), 1)
+    else:
+        values = (program.steps_address, arena.operands, segment.first, segment.last, batch)
+    return partial(program.run_steps, *map(ctypes.c_int64, values))
 
 
 def run_segment(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> None:
     """Run a segment on this thread."""
-    for call in calls_of(program, arena, segment, batch):
-        call()
+    call_of(program, arena, segment, batch)()
 
 
 def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], batch: int, repeats: int,
@@ -356,16 +354,16 @@ def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], b
 
     arena.prepare(batch)
     steps = [replace(segment, first=i, last=i + 1) for segment in segments for i in range(segment.first, segment.last)]
-    calls = [calls_of(program, arena, step, batch) for step in steps]
+    calls = [call_of(program, arena, step, batch) for step in steps]
     best = [math.inf if fallbacks or step.fallback is None else 0.0 for step in steps]
-    nothing, = calls_of(program, arena, Segment(0, 0), batch)
+    nothing = call_of(program, arena, Segment(0, 0), batch)
     cost = math.inf
     for _ in range(repeats):
         cost = min(cost, seconds(nothing))
-        for i, parts in enumerate(calls):
+        for i, call in enumerate(calls):
             if best[i]:
-                best[i] = min(best[i], sum(map(seconds, parts)))
-    return [max(least - len(parts) * cost, 0.0) for least, parts in zip(best, calls, strict=True)]
+                best[i] = min(best[i], seconds(call))
+    return [max(least - cost, 0.0) for least in best]
 
 
 @cache

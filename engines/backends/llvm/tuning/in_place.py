@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engines.backends.base import Progress
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, calls_of
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, call_of
 from engines.backends.llvm.tuning.candidates import Candidate, Choice, packing
 from engines.backends.llvm.tuning.tuner import Estimate, Tuner
 from engines.lowering.problems.problem import Problem
@@ -136,7 +136,7 @@ def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -
     arena = Arena(program, program.shared_layout)
     arena.prepare(items)
     native = [steps for steps, problem in zip(trial.rivals, trial.problems, strict=True) if problem is not None]
-    calls = {step: calls_of(program, arena, Segment(step, step + 1), items)[0] for steps in native for step in steps}
+    calls = {step: call_of(program, arena, Segment(step, step + 1), items) for steps in native for step in steps}
 
     def run(choice: int) -> Run:
         seconds = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, calls_of
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, call_of
 from engines.errors import PlanError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Plan, Step
@@ -35,7 +35,7 @@ def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
 def _timed(program: LoadedPlan, arena: Arena, index: int, step: Step) -> tuple[float, Step]:
     """The seconds that timing took, and the step with its time."""
     segment, = (segment for segment in program.segments if segment.first == index)
-    call, = calls_of(program, arena, Segment(index, index + 1, segment.fallback), 1)
+    call = call_of(program, arena, Segment(index, index + 1, segment.fallback), 1)
     spent: list[float] = []
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
