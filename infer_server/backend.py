@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -55,13 +55,21 @@ class ExecutionContext(Protocol):
 
 @runtime_checkable
 class PlacesTensors(Protocol):
-    """A context whose inputs and outputs may be arrays on the GPU that it executes on."""
+    """A context whose inputs may be read where requests have them: on the GPU that it executes on, where outputs may be
+    put likewise, or in the host's memory."""
     @property
     def binds_arrays(self) -> bool:
-        """Whether they really may."""
+        """Whether it takes arrays on a GPU."""
+
+    @property
+    def in_place(self) -> Collection[str]:
+        """The inputs that it takes as arrays of the host's memory."""
+
+    def takes(self, name: str, array: NDArray[Any]) -> bool:
+        """Whether it copies nothing of an array for one of these."""
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
-        """Take inputs from arrays on that GPU, and put outputs there, this once: for each such name the arrays, whose
+        """Take the items of inputs from arrays, and put outputs there, this once: for each such name the arrays, whose
         items stand side by side. A number in the place of one: so many items are in their slots."""
 
 

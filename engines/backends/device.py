@@ -81,6 +81,18 @@ class WorksInArrays(Protocol):
     def take_back(self) -> None: ...
 
 
+@runtime_checkable
+class TakesItems(WorksInArrays, Protocol):
+    """One that may do so with inputs whose items are in several arrays."""
+
+    def takes(self, view: TensorView, array: Array | None = None) -> bool:
+        """Whether arrays may be items of an input; and whether this one may."""
+
+    def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
+        """Let an array be the items of an input from slot `first` on, until `take_back`. False: it cannot, and is to be
+        copied."""
+
+
 class Loaded(Protocol):
     """A plan made ready to run: code and constants, shared by any number of executions."""
     @property

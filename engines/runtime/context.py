@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, WorksInArrays, ready
+from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, TakesItems, WorksInArrays, ready
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
@@ -16,6 +17,7 @@ from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
 
 LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
+ITEM_BYTES = 1 << 15        # of an item that is: each is lent by itself
 
 
 class ExecutionContext:
@@ -29,6 +31,7 @@ class ExecutionContext:
         self.rerun: Rerun | None = None                         # set by `expect`
         self._reruns: dict[int, Rerun | None] = {}              # of each batch that has been expected
         self._lender = execution if isinstance(execution, WorksInArrays) else None
+        self._taker = execution if isinstance(execution, TakesItems) else None
         self._results = Results()
         self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
                                and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
@@ -64,7 +67,9 @@ class ExecutionContext:
         lent: dict[str, Array] = {}
         try:
             for name, array in arrays.items():
-                if array.nbytes < LENT_BYTES or not self._lends(self._inputs[name], array):
+                # Of one plan either is possible: where items are lent, no output is.
+                if array.nbytes < LENT_BYTES or not (self._lends(self._inputs[name], array)
+                                                     or self._lends_items(name, 0, array)):
                     np.copyto(self.input(name, batch), array)
             for name, view in self._large_outputs:
                 array = self._results.array((batch, *view.shape) if view.batched else view.shape,
@@ -97,6 +102,24 @@ class ExecutionContext:
     def _lends(self, view: TensorView, array: Array) -> bool:
         return self._lender is not None and self._lender.lend(view, array)
 
+    @cached_property
+    def in_place(self) -> frozenset[str]:
+        """The inputs whose items are read where `execute_with` is told that they lie, for they are large. On a GPU none
+        of the host's memory is."""
+        taker = self._taker
+        return frozenset(name for name, view in self._inputs.items()
+                         if taker and view.item_stride >= ITEM_BYTES and taker.takes(view))
+
+    def takes(self, name: str, array: Array) -> bool:
+        """Whether `execute_with` copies nothing of an array of items of one of `in_place`."""
+        view = self._inputs[name]
+        return (self._taker is not None and array.dtype == memory_dtype(view.dtype)
+                and array.nbytes % view.item_stride == 0 and self._taker.takes(view, array))
+
+    def _lends_items(self, name: str, first: int, array: Array) -> bool:
+        return self._taker is not None and name in self.in_place and self._taker.lend_items(
+            self._inputs[name], first, array)
+
     def bind(self, name: str, array: Any) -> None:
         """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
         host's slots again.
@@ -113,11 +136,40 @@ class ExecutionContext:
         return isinstance(self.execution, BindsArrays)
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
-        """Execute, and this once take inputs from arrays on the plan's GPU, and put outputs there: for each such name
-        the arrays, whose items stand side by side. A number in the place of one: so many items are in the host's slots,
-        as all are behind the last. Raises as `bind` does."""
+        """Execute, and this once take the items of inputs from the arrays that stand under their names, side by side.
+        A number in the place of an array: so many items are in the slots, as all are behind the last.
+
+        On a GPU these are arrays there, for inputs and for outputs, and it raises as `bind` does. On a CPU they are
+        arrays of the host's, for inputs, of whole items in the dtype of the slots. What of them cannot be read where it
+        lies (see `takes`) is copied. They must stay as they are until it returns.
+        """
         self._check(batch)
-        self._binds().run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
+        if isinstance(self.execution, BindsArrays):
+            self.execution.run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
+            return
+        try:
+            for name, pieces in placed.items():
+                self._place(name, pieces, batch)
+            self.execution.run(batch)
+        finally:
+            if self._lender:
+                self._lender.take_back()
+
+    def _place(self, name: str, pieces: Sequence[Any], batch: int) -> None:
+        first, slots = 0, self.input(name, batch)
+        axes = (slice(None),) * self._inputs[name].batch_axis
+        for piece in pieces:
+            if isinstance(piece, int):
+                first += piece
+                continue
+            items = piece.shape[len(axes)]
+            room = slots[(*axes, slice(first, first + items))]
+            if piece.dtype != room.dtype or piece.shape != room.shape:
+                raise InputError(f"{self.plan.name}: {piece.dtype}{list(piece.shape)} is given for input '{name}' from "
+                                 f"item {first} on, in a batch of {slots.dtype}{list(slots.shape)}")
+            if not self._lends_items(name, first, piece):
+                np.copyto(room, piece)
+            first += items
 
     def _binds(self) -> BindsArrays:
         if not isinstance(self.execution, BindsArrays):

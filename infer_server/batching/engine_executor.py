@@ -1,6 +1,7 @@
 """Executes batches on an engine: items side by side in one context, run, taken apart.
 
-What lies on the GPU that the engine executes on is taken from there, and what is to lie there is put there.
+What lies on the GPU that the engine executes on is taken from there, and what is to lie there is put there. What the
+engine can read where a request has it is not copied either.
 """
 from __future__ import annotations
 
@@ -48,6 +49,11 @@ def _copied(computed: Arrays) -> Arrays:
     return {name: array.copy() for name, array in computed.items()}
 
 
+def _placing(context: ExecutionContext) -> PlacesTensors | None:
+    """The context, if it may read requests' own memory."""
+    return context if isinstance(context, PlacesTensors) and context.in_place else None
+
+
 class EngineExecutor:
     """One execution context; belongs to the thread that executes."""
 
@@ -60,6 +66,7 @@ class EngineExecutor:
         self._batched = max_batch > 0               # tensors have a leading batch axis
         self._max_batch = max_batch
         self._is_open, self._gpu = is_open, gpu
+        self._placing = _placing(context)           # at the shapes that it has now
 
     def close(self) -> None:
         self._context.close()
@@ -110,21 +117,29 @@ class EngineExecutor:
                 for name, array in request.inputs.items()}
 
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
-        """Copies the requests' inputs side by side into the context: the only copy between message and engine. By name
-        what is taken where it lies: see PlacesTensors."""
+        """Copies the requests' inputs side by side into the context, but for what is taken where it lies: that, by
+        name; see PlacesTensors."""
         placed: dict[str, list[Any]] = {}
+        placing = _placing(context) if self._is_open else self._placing
         for name in batch[0].inputs:
             slots = context.input(name, items)
+            reader = placing if placing and name in placing.in_place else None
+            pieces: list[Any] = []
             first, is_there = 0, False
             for request in batch:
                 tensor = request.inputs[name]
-                if isinstance(tensor, GpuTensor) and tensor.gpu == self._gpu:
-                    is_there = True
-                else:
-                    copy_into(slots[first:first + request.items] if self._batched else slots, _array(tensor))
+                room = slots[first:first + request.items] if self._batched else slots
                 first += request.items
+                if isinstance(tensor, GpuTensor):
+                    stays = tensor.gpu == self._gpu
+                else:
+                    stays = reader is not None and reader.takes(name, tensor := tensor.reshape(room.shape))
+                if not stays:
+                    copy_into(room, _array(tensor))
+                pieces.append(tensor if stays else request.items)
+                is_there |= stays
             if is_there:
-                placed[name] = self._pieces([request.inputs[name] for request in batch], batch)
+                placed[name] = pieces
         return placed
 
     def _pieces(self, tensors: Sequence[Any], batch: list[Request]) -> list[Any]:

@@ -82,7 +82,8 @@ class AwaitedReply:
 @dataclass(slots=True, eq=False)
 class Request:
     """One inference, of some items."""
-    inputs: Arrays                              # views of the received message: copied once, into the batch slots;
+    inputs: Arrays                              # views of the received message: read there, if they are large
+                                                # and the engine can, else copied into the batch slots;
                                                 # or GpuTensors, on GPUs that the model's instances reach
     items: int                                  # items on the batch axis; 1 for a model without one
     shape_key: Hashable                         # the shapes of one item

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE
-from engines.plan.plan import SLACK, Plan
+from engines.plan.plan import SLACK, IoTensor, Plan
 from engines.runtime import context
 from engines.runtime.engine import Engine
 from engines.runtime.results import MOST_BYTES, Results
@@ -26,6 +28,7 @@ READS, OUTPUTS = [(0, 0), (0, 1), (2, 1)], [2, 3]
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "LENT_BYTES", 0)
+    monkeypatch.setattr(context, "ITEM_BYTES", 0)
 
 
 def some_input(items: int, seed: int = 0) -> Array:
@@ -58,7 +61,7 @@ def test_what_is_not_in_one_piece_or_ends_with_its_page_is_copied() -> None:
     assert address_of(memory[at:at + PAGE - SLACK]) == memory.ctypes.data + at
     assert address_of(memory[at:at + PAGE - SLACK + 1]) is None
     assert address_of(memory[at:at + 64:2]) is None
-    assert address_of(memory[at + 1:at + 65].view(np.int32)) is None
+    assert address_of(memory[at + 1:at + 65].view(np.int32)) == memory.ctypes.data + at + 1
     mixer = Engine(mix_plan(READS, OUTPUTS))
     x = some_input(4)
     assert_right(mixer.run({"x": np.asfortranarray(x)}), x)
@@ -88,6 +91,79 @@ def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
     assert places(plan.with_machine(outputs=(second, replace(second, name="same")))) == {0}
     wide = replace(plan.machine.inputs[0], strides=(48, 4))
     assert places(plan.with_machine(inputs=(wide,))) == {*OUTPUTS}
+
+
+def somewhere(x: Array, at: int) -> Array:
+    """The same items, so many bytes from the beginning of a page."""
+    memory = np.empty(3 * PAGE, np.uint8)
+    begin = -memory.ctypes.data % PAGE + at
+    memory[begin:begin + x.nbytes] = np.frombuffer(x.tobytes(), np.uint8)
+    return memory[begin:begin + x.nbytes].view(x.dtype).reshape(x.shape)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_items_are_read_wherever_they_lie(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Engine(mix_plan(READS, OUTPUTS), threads).create_context()
+    x = some_input(4)
+    pieces = [somewhere(x[:1], 64), somewhere(x[1:3], 1), somewhere(x[3:], PAGE - 240)]     # which ends with its page
+    copied: list[Array] = []
+    copy = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda to, array: copied.append(array) or copy(to, array))
+    own.execute_with(4, {"x": pieces})
+    assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
+    if threads == 1:
+        assert own.in_place == {"x"} and [own.takes("x", piece) for piece in pieces] == [True, True, False]
+        assert [id(array) for array in copied] == [id(pieces[2])]
+    else:
+        assert not own.in_place and not own.takes("x", pieces[0])
+    own.close()
+
+
+def test_a_number_stands_for_items_in_the_slots_and_the_next_run_is_on_all_slots() -> None:
+    own = Engine(mix_plan(READS, OUTPUTS)).create_context()
+    x, other = some_input(4), some_input(4, seed=1)
+    own.input("x", 4)[...] = x
+    own.execute_with(4, {"x": [1, somewhere(other[1:3], 3)]})
+    assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, np.concatenate([x[:1], other[1:3], x[3:]]))
+    own.execute(4)
+    assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
+    own.execute_with(4, {"x": [3, somewhere(other[3:], 3)]})
+    assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, np.concatenate([x[:3], other[3:]]))
+
+
+def test_items_that_do_not_fit_are_refused_and_none_stay_lent() -> None:
+    own = Engine(mix_plan(READS, OUTPUTS)).create_context()
+    x, other = some_input(4), some_input(4, seed=1)
+    own.input("x", 4)[...] = x
+    for wrong in (other[1:, :3], other[1:].astype(np.int64), other, some_input(3).view(np.float32)):
+        with pytest.raises(InputError, match="from item 1 on"):
+            own.execute_with(4, {"x": [other[:1], wrong]})
+    with pytest.raises(InputError, match="no input 'z'"):
+        own.execute_with(4, {"x": [other[:1]], "z": [x]})
+    own.execute(4)
+    assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
+
+
+def test_only_what_reads_one_item_after_the_other_takes_them_apart() -> None:
+    def taken(plan: Plan) -> bool:
+        return bool(LoadedPlan(plan).lendable.items)
+
+    def first(**changes: Any) -> Plan:
+        return plan.with_machine(steps=(replace(reader, **changes), *plan.machine.steps[1:]))
+
+    plan = mix_plan(READS, OUTPUTS)
+    reader, item = plan.machine.steps[0], 240
+    assert taken(plan) and LoadedPlan(plan).lendable.readers == {0, 1}
+    assert not taken(first(row_step=4))                         # a tile may have rows of two items
+    assert not taken(first(reads=(), writes=()))                # it may read whatever it likes
+    assert not taken(first(reads=(replace(reader.reads[0], item_stride=0), reader.reads[1])))
+    assert not taken(first(reads=(replace(reader.reads[0], end=item + SLACK + 1), reader.reads[1])))
+    assert not taken(first(reads=(replace(reader.reads[0], stride=100), reader.reads[1])))
+    assert taken(first(constant_bytes=item // 2)) and not taken(first(constant_bytes=item // 2 + 1))
+    output = plan.machine.outputs[0]
+    assert not taken(plan.with_machine(outputs=(replace(output, buffer=0), *plan.machine.outputs[1:])))
+    whole = replace(plan.machine.inputs[0], batched=False, shape=(24, 10))
+    assert not taken(replace(plan.with_machine(inputs=(whole,)), inputs=(IoTensor("x", "int32", (24, 10)),)))
 
 
 def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_before() -> None:

@@ -1,4 +1,5 @@
-"""Steps that run for one item of the batch after the other: one call for all of them.
+"""Steps that run for one item of the batch after the other: one call for all of them, and inputs whose items lie
+wherever their callers have them.
 
 run_steps knows of no items. What runs so is a step table of its own: the steps once for each batch slot, in order, each
 with the rows of one item, and each slot's with operands of its own.
@@ -9,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.runtime.abi import StepRow
+from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.ir.graph import Array
+from engines.plan.plan import TensorView
 
 Words = NDArray[np.int64]
 
@@ -16,14 +20,17 @@ Words = NDArray[np.int64]
 class ItemTables:
     """Of one arena."""
 
-    def __init__(self, steps: Words, operands: Words, strides: Words, slots: int) -> None:
+    def __init__(self, steps: Words, operands: Words, strides: Words, slots: int, lendable: Lendable) -> None:
         """steps: the plan's step table. operands: the arena's operand table. strides: bytes from an item to the next,
         of each operand."""
+        self._lendable = lendable
         every = np.arange(slots)[:, None]
         self._every_step = steps
         self._operands = operands + every * strides
         self._offsets = self._operands.ctypes.data - operands.ctypes.data + every * self._operands.strides[0]
         self._steps: dict[tuple[int, int], Words] = {}
+        self._words = self._operands.data                   # which are quicker to write one by one
+        self._lent: list[tuple[int, int, int]] = []         # slot, operand, and its own address
 
     def steps(self, first: int, last: int) -> Words:
         """Rows of a step table: steps first..last - 1 for each slot, to be run with the arena's operand table."""
@@ -35,3 +42,20 @@ class ItemTables:
             rows[..., StepRow.ROWS_PER_ITEM] = 0
             found = self._steps[first, last] = rows.reshape(-1, rows.shape[-1])
         return found
+
+    def lend(self, view: TensorView, first: int, array: Array) -> bool:
+        """Let an array stand in for the items of an input from slot `first` on. False: it cannot."""
+        places, begin = self._lendable.items.get(view.buffer), address_of(array)
+        if places is None or begin is None:
+            return False
+        for slot, item in enumerate(range(begin, begin + array.nbytes, view.item_stride), first):
+            for operand, offset in places:
+                self._lent.append((slot, operand, self._words[slot, operand]))
+                self._words[slot, operand] = item + offset
+        return True
+
+    def take_back(self) -> None:
+        """Every item lies in its own slot again."""
+        while self._lent:
+            slot, operand, address = self._lent.pop()
+            self._words[slot, operand] = address

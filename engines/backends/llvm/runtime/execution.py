@@ -119,13 +119,23 @@ class LoadedPlan:
 
     @cached_property
     def item_strides(self) -> Words:
-        """Bytes from an item to the next, of each operand of the steps in item-major runs; 0 for those of others."""
-        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)}
+        """Bytes from an item to the next, of each operand of the steps that may run item by item; 0 for those of
+        others."""
+        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.lendable.readers
         strides = [stride if operand.buffer not in self.one_item_bytes else 0
                    for i, step in enumerate(self.machine.steps)
                    for operand, stride in zip(step.operands, item_strides(step) if i in inside else
                                               [0] * len(step.operands), strict=True)]
         return np.array(strides, np.int64)
+
+    @cached_property
+    def apart_segments(self) -> tuple[Segment, ...]:
+        """The serial segments for inputs whose items lie apart: what reads these runs item by item, too."""
+        readers = self.lendable.readers
+        cuts = {step + behind for step in readers for behind in (0, 1)}
+        return tuple(part for segment in self.serial_segments for part in (
+            [segment] if segment.by_item else (replace(part, by_item=part.first in readers)
+                                               for part in _cut_before([segment], cuts))))
 
     @cached_property
     def shared_layout(self) -> Layout:
@@ -230,7 +240,8 @@ class Arena:
     def items(self) -> ItemTables:
         """For what runs item by item."""
         program = self._program
-        return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots)
+        return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots,
+                          program.lendable)
 
     @property
     def bytes(self) -> int:
@@ -276,7 +287,8 @@ class SerialExecution:
     def __init__(self, program: LoadedPlan) -> None:
         self._program = program
         self._arena = Arena(program, program.shared_layout)
-        self._calls: dict[int, tuple[Callable[[], None], ...]] = {}     # of each batch that has been run
+        self._apart = False         # whether items of inputs are lent
+        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # of each batch, and `_apart`
 
     def input(self, view: TensorView, batch: int) -> Array:
         self._arena.prepare(batch)
@@ -286,7 +298,7 @@ class SerialExecution:
         return self._arena.array(view, batch)
 
     def run(self, batch: int) -> None:
-        for call in self._calls.get(batch) or self._prepared(batch):
+        for call in self._calls.get((batch, self._apart)) or self._prepared(batch, self._apart):
             call()
 
     def ready(self, batch: int) -> Callable[[], None]:
@@ -296,15 +308,28 @@ class SerialExecution:
     def lend(self, view: TensorView, array: Array) -> bool:
         return self._arena.lend(view, array)
 
+    def takes(self, view: TensorView, array: Array | None = None) -> bool:
+        return view.buffer in self._program.lendable.items and (array is None or address_of(array) is not None)
+
+    def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
+        lent = self.takes(view) and self._arena.items.lend(view, first, array)
+        self._apart |= lent
+        return lent
+
     def take_back(self) -> None:
         self._arena.take_back()
+        if self._apart:
+            self._arena.items.take_back()
+            self._apart = False
 
-    def _prepared(self, batch: int) -> tuple[Callable[[], None], ...]:
-        """Halos written, and the spans as calls."""
+    def _prepared(self, batch: int, apart: bool = False) -> tuple[Callable[[], None], ...]:
+        """Halos written, and the spans as calls. apart: items of inputs are lent."""
         self._arena.prepare(batch)
-        segments = self._program.serial_segments if batch > 1 else self._program.segments
-        self._calls[batch] = tuple(call_of(self._program, self._arena, segment, batch) for segment in segments)
-        return self._calls[batch]
+        program = self._program
+        segments = program.apart_segments if apart else program.serial_segments if batch > 1 else program.segments
+        calls = self._calls[batch, apart] = tuple(call_of(program, self._arena, segment, batch)
+                                                  for segment in segments)
+        return calls
 
     def show(self, batch: int, show: Show) -> None:
         self._arena.prepare(batch)

@@ -1,11 +1,12 @@
 """Inputs that are read where their caller has them, and outputs that are written where he gets them: nothing is copied.
 
 Steps find tensors by the operand table. While an array is lent, the words that point into the tensor's buffer point
-into the array; so the buffer must be that tensor and nothing else.
+into the array; so the buffer must be that tensor and nothing else. The items of an input may lie apart from each other
+where the steps that read it run for one item after the other (by_item.py).
 """
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
 from engines.plan.arena import PAGE
-from engines.plan.plan import SLACK, MachinePart, Plan, TensorView
+from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
 Places = tuple[tuple[int, int], ...]        # (an operand's number, how many bytes from the buffer's beginning it lies)
@@ -30,16 +31,35 @@ class Lendable:
     @cached_property
     def places(self) -> dict[int, Places]:
         """Of each such buffer, the operands that lie in it."""
-        machine, found = self._plan.machine, {}
+        machine = self._plan.machine
         if machine.item_major or any(step.fallback for step in machine.steps):
             return {}           # these find tensors by other tables, too
-        views = (*machine.inputs, *machine.outputs)
-        count = Counter(view.buffer for view in views)
-        for view in views:
-            if count[view.buffer] == 1 and _is_all(view, machine, self._plan.batch_slots):
-                operands = np.flatnonzero(self._buffers == view.buffer)
-                found[view.buffer] = tuple(zip(operands.tolist(), self._offsets[operands].tolist(), strict=True))
-        return found
+        return {view.buffer: self._places(view.buffer) for view in (*machine.inputs, *machine.outputs)
+                if self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)}
+
+    @cached_property
+    def items(self) -> dict[int, Places]:
+        """Of each input's buffer whose items arrays may stand in for, the operands that lie in it."""
+        machine = self._plan.machine
+        return {view.buffer: self._places(view.buffer) for view in machine.inputs
+                if view.batched and self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)
+                and view.end(1) == view.item_stride
+                and all(_reads_by_item(step, view) for step in machine.steps)}
+
+    @cached_property
+    def readers(self) -> frozenset[int]:
+        """The steps that read those."""
+        return frozenset(i for i, step in enumerate(self._plan.machine.steps)
+                         if any(operand.buffer in self.items for operand in step.operands))
+
+    def _is_alone(self, view: TensorView) -> bool:
+        """Whether no other input or output lies in its buffer."""
+        machine = self._plan.machine
+        return sum(view.buffer == other.buffer for other in (*machine.inputs, *machine.outputs)) == 1
+
+    def _places(self, buffer: int) -> Places:
+        operands = np.flatnonzero(self._buffers == buffer)
+        return tuple(zip(operands.tolist(), self._offsets[operands].tolist(), strict=True))
 
 
 def _is_all(view: TensorView, machine: MachinePart, slots: int) -> bool:
@@ -55,10 +75,27 @@ def _is_all(view: TensorView, machine: MachinePart, slots: int) -> bool:
         and 0 <= behind <= SLACK and all(fill.view.buffer != view.buffer for fill in machine.fills)
 
 
+def _reads_by_item(step: Step, view: TensorView) -> bool:
+    """Whether a step does not read an input, or reads it so that each item may lie elsewhere.
+
+    A step of so many weights that reading them for each item costs what the copy of an item would is not worth it.
+    """
+    if step.fallback and any(not isinstance(tensor, str) and tensor.buffer == view.buffer
+                             for tensor in step.fallback.inputs):
+        return False
+    if Operand(view.buffer) not in (replace(operand, offset=0) for operand in step.operands):
+        return True
+    touched = [touched for touched in step.reads if touched.buffer == view.buffer]
+    return runs_by_item(step) and 2 * step.constant_bytes <= view.item_stride and all(
+        one.item_stride == view.item_stride and one.begin >= 0
+        and one.end + (one.period - 1) // one.rows * one.stride <= view.item_stride + SLACK for one in touched)
+
+
 def address_of(array: Array) -> int | None:
-    """Where an array begins. None: kernels cannot work in it, for its elements are not in one piece, or SLACK behind
-    them, which is read too, may not be there: it is if it is on the page of the last one."""
-    if not array.flags.c_contiguous or not array.flags.aligned:
+    """Where an array begins, aligned or not, for kernels expect nothing of addresses. None: they cannot work in it, for
+    its elements are not in one piece, or SLACK behind them, which is read too, may not be there: it is if it is on the
+    page of the last one."""
+    if not array.flags.c_contiguous:
         return None
     begin: int = array.__array_interface__["data"][0]
     end = begin + array.nbytes
