@@ -32,6 +32,7 @@ class ExecutionContext:
         self._reruns: dict[int, Rerun | None] = {}              # of each batch that has been expected
         self._lender = execution if isinstance(execution, WorksInArrays) else None
         self._taker = execution if isinstance(execution, TakesItems) else None
+        self._binder = execution if isinstance(execution, BindsArrays) else None
         self._results = Results()
         self._large_outputs = [(name, view) for name, view in self._outputs.items() if self._lender
                                and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
@@ -133,7 +134,7 @@ class ExecutionContext:
     @property
     def binds_arrays(self) -> bool:
         """Whether inputs and outputs may be arrays on a GPU."""
-        return isinstance(self.execution, BindsArrays)
+        return self._binder is not None
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
         """Execute, and this once take the items of inputs from the arrays that stand under their names, side by side.
@@ -144,8 +145,8 @@ class ExecutionContext:
         lies (see `takes`) is copied. They must stay as they are until it returns.
         """
         self._check(batch)
-        if isinstance(self.execution, BindsArrays):
-            self.execution.run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
+        if self._binder:
+            self._binder.run_with(batch, {self._view(name): pieces for name, pieces in placed.items()})
             return
         try:
             for name, pieces in placed.items():
@@ -172,9 +173,9 @@ class ExecutionContext:
             first += items
 
     def _binds(self) -> BindsArrays:
-        if not isinstance(self.execution, BindsArrays):
+        if self._binder is None:
             raise ConfigError(f"{self.plan.name}: the plan runs on the CPU; write to context.input(name) instead")
-        return self.execution
+        return self._binder
 
     def _view(self, name: str) -> TensorView:
         if (view := self._inputs.get(name) or self._outputs.get(name)) is None:
