@@ -60,8 +60,8 @@ class Link(asyncio.BufferedProtocol):
     def closed(self, reason: Exception | None) -> None:
         """The other end is gone, or what it sent was not taken, for that reason."""
 
-    def send(self, kind: int, number: int = 0, *payload: bytes | memoryview, about: bytes = b"", peer: bytes = b"",
-             received_ns: int = 0, remaining_secs: float = NEVER) -> None:
+    def send(self, kind: int, number: int = 0, *payload: bytes | bytearray | memoryview, about: bytes = b"",
+             peer: bytes = b"", received_ns: int = 0, remaining_secs: float = NEVER) -> None:
         """The pieces of the payload, views of bytes among them, follow each other. Does nothing if the other end is
         gone."""
         size = sum(map(len, payload))

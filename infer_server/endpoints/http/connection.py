@@ -11,11 +11,12 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple, Protocol, cast
 
 from infer_server.endpoints.http.compression import decompressed
+from infer_server.endpoints.http.large_body import LargeBody
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
 from infer_server.endpoints.inflight import OpenCall
@@ -182,6 +183,10 @@ class HttpConnection(asyncio.Protocol):
         if self._transport and not self._awaits_go_on:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
+    def receive_body(self, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
+        if self._transport:
+            self._transport.set_protocol(LargeBody(self, size, begun))
+
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
         if self.exchange is None and not self._waiting:
@@ -190,6 +195,15 @@ class HttpConnection(asyncio.Protocol):
         self._waiting.append(_Waiting(request, held, keep_alive))
         if self._transport:
             self._transport.pause_reading()
+
+    # ---- large_body.Owner
+    def body_grows(self) -> None:
+        self.watch(IDLE_SECS)
+
+    def body_received(self, body: bytearray) -> None:
+        if self._transport:
+            self._transport.set_protocol(self)
+            self._reader.end_of_body(body)
 
     # ---- a request
     def _take(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:

@@ -41,7 +41,7 @@ class HttpRequest(NamedTuple):
     method: str
     path: str                               # decoded, without the query
     headers: Mapping[str, str] = _NONE
-    body: bytes = b""
+    body: bytes | bytearray = b""
     received_ns: int = 0                    # when its first byte came
     version: str = "1.1"                    # of HTTP
 
@@ -79,7 +79,7 @@ class HttpResponse(NamedTuple):
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def parsed(text: bytes) -> Any:
+def parsed(text: bytes | bytearray) -> Any:
     """JSON. Raises InvalidRequestError: it is none, or has text in it that no UTF-8 is, halves of characters."""
     try:
         decoded = str(text, "utf-8")

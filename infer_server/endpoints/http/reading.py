@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
@@ -13,6 +14,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from infer_server.endpoints.http.large_body import LARGE_BYTES
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
@@ -48,6 +50,9 @@ class Receiver(Client, Protocol):
     def go_on(self) -> None:
         """The client waits to be told that its body is wanted."""
 
+    def receive_body(self, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
+        """All that comes now is a body of that size, which has begun: to be handed to `end_of_body`, whole."""
+
     def watch(self, secs: float | None) -> None:
         """More must come in so many seconds; None: none is awaited."""
 
@@ -60,7 +65,7 @@ class _Incoming:
     headers: dict[str, str] = field(default_factory=dict)
     head_bytes: int = 0
     unfinished_bytes: int = 0           # received without an end of the headers
-    body: list[bytes] = field(default_factory=list)
+    body: list[bytes | bytearray] = field(default_factory=list)
     body_bytes: int = 0
     expected_bytes: int = 0             # of the body, as it says; more once more has come
     held: OpenCall | None = None        # once its headers are there
@@ -77,6 +82,28 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
+        if len(data) >= LARGE_BYTES and not self._incoming.received_ns:
+            head = data.find(b"\r\n\r\n") + 4       # the parser would copy what it is given of a body
+            self._feed(data[:head])
+            self._go_on(memoryview(data)[head:])
+        else:
+            self._feed(data)
+            self._go_on(b"")
+
+    def _go_on(self, rest: bytes | memoryview) -> None:
+        """With what has come behind the headers: it is parsed, unless a large body begins, or goes on, with it."""
+        incoming = self._incoming
+        missing = incoming.expected_bytes - incoming.body_bytes - len(rest)
+        if missing >= LARGE_BYTES and "transfer-encoding" not in incoming.headers:
+            begun, incoming.body = [*incoming.body, rest], []
+            self._receiver.receive_body(incoming.expected_bytes, begun)
+        else:
+            self._feed(rest)
+        if self._incoming.awaited_secs:
+            self._receiver.watch(self._incoming.awaited_secs)
+            self._incoming.awaited_secs = 0.0
+
+    def _feed(self, data: bytes | memoryview) -> None:
         while data:
             incoming = self._incoming
             rest = self._parse(data)
@@ -85,11 +112,14 @@ class RequestReader:
                 if incoming.unfinished_bytes > MOST_HEADER_BYTES:
                     raise _too_long_a_head()
             data = rest
-        if secs := self._incoming.awaited_secs:
-            self._incoming.awaited_secs = 0.0
-            self._receiver.watch(secs)
 
-    def _parse(self, data: bytes) -> bytes:
+    def end_of_body(self, body: bytearray) -> None:
+        """Hands the request on whose body this is. The parser, which has not seen all of it, is done with."""
+        self._incoming.body = [body]
+        self.on_message_complete()
+        self._parser = httptools.HttpRequestParser(self)
+
+    def _parse(self, data: bytes | memoryview) -> bytes | memoryview:
         """What is left to be parsed: the parser stops behind a request for another protocol."""
         try:
             self._parser.feed_data(data)

@@ -8,10 +8,11 @@ import json
 import math
 import re
 import socket
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -276,6 +277,47 @@ def test_a_body_in_pieces_and_one_that_waits_to_be_asked_for_are_taken(server: R
         assert b"'gzip, chunked' is not served" in ask(server, gzipped, pieces)
     asked = ask(server, head + f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body)
     assert asked.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+def post_large(values: np.ndarray[Any, Any], *headers: str) -> bytes:
+    """A request of 1 MiB behind its JSON."""
+    head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
+                                   "parameters": {"binary_data_size": values.nbytes}}],
+                       "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    return post("/v2/models/large/infer", head + values.tobytes(), f"Inference-Header-Content-Length: {len(head)}",
+                *headers)
+
+
+@pytest.mark.parametrize("cuts", [(), (70_000,), (40, 200_000, 200_001), (1_000_000,), (400, 1_048_900)])
+def test_a_large_body_arrives_whole_however_it_is_cut_and_what_follows_it_is_the_next_request(
+        server: RunningServer, cuts: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).random(1 << 18, np.float32)
+    data = (post("/v2/models/affine/infer", body_of()) + post_large(values) + post_large(values + 1)
+            + post("/v2/models/affine/infer", body_of(), CLOSE))
+    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
+        answers = connection.makefile("rb")
+        for begin, end in zip((0, *cuts), (*cuts, len(data)), strict=True):
+            connection.sendall(data[begin:end])
+            time.sleep(0.01)            # so that pieces come by themselves
+        found = [answer_from(answers) for _ in range(4)]
+    assert [json.loads(found[i])["outputs"][0]["data"] for i in (0, 3)] == [[3.0, 5.0, 7.0, 9.0]] * 2
+    for answer, sent in ((found[1], values), (found[2], values + 1)):
+        np.testing.assert_array_equal(np.frombuffer(answer[-sent.nbytes:], np.float32), sent * 2 + 1)
+
+
+def answer_from(stream: BinaryIO) -> bytes:
+    """The body of the next response."""
+    lines = list(iter(stream.readline, b"\r\n"))
+    assert b" 200 " in lines[0], lines
+    return stream.read(next(int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length")))
+
+
+def test_a_client_that_leaves_within_a_large_body_holds_no_memory(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
+        connection.sendall(post_large(np.ones(1 << 18, np.float32))[:-1])
+        if not server.server._options.workers > 1:      # fronts count for themselves
+            assert eventually(lambda: server.server._inflight.held_bytes > 1 << 20)
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
 def test_what_is_no_http_and_headers_without_end_are_refused(server: RunningServer) -> None:

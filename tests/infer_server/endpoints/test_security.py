@@ -10,9 +10,10 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import grpc
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -121,6 +122,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ports_are_encrypted_and_may_ask_for_certificates(
         tmp_path: Path, certificates: Path, mutual: bool, front: str) -> None:
     write_model(tmp_path, "m")
+    write_model(tmp_path, "large", shape=[1 << 16])
     server, client = certificates / "server", certificates / "client"
     tls = Tls(server.with_suffix(".pem"), server.with_suffix(".key"), client.with_suffix(".pem") if mutual else None)
     with serving(tmp_path, grpc_tls=tls, http_tls=tls, grpc_front=front) as running:
@@ -136,6 +138,16 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
             with urlopen(f"https://127.0.0.1:{running.ports.http}/v2/health/live", context=context) as answer:
                 return bool(answer.status == 200)
 
+        def infers_over_http() -> bool:
+            values = np.arange(1 << 16, dtype=np.float32)
+            head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
+                                           "parameters": {"binary_data_size": values.nbytes}}],
+                               "parameters": {"binary_data_output": True}}).encode()
+            asked = Request(f"https://127.0.0.1:{running.ports.http}/v2/models/large/infer", head + values.tobytes(),
+                            {"Inference-Header-Content-Length": str(len(head))})
+            with urlopen(asked, context=ssl.create_default_context(cafile=f"{server}.pem")) as answer:
+                return np.array_equal(np.frombuffer(answer.read()[-values.nbytes:], np.float32), values * 2 + 1)
+
         assert live_over_grpc(private_key=f"{client}.key", certificate_chain=f"{client}.pem") and live_over_http(True)
         if mutual:
             with pytest.raises(InferenceServerException):
@@ -143,7 +155,7 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
             with pytest.raises(OSError):
                 live_over_http(False)
         else:
-            assert live_over_grpc() and live_over_http(False)
+            assert live_over_grpc() and live_over_http(False) and infers_over_http()
         with closing(HTTPConnection("127.0.0.1", running.ports.http, timeout=TIMEOUT_SECS)) as connection, \
                 pytest.raises((OSError, HTTPException)):
             connection.request("GET", "/v2/health/live")
