@@ -17,7 +17,7 @@ from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
 
 LENT_BYTES = 1 << 17        # of an array that is worth lending: smaller ones are copied sooner
-ITEM_BYTES = 1 << 15        # of an item that is: each is lent by itself
+ITEM_BYTES = 1 << 16        # of an item that is: each is lent by itself
 
 
 class ExecutionContext:
