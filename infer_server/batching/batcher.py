@@ -65,6 +65,7 @@ class Batcher:
                  instances: int = 1, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._model = model
         self._batching = batching
+        self._holds_back = batching.max_queue_delay_us > 0
         self._priorities = Priorities((queueing,)) if isinstance(queueing, QueuePolicy) else queueing
         self._levels = [_Level(policy) for policy in self._priorities.policies]     # the highest priority first
         self._refuse = refuse
@@ -80,10 +81,10 @@ class Batcher:
         self._changed = threading.Condition(self._lock)     # slower to enter than the lock
 
     def __len__(self) -> int:
-        count = 0
-        for level in self._levels:
-            count += len(level.queue) + len(level.delayed)
-        return count
+        if len(self._levels) == 1:
+            (level,) = self._levels
+            return len(level.queue) + len(level.delayed)
+        return sum(len(level.queue) + len(level.delayed) for level in self._levels)
 
     def submit(self, request: Request) -> None:
         """Appends a request. The instances learn of it by wake().
@@ -162,15 +163,28 @@ class Batcher:
         """Removes a batch that may be executed now, if it is short by its number of items, and by none of its requests
         lengthy; []: there is none."""
         with self._lock:
-            now_ns = self._clock_ns()
-            self._expire(now_ns)
-            choice = self._choose(now_ns, idle=0) if self and not self._closed else None
-            if not isinstance(choice, BatchChoice) or choice.lost or not is_short(
-                    sum([request.items for request in choice.batch])) or any(
-                    [request.lengthy for request in choice.batch]):
+            if self._closed:
                 return []
-            self._remove(choice.batch)
-            return choice.batch
+            batch = self._lone() or self._short_choice()
+            if not batch or not is_short(sum([request.items for request in batch])) or any(
+                    [request.lengthy for request in batch]):
+                return []
+            self._remove(batch)
+            return batch
+
+    def _lone(self) -> list[Request]:
+        """The request that waits, if it is the only one, and there is nothing to decide: none of what waits can
+        expire, and no policy has it wait."""
+        queue = self._levels[0].queue
+        if self._holds_back or len(queue) != 1 or len(self) != 1 or self._timeouts.at or self._deadlines.at:
+            return []
+        return list(queue)
+
+    def _short_choice(self) -> list[Request]:
+        now_ns = self._clock_ns()
+        self._expire(now_ns)
+        choice = self._choose(now_ns, idle=0) if self else None
+        return choice.batch if isinstance(choice, BatchChoice) and not choice.lost else []
 
     def measured(self, items: int, ns: int) -> None:
         """A batch of `items` took `ns` from take() until its answers were handed on."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -22,6 +22,8 @@ from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
+_KEPT_BYTES = 2048              # of a head
+_SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that come in pieces, or wait
 HEADER_SECS = 10.0              # for a client to say what it wants, once it has begun to
 IDLE_SECS = 120.0               # for it to begin on a connection that stays open, and between the pieces of a body
 
@@ -72,6 +74,13 @@ class _Incoming:
     awaited_secs: float = 0.0           # for more of it, after what came last; 0: nothing came that counts
 
 
+class _Known(NamedTuple):
+    """A request that came whole and alone, in one piece."""
+    head: bytes                         # up to its body
+    size: int                           # with that
+    request: HttpRequest
+
+
 class RequestReader:
     """Belongs to the event loop."""
 
@@ -79,16 +88,41 @@ class RequestReader:
         self._limits, self._receiver = limits, receiver
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = _Incoming()
+        self._fed = b""                             # what the parser is given, if it begins with a request
+        self._known: _Known | None = None           # the last of these: with the same head, another says the same
 
     def feed(self, data: bytes) -> None:
         """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
-        if len(data) >= LARGE_BYTES and not self._incoming.received_ns:
+        known, is_between = self._known, self._incoming.received_ns == 0
+        if known and is_between and len(data) == known.size and data.startswith(known.head):
+            self._take_again(known, data)
+        elif is_between and len(data) >= LARGE_BYTES:
             head = data.find(b"\r\n\r\n") + 4       # the parser would copy what it is given of a body
             self._feed(data[:head])
             self._go_on(memoryview(data)[head:])
         else:
+            self._fed = data if is_between else b""
             self._feed(data)
             self._go_on(b"")
+            self._fed = b""
+
+    def _take_again(self, known: _Known, data: bytes) -> None:
+        body = data[len(known.head):]
+        try:
+            held = self._limits.inflight.begin(self._receiver, len(body))
+        except MemoryLimitError as error:
+            raise RefusedError(response_of(error)) from error
+        self._receiver.watch(None)
+        self._receiver.received(known.request._replace(body=body, received_ns=time.monotonic_ns()), held, True)
+
+    def _remember(self, request: HttpRequest) -> None:
+        """Keeps what has just been parsed, if it is all that was fed, and its body is what follows its head."""
+        fed = self._fed
+        end = fed.find(b"\r\n\r\n") + 4
+        if (4 <= end <= _KEPT_BYTES and len(fed) - end == len(request.body) and fed.startswith(request.method.encode())
+                and not request.headers.keys() & _SPECIAL and not self._parser.should_upgrade()
+                and self._parser.should_keep_alive()):
+            self._known = _Known(fed[:end], len(fed), request._replace(body=b""))
 
     def _go_on(self, rest: bytes | memoryview) -> None:
         """With what has come behind the headers: it is parsed, unless a large body begins, or goes on, with it."""
@@ -97,7 +131,7 @@ class RequestReader:
         if missing >= LARGE_BYTES and "transfer-encoding" not in incoming.headers:
             begun, incoming.body = [*incoming.body, rest], []
             self._receiver.receive_body(incoming.expected_bytes, begun)
-        else:
+        elif rest:
             self._feed(rest)
         if self._incoming.awaited_secs:
             self._receiver.watch(self._incoming.awaited_secs)
@@ -190,10 +224,10 @@ class RequestReader:
         self._receiver.watch(None)
         path = _ORIGIN.sub(b"", incoming.url).partition(b"?")[0].decode("latin-1")
         body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
-        self._receiver.received(
-            HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
-                        incoming.headers, body, incoming.received_ns, self._parser.get_http_version()),
-            held, self._parser.should_keep_alive())
+        request = HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
+                              incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
+        self._remember(request)
+        self._receiver.received(request, held, self._parser.should_keep_alive())
 
     def _expect(self, count: int) -> None:
         """There will be a body of so many bytes, or there are that many already."""

@@ -100,6 +100,30 @@ def test_an_expired_request_goes_behind_all_others_if_it_is_to_be_delayed(loop: 
     assert refused == []
 
 
+def test_one_that_waits_alone_is_executed_where_it_is_found(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher()
+    alone = request(loop, items=3)
+    queue.submit(alone)
+    assert queue.take_short(lambda items: items < 3) == [] and queue.take_short(lambda items: items == 3) == [alone]
+    assert queue.take_short(lambda items: True) == []
+    queue.submit(request(loop))
+    queue.close()
+    assert queue.take_short(lambda items: True) == []
+
+
+def test_not_before_it_may_be_nor_after(loop: asyncio.AbstractEventLoop) -> None:
+    queue, clock, _ = batcher(BatchPolicy(8, max_queue_delay_us=10))
+    waits, late = request(loop), request(loop)
+    queue.submit(waits)
+    assert queue.take_short(lambda items: True) == []
+    clock.now_ns += 10_000
+    assert queue.take_short(lambda items: True) == [waits]
+    queue, clock, refused = batcher(default_timeout_us=30)
+    queue.submit(late)
+    clock.now_ns += 30_001
+    assert queue.take_short(lambda items: True) == [] and refused == [late]
+
+
 def test_a_withdrawn_request_is_never_taken(loop: asyncio.AbstractEventLoop) -> None:
     queue, _, _ = batcher()
     gone, stays = request(loop), request(loop)
