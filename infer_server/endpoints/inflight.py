@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
+from infer_server.lookout import Lookout
 from infer_server.process import resident_bytes, trim
 from infer_server.workers import in_daemon_thread, wait_until
 
@@ -49,6 +50,7 @@ class Inflight:
         self._max_bytes = max_bytes
         self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
+        self._lookout = Lookout(self._loop)
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None
@@ -65,6 +67,8 @@ class Inflight:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
         self.hold(call, request_bytes)
+        if not self._calls:
+            self._lookout.opened()
         self._calls[call] = None
         return call
 
@@ -98,7 +102,10 @@ class Inflight:
 
     def end(self, call: OpenCall) -> None:
         """To be called when a call has ended, answered or not, and when its answer has left this process."""
-        self._calls.pop(call, None)
+        if call in self._calls:
+            del self._calls[call]
+            if not self._calls:
+                self._lookout.idle()
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
         call.client = None                      # which refers to the call: memory would wait for the cycle collector

@@ -1,0 +1,104 @@
+"""When the event loop looks for the next request instead of sleeping, by a clock that is set."""
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from infer_server.lookout import Lookout
+
+SOON_NS, LATE_NS = 50_000, 200_000
+
+
+class Loop:
+    """Has what is called soon called by turn()."""
+
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self.soon.append(function)
+
+    def turn(self) -> None:
+        functions, self.soon = self.soon, []
+        for function in functions:
+            function()
+
+
+class Clock:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ns = 1 << 40
+        patch.setattr(time, "monotonic_ns", lambda: self.ns)
+
+
+class Asked:
+    """A client that asks, is answered, and asks again after a while."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.clock, self.loop = Clock(patch), Loop()
+        self.lookout = Lookout(self.loop)       # type: ignore[arg-type]      # of a loop it needs no more
+        self.lookout.idle()
+
+    def after(self, *gaps_ns: int) -> bool:
+        """Whether the loop looks on when the last request is answered."""
+        for gap_ns in gaps_ns:
+            self.clock.ns += gap_ns
+            self.loop.turn()
+            self.lookout.opened()
+            self.loop.turn()
+            self.lookout.idle()
+        return bool(self.loop.soon)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def test_it_looks_where_requests_have_come_soon(asked: Asked) -> None:
+    assert not asked.after(SOON_NS, SOON_NS, SOON_NS)
+    assert asked.after(SOON_NS)
+
+
+def test_it_sleeps_where_they_come_late(asked: Asked) -> None:
+    assert not asked.after(*[LATE_NS] * 20)
+    assert not asked.after(*[SOON_NS, LATE_NS] * 20)
+
+
+def test_it_sleeps_again_when_they_no_longer_come_soon(asked: Asked) -> None:
+    assert asked.after(*[SOON_NS] * 100)
+    assert not asked.after(LATE_NS, LATE_NS)
+
+
+def test_a_look_ends_in_time_though_nothing_comes(asked: Asked) -> None:
+    assert asked.after(*[SOON_NS] * 8)
+    asked.clock.ns += SOON_NS
+    asked.loop.turn()
+    assert asked.loop.soon
+    asked.clock.ns += SOON_NS
+    asked.loop.turn()
+    assert not asked.loop.soon
+
+
+def test_a_look_ends_with_a_request(asked: Asked) -> None:
+    assert asked.after(*[SOON_NS] * 8)
+    asked.lookout.opened()
+    asked.loop.turn()
+    assert not asked.loop.soon
+
+
+def test_it_is_told_when_nothing_is_open(tmp_path: object) -> None:
+    from infer_server.endpoints.inflight import Inflight
+
+    async def run() -> list[str]:
+        inflight, told = Inflight(1 << 20, 1.0), list[str]()
+        inflight._lookout.opened = lambda: told.append("opened")        # type: ignore[method-assign]
+        inflight._lookout.idle = lambda: told.append("idle")            # type: ignore[method-assign]
+        first, second = (inflight.begin(None, 1) for _ in range(2))     # type: ignore[arg-type]
+        for call in (first, second, second):
+            inflight.end(call)
+        return told
+
+    assert asyncio.run(run()) == ["opened", "idle"]
