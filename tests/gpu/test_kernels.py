@@ -15,6 +15,7 @@ from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.kernels.recurrent.weights import Kept
 from engines.lowering.epilogue.program import ProgramBuilder
+from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.movement import HaloFill
 from engines.lowering.problems.problem import Problem
@@ -142,6 +143,14 @@ def test_a_halo_is_filled_and_nothing_beside_it() -> None:
         places = [n * view.item + i * view.strides[0] + j for n in (0, 1) for i in range(view.shape[0])
                   for j in range(view.shape[1])]
         assert (found[places] == 7).all() and (np.delete(found, places) == 1).all()
+
+
+def test_what_only_fills_reads_nothing() -> None:
+    b = ProgramBuilder(False)
+    b.add("max", 0.7, 0.7)
+    problem, memory = Pointwise((), dense_view("float32", (3, 5)), b.program(), uniform=True), np.zeros(120, np.uint8)
+    GpuRunner(GPUS["sm_61"]).execute(problem, [], [memory], {"program": b.constants}, 2)
+    np.testing.assert_array_equal(memory.view(np.float32), np.float32(0.7))
 
 
 # ---- what is wrong is found

@@ -161,7 +161,8 @@ def load_constants(f: Function, table: Value, channel: Value, count: int, consta
 
 def run_program(gpu: Gpu, program: EpilogueProgram, sums: Sequence[Value], operands: Sequence[Sequence[Value]],
                 constants: Sequence[Sequence[Value]]) -> list[Value]:
-    """A program on each of a thread's channels: sums[channel], operands[n][channel], constants[n][channel]."""
-    channels = len(sums) if program.accumulator else len(operands[0])
+    """A program on each of a thread's channels: sums[channel], operands[n][channel], constants[n][channel]. What only
+    fills has neither sums nor operands."""
+    channels = len(sums if program.accumulator else (*operands, *constants)[0])
     return [program.run(gpu, sums[c] if program.accumulator else None, [operand[c] for operand in operands],
                         [constant[c] for constant in constants]) for c in range(channels)]

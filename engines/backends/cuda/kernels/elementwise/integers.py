@@ -14,7 +14,7 @@ from engines.lowering.problems.view import View, joined
 
 @solves(Integers)
 class IntegersOfThreads(ThreadKernel[Integers]):
-    each = 1  
+    each = 1
 
     @cached_property
     def views(self) -> tuple[View, ...]:

@@ -84,7 +84,7 @@ class LookupByThreads(ThreadKernel[Lookup]):
 
 @solves(GatherElements)
 class GatherByThreads(ThreadKernel[GatherElements]):
-    each = 1  
+    each = 1
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
         problem, axis = self.problem, self.problem.axis
