@@ -109,7 +109,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "engines.backends.cuda.kernels.nest": ("engines.backends.cuda.kernels.elementwise",),
     "engines.backends.cuda.kernels.rows": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access",
-        "engines.codegen.row_formulas"),
+        "engines.codegen.row_formulas", "engines.codegen.nest"),
     "engines.backends.cuda.kernels.recurrent": (
         "engines.backends.cuda.kernels.kernel", "engines.backends.cuda.kernels.access"),
     "engines.backends.cuda.kernels.matmul": (

@@ -161,11 +161,11 @@ def cumulative_product(_: str) -> Case:
     return problem, inputs_of(problem), {}
 
 
-def top_k(_: str) -> Case:
-    """Of many equals, and of both zeros, the first come first."""
-    problem = TopK(gapped("float32", (3, 70)), gapped("float32", (3, 5)), gapped("int64", (3, 5)), largest=False)
+def top_k(dtype: str, _: str) -> Case:
+    """Of many equals, and of both zeros, the first come first; of int64, numbers that differ in their upper halves."""
+    problem = TopK(gapped(dtype, (3, 70)), gapped(dtype, (3, 5)), gapped("int64", (3, 5)), largest=False)
     x, = inputs_of(problem)
-    return problem, [np.rint(x * 2)], {}
+    return problem, [np.rint(x * 2) if dtype == "float32" else (x << 40) - (x & 3)], {}
 
 
 def nest(_: str) -> Case:
@@ -297,7 +297,9 @@ FAMILIES: Mapping[str, Family] = {
     "softmax": Family(partial(rows, Softmax), _INT8), "layer norm": Family(partial(rows, Norm), _INT8),
     "response norm": Family(partial(rows, Lrn, width=20, alpha=2.0), _INT8), "wide sum": Family(wide_sum, _FP32),
     "functions": Family(functions), "integers": Family(integers), "lookup": Family(lookup), "gather": Family(gather),
-    "cumulative": Family(cumulative), "cumulative product": Family(cumulative_product), "top k": Family(top_k),
+    "cumulative": Family(cumulative), "cumulative product": Family(cumulative_product),
+    "top k": Family(partial(top_k, "float32")),
+    "top k of integers": Family(partial(top_k, "int64")),
     "nest": Family(nest), "scatter": Family(partial(scatter, 2)),
     "scatter of many parts": Family(partial(scatter, 1100)), "extreme": Family(extreme)}
 

@@ -22,6 +22,8 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
 from tests.engines.backends.suite import check
+from tests.engines.backends.test_suppression import chosen, spec_of
+from tests.engines.backends.test_suppression import draw as boxes_and_scores
 from tests.gpu.cases import CASES, CONVOLUTIONS, FAMILIES, TOLERANCE, attention, convolution, product
 from tests.gpu.ptx.text import Fault
 
@@ -151,6 +153,16 @@ def test_what_only_fills_reads_nothing() -> None:
     problem, memory = Pointwise((), dense_view("float32", (3, 5)), b.program(), uniform=True), np.zeros(120, np.uint8)
     GpuRunner(GPUS["sm_61"]).execute(problem, [], [memory], {"program": b.constants}, 2)
     np.testing.assert_array_equal(memory.view(np.float32), np.float32(0.7))
+
+
+@pytest.mark.parametrize(("boxes", "limit", "least"), [(5, 5, -np.inf), (2100, 40, 0.9)])
+def test_the_best_boxes_of_each_class_are_those_of_the_reference(boxes: int, limit: int, least: float) -> None:
+    """Fewer boxes than threads, and several a thread."""
+    corners, scores = boxes_and_scores(boxes)
+    scores[:, :, 0, 1] = np.nan
+    expected, got = chosen(spec_of(boxes, limit), GpuRunner(GPUS["sm_80"]), corners, scores, limit, 0.5, least)
+    assert len(expected) > 6
+    np.testing.assert_array_equal(got, expected)
 
 
 # ---- what is wrong is found

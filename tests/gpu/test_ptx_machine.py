@@ -64,6 +64,7 @@ BY_HAND = {
     "mul.wide.s32 %rd5, %r1, %r2; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r9, %rd5;": (-3, 5, 0xFFFFFFFF),
     "mul.wide.u32 %rd5, %r1, %r2; mul.hi.u64 %rd5, %rd5, %rd5; cvt.u32.u64 %r9, %rd5;":
         (1 << 31, 4, 4),
+    "mov.b64 %rd5, {%r1, %r2}; { .reg .b32 tmp; mov.b64 {tmp, %r9}, %rd5; }": (5, 6, 6),
     "mad.lo.s32 %r9, %r1, %r2, 7;": (5, 6, 37),
     "mad.wide.u32 %rd5, %r1, %r2, 1; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r9, %rd5;": (0xFFFFFFFF, 0xFFFFFFFF,
                                                                                     0xFFFFFFFE),

@@ -52,7 +52,9 @@ def _kernel(name: str, head: str, directives: str, body: str) -> Kernel:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     registers: dict[str, str] = {}
-    for line in re.split(r";|(?<=:)\s*\n", re.sub(r"//[^\n]*", "", body)):
+    body = re.sub(r"//[^\n]*", "", body)
+    body = re.sub(r"\{\s+(\.reg [^{}]*\{[^{}]*\}[^{}]*)\}", r"\1", body)        # a line that has a register of its own
+    for line in re.split(r";|(?<=:)\s*\n", body):
         _parse_line(" ".join(line.split()), code, labels, registers)
     limit = re.search(r"\.maxntid (\d+)", directives)
     return Kernel(name, parameters, registers, tuple(code), labels, int(limit[1]) if limit else 0)
@@ -63,7 +65,8 @@ def _parse_line(line: str, code: list[Instruction], labels: dict[str, int], regi
         labels[line[:-1]] = len(code)
     elif line.startswith(".reg"):
         _, type_, names = line.split()
-        registers[names.partition("<")[0]] = type_[1:]
+        if registers.setdefault(names.partition("<")[0], type_[1:]) != type_[1:]:
+            raise Fault(f"'{line}' and a register of that name and another type are not known here")
     elif line.startswith((".pragma", ".loc", ".file")):
         return
     elif line.startswith("."):

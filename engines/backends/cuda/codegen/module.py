@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I1, I32, I64, pointer
+from engines.codegen.types import I1, I32, I64, pointer, vector
 
 GLOBAL, SHARED = pointer(1), pointer(3)
 ALL_LANES = -1      # of a warp, as a mask
@@ -51,8 +51,11 @@ def barrier(f: Function) -> None:
 
 
 def across(value: Value, distance: int) -> Value:
-    """The 32 bits of the lane whose number differs from this one's by that bit; all of the warp ask together."""
+    """The number of the lane whose own number differs from this one's by that bit; all of the warp ask together."""
     f = value.f
+    if value.type == I64:
+        halves = f.cast("bitcast", value, vector(2, I32), "halves")
+        return f.cast("bitcast", vector_of([across(half, distance) for half in elements(halves)]), value.type, "other")
     bits = value if value.type == I32 else f.cast("bitcast", value, I32, "bits")
     mask, offset, whole = (f.constant(number, I32) for number in (ALL_LANES, distance, 31))
     other = f.call(I32, "llvm.nvvm.shfl.sync.bfly.i32", mask, bits, offset, whole, hint="other")

@@ -1,6 +1,6 @@
-"""The k largest or smallest of a row: a warp finds one after the other.
+"""The k largest or smallest of a row: a warp finds one after the other, by their keys (engines/codegen/keys.py).
 
-    k times: of the elements that come behind the last one found, in order of value and then of place, the first
+    k times: of the elements that come behind the last one found, in order of key and then of place, the first
 
 k passes over the row take longer than a sort where k is large; of what networks ask for it is small.
 """
@@ -14,20 +14,18 @@ from engines.backends.cuda.kernels.access import offset_in
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.rows import WARPS
 from engines.codegen.ir_builder import Value
+from engines.codegen.keys import key_of, lowest_of
+from engines.codegen.nest.values import load
 from engines.codegen.types import ELEMENTS, I32
 from engines.lowering.problems.elementwise import TopK
 
 NOWHERE = 0x7FFFFFFF        # the place of no element, behind all others
 
-Found = dict[str, Value]        # "value", "place"
+Found = dict[str, Value]        # "key", "place"
 
 
 @solves(TopK)
 class TopKByWarp(GpuKernel[TopK]):
-    @property
-    def refusal(self) -> str:
-        return "" if self.problem.x.dtype in ("float32", "int32") else f"a TopK of {self.problem.x.dtype}"
-
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.x.shape[:-1]), WARPS, WARPS * WARP)
 
@@ -36,42 +34,48 @@ class TopKByWarp(GpuKernel[TopK]):
         f, (x, *targets), rows = begin_kernel(module, name, WARPS * WARP, 1 + len(outputs))
         thread = special(f, "tid.x")
         lane, row = thread & WARP - 1, special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
-        element = ELEMENTS[problem.x.dtype]
-        first, last = (math.inf, -math.inf) if problem.x.dtype == "float32" else (NOWHERE, -NOWHERE - 1)
-        if not problem.largest:
-            first, last = last, first
+        bits, step = 64 if problem.x.dtype in TopK.wide else 32, problem.x.strides[-1]
         with f.when(row.below(rows)):
             source = x + offset_in(problem.x, row)
-            places = [target + offset_in(view, row) for target, view in zip(targets, outputs, strict=True)]
-            found = {"value": f.constant(first, element), "place": f.constant(-1, I32)}
+            *values, indices = (target + offset_in(view, row) for target, view in zip(targets, outputs, strict=True))
+            found = {"key": f.constant(-1 - lowest_of(bits), f"i{bits}"), "place": f.constant(-1, I32)}
             for turn in f.loop("turn", outputs[-1].shape[-1], found=found):
-                found.update(self._next(source, lane, found, last))
+                found.update(self._next(source, lane, found))
                 with f.when(lane.compare("eq", 0)):
-                    if problem.values:
-                        f.store(found["value"], places[0] + turn * problem.values.strides[-1], problem.x.size)
-                    place = wide(found["place"].at_most(problem.x.shape[-1] - 1))
-                    f.store(place, places[-1] + turn * problem.indices.strides[-1], 8)
+                    place = wide(found["place"])
+                    f.store(place, indices + turn * problem.indices.strides[-1], 8)
+                    for target in values:
+                        value = f.load(ELEMENTS[problem.x.dtype], source + place * step, problem.x.size, "value")
+                        f.store(value, target + turn * outputs[0].strides[-1], problem.x.size)
 
-    def _next(self, source: Value, lane: Value, found: Found, last: float) -> Found:
+    def _next(self, source: Value, lane: Value, found: Found) -> Found:
         """The first element behind the one found."""
-        f, width = lane.f, self.problem.x.shape[-1]
-        best = {"value": found["value"].like(last), "place": f.constant(NOWHERE, I32)}
-        for turn in f.loop("part", -(-width // WARP), best=best):
+        f, x = lane.f, self.problem.x
+        key = found["key"]
+        best = {"key": key.like(lowest_of(int(key.type[1:]))), "place": f.constant(NOWHERE, I32)}
+        for turn in f.loop("part", -(-x.shape[-1] // WARP), best=best):
             place = f.cast("trunc", turn, I32, "turn") * WARP + lane
-            inside = place.below(width)
-            here = source + wide(f.select(inside, place, place.like(0), "place")) * self.problem.x.strides[-1]
-            one = {"value": f.load(best["value"].type, here, self.problem.x.size, "value"), "place": place}
-            taken = inside & self._before(found, one) & self._before(one, best)
-            best.update({key: f.select(taken, one[key], best[key], key) for key in best})
-        for distance in (16, 8, 4, 2, 1):
-            other = {key: across(value, distance) for key, value in best.items()}
-            taken = self._before(other, best)
-            best = {key: f.select(taken, other[key], value, key) for key, value in best.items()}
-        return best
+            inside = place.below(x.shape[-1])
+            here = source + wide(f.select(inside, place, place.like(0), "place")) * x.strides[-1]
+            one = {"key": key_of(load(self.gpu, x.dtype, here, 0, 1), self.problem.largest), "place": place}
+            best.update(chosen(inside & before(found, one) & before(one, best), one, best))
+        return first_of_warp(best)
 
-    def _before(self, a: Found, b: Found) -> Value:
-        """Whether a comes before b: by its value, of equals by its place."""
-        ordered = "o" if self.problem.x.dtype == "float32" else "s"
-        better = a["value"].compare(ordered + ("gt" if self.problem.largest else "lt"), b["value"])
-        equal = a["value"].compare("oeq" if ordered == "o" else "eq", b["value"])
-        return better | (equal & a["place"].compare("slt", b["place"]))
+
+def first_of_warp(found: Found) -> Found:
+    """Of what its lanes have found."""
+    for distance in (16, 8, 4, 2, 1):
+        other = {name: across(value, distance) for name, value in found.items()}
+        found = chosen(before(other, found), other, found)
+    return found
+
+
+def chosen(test: Value, a: Found, b: Found) -> Found:
+    """a where the test holds, else b."""
+    return {name: test.f.select(test, a[name], b[name], name) for name in a}
+
+
+def before(a: Found, b: Found) -> Value:
+    """Whether a comes before b: by its key, of equals by its place."""
+    return a["key"].compare("sgt", b["key"]) | (
+        a["key"].compare("eq", b["key"]) & a["place"].compare("slt", b["place"]))

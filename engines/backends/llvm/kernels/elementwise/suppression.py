@@ -5,8 +5,6 @@
         as often as there are such scores, while fewer than `most` boxes are taken:
             box = the place of the highest key (as TopK finds it), which is then the lowest there is
             taken, unless a box that is taken covers it:    `lanes` of those at a time, a vector for each number
-
-Sums and products are those of the operator's reference, in its order, so that both take the same boxes.
 """
 from __future__ import annotations
 
@@ -17,15 +15,14 @@ import numpy as np
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import offset
-from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, FAR, LOWEST, first_of, highest
+from engines.backends.llvm.kernels.elementwise.top_k import BLOCK, LOWEST, first_of, highest
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
+from engines.codegen.boxes import Box, box_of, covers
 from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.keys import key_of
 from engines.codegen.nest.values import load
 from engines.codegen.types import FLOAT, I1, I32, I64, vector
 from engines.lowering.problems.selection import Suppression
-
-TINY = float(np.finfo(np.float32).tiny)
-Box = tuple[Value, ...]         # its lower and its upper corner, on two axes, and its area
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,7 @@ class SuppressionKernel(Kernel[Suppression]):
             score = load(isa, "float32", scores + start * stride, stride, count)
             wanted = f.op(every.type, f"or {score.compare('ogt', least)}, {every.name}", "wanted")
             with f.chosen(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
-                bits = f.cast("bitcast", score + 0, isa.ints, "bits")
-                keys = bits.binary("xor", bits.binary("ashr", 31).binary("and", FAR))
-                keys = f.call(isa.ints, f"llvm.smax.v{isa.lanes}i32", keys, keys.like(LOWEST + 1), hint="keys")
+                keys = key_of(score)
                 keys = f.select(score.compare("oeq", score), keys, keys.like(LOWEST + 1), "keys")      # NaN comes last
                 for lane in range(count):
                     key, test = (f.op(element, f"extractelement {value}, i32 {lane}", "lane")
@@ -137,27 +132,15 @@ class SuppressionKernel(Kernel[Suppression]):
     def _box(self, f: Function, address: Value) -> Box:
         a, b, c, d = (f.load(FLOAT, address + number * self.problem.boxes.strides[2], hint="number")
                       for number in range(4))
-        pairs = [(a, c), (b, d)]
-        if self.problem.centred:
-            ends = [(centre - side / 2, centre + side / 2) for centre, side in pairs]
-        else:
-            ends = [(_extreme("olt", *pair), _extreme("ogt", *pair)) for pair in pairs]
-        (low, high), (left, right) = ends
-        return low, left, high, right, (high - low) * (right - left)
+        return box_of(a, b, c, d, self.problem.centred)
 
     def _is_free(self, f: Function, isa: Isa, memory: _Memory, rows: Value, box: Box, overlap: Value) -> Value:
         """Whether no box that is taken covers this one."""
-        own = [f.splat(number, isa.lanes) for number in box]
+        own = tuple(f.splat(number, isa.lanes) for number in box)
         state = {"covered": f.constant(0, vector(isa.lanes, I1))}
         for first in f.range("taken", f.constant(0, I64), rows, isa.lanes, state=state):
-            low, left, high, right, area = (f.load(isa.floats, row + first * 4, hint="taken") for row in memory.taken)
-            spans = ((low, own[0], high, own[2]), (left, own[1], right, own[3]))
-            sides = [_extreme("olt", end, own_end) - _extreme("ogt", start, own_start)
-                     for start, own_start, end, own_end in spans]
-            sides = [_extreme("ogt", side, side.like(0)) for side in sides]
-            common = sides[0] * sides[1]
-            union = area + own[4] - common
-            covered = common.compare("ogt", overlap * _extreme("ogt", union.like(TINY), union))
+            taken = tuple(f.load(isa.floats, row + first * 4, hint="taken") for row in memory.taken)
+            covered = covers(taken, own, overlap)
             state["covered"] = f.op(covered.type, f"or {covered}, {state['covered'].name}", "covered")
         found = f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", state["covered"], hint="found")
         return found.binary("xor", 1)
@@ -169,8 +152,3 @@ class SuppressionKernel(Kernel[Suppression]):
                 f.store(f.constant(number, isa.floats), row + rows * 4)
         for row, value in zip(memory.taken, box, strict=True):
             f.store(value, row + rows * 4)
-
-
-def _extreme(order: str, a: Value, b: Value) -> Value:
-    """a where it stands in this order to b, else b."""
-    return a.f.select(a.compare(order, b), a, b)

@@ -22,6 +22,7 @@ from engines.backends.llvm.kernels.common.access import each_row
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Grid, Kernel, Tactic, begin_kernel, solves
 from engines.backends.llvm.kernels.rows.passes import live
 from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.keys import key_of, lowest_of
 from engines.codegen.nest.values import load
 from engines.codegen.types import ELEMENTS, I32, I64, PTR, vector
 from engines.lowering.problems.elementwise import TopK
@@ -31,10 +32,6 @@ FEW = 8 * BLOCK         # peaks that are searched one by one
 MOST_KEYS = 1 << 18     # of a row that are kept on the stack whatever k is, of 32 bits
 LOWEST = -(1 << 31)     # of the keys of 32 bits; no element has it
 FAR = (1 << 31) - 1     # beyond every place
-
-
-def lowest_of(bits: int) -> int:
-    return -(1 << bits - 1)
 
 
 @solves(TopK)
@@ -180,19 +177,12 @@ class TopKKernel(Kernel[TopK]):
             f.store(keys, target + first * (self.bits // 8))
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
-        """A vector of integers in the order of the elements; both zeros are one number. Past the row, the lowest."""
-        bits, type_, lowest = self.bits, vector(isa.lanes, f"i{self.bits}"), lowest_of(self.bits)
+        """A vector of the elements' keys. Past the row, the lowest there is."""
+        lowest = lowest_of(self.bits)
         if count <= 0:
-            return f.constant(lowest, type_)
+            return f.constant(lowest, vector(isa.lanes, f"i{self.bits}"))
         part = load(isa, self.problem.x.dtype, address, self.problem.x.strides[-1], min(count, isa.lanes))
-        if part.type == type_:
-            ordered = part if self.problem.largest else part.binary("xor", -1)
-            ordered = f.call(type_, f"llvm.smax.v{isa.lanes}i{bits}", ordered, ordered.like(lowest + 1), hint="ordered")
-        else:
-            number = part + 0 if self.problem.largest else part.like(0) - part
-            found = f.cast("bitcast", number, type_, "bits")
-            ordered = found.binary("xor", found.binary("ashr", bits - 1).binary("and", -1 - lowest))
-        return live(isa, ordered, min(count, isa.lanes), lowest)
+        return live(isa, key_of(part, self.problem.largest), min(count, isa.lanes), lowest)
 
 
 def highest(f: Function, isa: Isa, address: Value, count: int, bits: int = 32) -> Value:

@@ -1,0 +1,38 @@
+"""Boxes, and whether one covers another: sums and products are those of the operator's reference, in its order, so that
+every backend takes the same boxes."""
+from __future__ import annotations
+
+import numpy as np
+
+from engines.codegen.ir_builder import Value
+
+TINY = float(np.finfo(np.float32).tiny)
+Box = tuple[Value, ...]         # its lower and its upper corner, on two axes, and its area
+
+
+def box_of(a: Value, b: Value, c: Value, d: Value, centred: bool) -> Box:
+    """Of two corners in any order, or of a centre and the sides."""
+    pairs = [(a, c), (b, d)]
+    if centred:
+        ends = [(centre - side / 2, centre + side / 2) for centre, side in pairs]
+    else:
+        ends = [(_extreme("olt", *pair), _extreme("ogt", *pair)) for pair in pairs]
+    (low, high), (left, right) = ends
+    return low, left, high, right, (high - low) * (right - left)
+
+
+def covers(taken: Box, box: Box, overlap: Value) -> Value:
+    """Whether the first covers the second by more than that share of both."""
+    low, left, high, right, area = taken
+    spans = ((low, box[0], high, box[2]), (left, box[1], right, box[3]))
+    sides = [_extreme("olt", end, own_end) - _extreme("ogt", start, own_start)
+             for start, own_start, end, own_end in spans]
+    sides = [_extreme("ogt", side, side.like(0)) for side in sides]
+    common = sides[0] * sides[1]
+    union = area + box[4] - common
+    return common.compare("ogt", overlap * _extreme("ogt", union.like(TINY), union))
+
+
+def _extreme(order: str, a: Value, b: Value) -> Value:
+    """a where it stands in this order to b, else b."""
+    return a.f.select(a.compare(order, b), a, b)
