@@ -89,10 +89,12 @@ def listed(name: str) -> Entry | None:
     return next((entry for entry in entries() if fnmatchcase(name, entry.pattern)), None)
 
 
-def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None]) -> list[AnyEngine]:
-    """Runs all data sets of a test; the engines that did. Raises EngineError; AssertionError: they are wrong."""
+def run(name: str, check: Callable[[TestCase, Arrays, Arrays], None], **options: Any) -> list[AnyEngine]:
+    """Runs all data sets of a test; the engines that did. Raises EngineError; AssertionError: they are wrong.
+
+    options: of a build."""
     case = cases()[name]
-    representation, engines = EngineBackend.prepare(model_of(case)), []
+    representation, engines = EngineBackend.prepare(model_of(case), **options), []
     for inputs, expected in data_of(case):
         results = list(representation.run(inputs))
         assert [kind_of(y) for y in results] == [kind_of(y) for y in expected]

@@ -3,6 +3,7 @@
     python -m tests.conformance.census                          # counts, and what runs by reference, by operator
     python -m tests.conformance.census --match "test_reduce*"
     python -m tests.conformance.census --write                  # the counts into docs/ops.md
+    python -m tests.conformance.census --target sm_80           # on the emulated GPU, where nothing runs by reference
 """
 import argparse
 from collections import Counter, defaultdict
@@ -10,9 +11,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import pytest
+
 from benchmarks.reports.document import markdown_table, write_section
 from engines.errors import CompilerFault, EngineError
 from tests.conformance.cases import cases, close, is_about_tensors, listed, model_of, run
+from tests.gpu.emulated import EmulatedGpu, install
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
 COMPILED, REFERENCE, RANDOM, REFUSED, WRONG = (
@@ -28,11 +32,15 @@ class Verdict:
     reason: str = ""
 
 
-def judged(name: str) -> Verdict:
+def judged(name: str, target: str = "") -> Verdict:
+    """target: an architecture of GPUs; none: this machine."""
     entry = listed(name)
     random = entry is not None and entry.outcome == "random"
     try:
-        engines = run(name, (lambda *_: None) if random else close)
+        with pytest.MonkeyPatch.context() as patch:
+            if target:
+                install(patch, EmulatedGpu(target))
+            engines = run(name, (lambda *_: None) if random else close, target=target)
     except (CompilerFault, AssertionError) as error:
         return Verdict(WRONG, reason=f"{type(error).__name__}: {error}".strip().splitlines()[0])
     except EngineError as error:
@@ -45,9 +53,9 @@ def judged(name: str) -> Verdict:
     return Verdict(RANDOM if random else REFERENCE if steps else COMPILED, steps)
 
 
-def census(match: str = "*") -> dict[str, Verdict]:
+def census(match: str = "*", target: str = "") -> dict[str, Verdict]:
     """By name of the test."""
-    return {name: judged(name) for name, case in cases().items()
+    return {name: judged(name, target) for name, case in cases().items()
             if fnmatchcase(name, match) and is_about_tensors(model_of(case))}
 
 
@@ -57,7 +65,8 @@ def counts(verdicts: dict[str, Verdict]) -> str:
     passing = sum(found[outcome] for outcome in PASSING)
     rows = [("pass", passing), *((f"... {outcome}", found[outcome]) for outcome in PASSING),
             ("all tests of tensors", total)]
-    refused = Counter(verdict.reason for verdict in verdicts.values() if verdict.outcome not in PASSING)
+    refused = Counter(verdict.reason for name, verdict in verdicts.items()
+                      if verdict.outcome not in PASSING and listed(name))
     return "\n\n".join((
         markdown_table(("tests", "number", "share"),
                        [(what, count, f"{100 * count / max(total, 1):.1f} %") for what, count in rows]),
@@ -78,9 +87,10 @@ def main() -> None:
     parser = argparse.ArgumentParser("tests.conformance.census", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="*", metavar="PATTERN", help="only tests of such names")
+    parser.add_argument("--target", default="", metavar="SM", help="an architecture of GPUs, which is emulated")
     parser.add_argument("--write", action="store_true", help="the counts into docs/ops.md")
     options = parser.parse_args()
-    verdicts = census(options.match)
+    verdicts = census(options.match, options.target)
     print(counts(verdicts), by_operator(verdicts), sep="\n\n")
     for name, verdict in verdicts.items():
         if verdict.outcome == WRONG or verdict.outcome == REFUSED and not listed(name):

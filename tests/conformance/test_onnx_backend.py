@@ -52,6 +52,12 @@ def test_the_census_tells_what_is_compiled_from_what_runs_by_reference():
     assert "1 Adam: no kernel for Adam (test_adam)" in census.by_operator(verdicts)
 
 
+def test_the_census_of_a_gpu_tells_what_has_a_kernel_there():
+    verdicts = {name: census.judged(name, "sm_80") for name in ("test_relu", "test_constant_pad", "test_det_2d")}
+    assert [verdict.outcome for verdict in verdicts.values()] == [census.COMPILED, census.COMPILED, census.REFUSED]
+    assert "cannot run on sm_80" in verdicts["test_det_2d"].reason
+
+
 def test_the_document_names_each_family_that_does_not_pass():
     text = census.DOCUMENT.read_text()
     assert [entry.reason for entry in entries() if entry.outcome == "refused" and entry.reason not in text] == []
