@@ -25,14 +25,14 @@ def told(graph: str) -> list[dict[str, int]]:
 CONV = f"<float[8, 5, 3, 3] w = {{{', '.join(['0.5'] * 360)}}}>"
 
 
-def test_channels_become_those_of_a_convolutions_weights():
+def test_channels_become_those_of_a_convolutions_weights() -> None:
     likely, fitting = told(f"g (float[n, c, h, v] x, float[m, d, h, v] z) => (float[n, e, a, b] y) {CONV} "
                            "{ p = Conv(x, w) q = Conv(z, w) y = Add(p, q) }")
     assert likely["c"] == likely["d"] == 128
     assert fitting == {**likely, "c": 5, "d": 5}
 
 
-def test_an_axis_becomes_as_long_as_indices_reach_and_as_weights_ask():
+def test_an_axis_becomes_as_long_as_indices_reach_and_as_weights_ask() -> None:
     """200 columns are read of it, but with 12 more of them it is as long as the weights, 262."""
     graph = (f"g (float[n, f] x) => (float[n, 1] y) <float[262, 1] w = {{{', '.join(['1.0'] * 262)}}}, "
              "int64[2] at = {199, 0}> "
@@ -40,13 +40,13 @@ def test_an_axis_becomes_as_long_as_indices_reach_and_as_weights_ask():
     assert told(graph) == [{"f": 128}, {"f": 250}]
 
 
-def test_a_sum_of_extents_is_made_of_the_others():
+def test_a_sum_of_extents_is_made_of_the_others() -> None:
     graph = ("g (float[b, p, 4] past, float[b, s, 4] now, float[b, t, 4] bias) => (float[b, t, 4] y) "
              "{ a = Concat<axis = 1>(past, now) y = Add(a, bias) }")
     assert told(graph) == [{"p": 128, "s": 128, "t": 128}, {"p": 128, "s": 128, "t": 256}]
 
 
-def test_what_no_extents_fit_is_refused_as_before():
+def test_what_no_extents_fit_is_refused_as_before() -> None:
     graph = ("g (float[n, f] x) => (float[n, 1] y) <float[4, 1] v = {1.0, 2.0, 3.0, 4.0}, float[5, 1] w = "
              "{1.0, 2.0, 3.0, 4.0, 5.0}> { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }")
     assert told(graph) == [{"f": 128}]
@@ -54,7 +54,7 @@ def test_what_no_extents_fit_is_refused_as_before():
         build_engine(model(graph))
 
 
-def test_a_model_that_leaves_all_its_extents_open_is_built_without_being_told_any():
+def test_a_model_that_leaves_all_its_extents_open_is_built_without_being_told_any() -> None:
     proto = model(f"g (float[n, c, h, v] x) => (float[n, d, a, b] y) {CONV} {{ y = Conv(x, w) }}")
     engine = build_engine(proto, timing_cache=None).engine(threads=1)
     session = InferenceSession(proto.SerializeToString())
