@@ -98,13 +98,25 @@ class Trace:
 
     def _computed(self, name: str) -> Array | None:
         """The value of a tensor, computed if it is one of many elements that follows from known ones."""
-        maker = next((node for node in self.nodes if name in node.outputs), None)
-        if name in self.values or maker is None or any(
-                _elements(self.types[output]) > MOST for output in maker.outputs):
-            return self.values.get(name)
-        values = [self._computed(each) for each in maker.inputs]
-        results = op_of(maker.op).known(maker, self.inputs(maker), values)
-        return results[maker.outputs.index(name)] if results is not None else None
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        needed, waiting = set[str](), [name]
+        while waiting:
+            each = waiting.pop()
+            if not each or each in self.values or each in needed:
+                continue
+            maker = makers.get(each)
+            if maker is None or any(_elements(self.types[output]) > MOST for output in maker.outputs):
+                return None
+            needed.update(maker.outputs)
+            waiting += maker.inputs
+        values = dict(self.values) if needed else self.values
+        for node in self.nodes:
+            if needed.intersection(node.outputs):
+                results = op_of(node.op).known(node, self.inputs(node), [values.get(each) for each in node.inputs])
+                if results is None:
+                    return None
+                values.update(zip(node.outputs, results, strict=False))
+        return values.get(name)
 
     # ---- tensors of no elements
     def _know_empty(self, name: str, kind: TensorType) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,8 @@ def _copied(computed: Arrays) -> Arrays:
 
 
 def _placing(context: ExecutionContext) -> PlacesTensors | None:
-    """The context, if it may read requests' own memory."""
-    return context if isinstance(context, PlacesTensors) and context.in_place else None
+    """The context, if it may read requests' own memory. Not by isinstance: to ask a protocol takes 10 us."""
+    return cast(PlacesTensors, context) if getattr(context, "in_place", ()) else None
 
 
 class EngineExecutor:
@@ -80,11 +80,10 @@ class EngineExecutor:
         placed = self._gather(context, batch, items)
         there = [self._in_rooms(context, request, items) if request.rooms else _NOWHERE for request in batch]
         for name in {name for mine in there for name in mine}:
-            placed[name] = self._pieces([mine.get(name) for mine in there], batch)
+            placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
         copied_ns = time.monotonic_ns()
         if placed:
-            assert isinstance(context, PlacesTensors)
-            context.execute_with(items, placed)
+            cast(PlacesTensors, context).execute_with(items, placed)
         else:
             context.execute(items)
         computed_ns = time.monotonic_ns()
@@ -141,11 +140,6 @@ class EngineExecutor:
             if is_there:
                 placed[name] = pieces
         return placed
-
-    def _pieces(self, tensors: Sequence[Any], batch: list[Request]) -> list[Any]:
-        """The requests' tensors that lie on the engine's own GPU; in place of others the number of their items."""
-        return [tensor if isinstance(tensor, GpuTensor) and tensor.gpu == self._gpu else request.items
-                for tensor, request in zip(tensors, batch, strict=True)]
 
     def _in_rooms(self, context: ExecutionContext, request: Request, items: int) -> dict[str, GpuTensor]:
         """The outputs that are to be put where a request wants them, on the engine's own GPU."""

@@ -4,7 +4,7 @@ Those of numbers are compiled (engines.frontend.operators.ml.features).
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,25 +18,33 @@ _DEFAULTS: Mapping[str, Any] = {"strings": "_Unused", "int64s": -1, "floats": -0
 
 
 def _label_encoder(attrs: Attrs) -> Encode:
+    if "classes_strings" in attrs:      # as the first version has it: classes by their places, or the other way
+        names = [*map(_text, attrs["classes_strings"])]
+        return _either_way(names, range(len(names)), attrs)
     keys, _ = _numbers(attrs, "keys")
     values, kind = _numbers(attrs, "values")
     given = attrs.get("default_tensor")
     usual = attrs.get(f"default_{kind[:-1]}", _DEFAULTS[kind]) if given is None else np.asarray(given).item()
-    return _mapped(zip(keys, values, strict=True), _text(usual), _KINDS[kind] if given is None else given.dtype)
+    return _mapped(_firsts(keys, values), _text(usual), _KINDS[kind] if given is None else given.dtype)
 
 
 def _category_mapper(attrs: Attrs) -> Encode:
-    names, numbers = [*map(_text, attrs["cats_strings"])], attrs["cats_int64s"]
-    to_number = _mapped(zip(names, numbers, strict=True), attrs.get("default_int64", -1), np.dtype(np.int64))
-    to_name = _mapped(zip(numbers, names, strict=True), _text(attrs.get("default_string", "_Unused")), np.dtype(object))
+    return _either_way([*map(_text, attrs["cats_strings"])], attrs["cats_int64s"], attrs)
+
+
+def _either_way(names: Sequence[str], numbers: Sequence[int], attrs: Attrs) -> Encode:
+    """What tells names by numbers, or numbers by names; of equal ones the last counts, as in ONNX Runtime."""
+    to_number = _mapped(dict(zip(names, numbers, strict=True)), attrs.get("default_int64", -1), np.int64)
+    to_name = _mapped(dict(zip(numbers, names, strict=True)), _text(attrs.get("default_string", "_Unused")), object)
     return lambda x: to_number(x) if x.dtype.kind in "OU" else to_name(x)
 
 
-def _mapped(pairs: Iterable[tuple[Any, Any]], usual: Any, dtype: Any) -> Encode:
-    table: dict[Any, Any] = {}
-    for key, value in pairs:
-        table.setdefault(key, value)        # of equal keys the first one counts
+def _firsts(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, Any]:
+    """The value of each key; of equal keys the first counts, as in ONNX Runtime."""
+    return dict(reversed([*zip(keys, values, strict=True)]))
 
+
+def _mapped(table: Mapping[Any, Any], usual: Any, dtype: Any) -> Encode:
     def encode(x: Array) -> tuple[Array, ...]:
         made = np.empty(x.size, dtype)
         made[:] = [table.get(value, usual) for value in x.reshape(-1).tolist()]
@@ -45,16 +53,16 @@ def _mapped(pairs: Iterable[tuple[Any, Any]], usual: Any, dtype: Any) -> Encode:
 
 
 def _one_hot_encoder(attrs: Attrs) -> Encode:
-    categories = attrs.get("cats_strings") or attrs["cats_int64s"]
-    places = {_text(category): place for place, category in enumerate(categories)}
-    rows = np.concatenate([np.eye(len(places), dtype=np.float32), np.zeros((1, len(places)), np.float32)])
-    unknown, may_be_unknown = len(places), attrs.get("zeros", 1)
+    categories = [*map(_text, attrs.get("cats_strings") or attrs["cats_int64s"])]
+    unknown, may_be_unknown = len(categories), attrs.get("zeros", 1)
+    places = {category: place for place, category in enumerate(categories)}     # of equal ones the last, as there
+    rows = np.eye(unknown + 1, unknown, dtype=np.float32)                       # the last one is of no category
 
     def encode(x: Array) -> tuple[Array, ...]:
         found = [places.get(value, unknown) for value in x.reshape(-1).tolist()]
         if not may_be_unknown and unknown in found:
             raise ValueError(f"{x.reshape(-1)[found.index(unknown)]!r} is none of its categories, and `zeros` is 0")
-        return (rows.take(found, 0).reshape(*x.shape, len(places)),)
+        return (rows.take(found, 0).reshape(*x.shape, unknown),)
     return encode
 
 

@@ -28,7 +28,8 @@ class Owner(Protocol):
 
 
 class LargeBody(asyncio.BufferedProtocol):
-    """Has a connection's transport until the body is whole."""
+    """Has a connection's transport until the body is whole. Then it forgets the body: uvloop's transport may go on
+    referring to it, for as long as the connection lives."""
 
     def __init__(self, owner: Owner, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
         """begun: what has come of its bytes."""
@@ -47,7 +48,8 @@ class LargeBody(asyncio.BufferedProtocol):
         if self._missing:
             self._owner.body_grows()
         else:
-            self._owner.body_received(self._body)
+            body, self._body, self._missing = self._body, bytearray(), memoryview(b"")
+            self._owner.body_received(body)
 
     def connection_lost(self, reason: Exception | None) -> None:
         self._owner.connection_lost(reason)

@@ -55,6 +55,16 @@ def test_how_many_pairs_there_are_follows_from_a_matrix_of_all_of_them_however_l
     assert graph.shape("y") == (2, things * (things - 1) // 2)
 
 
+@pytest.mark.parametrize("sums", [60, 1500])
+def test_whether_a_value_is_known_is_asked_of_each_tensor_once(sums):
+    """Of two paths through each sum, 2**60."""
+    nodes = [node("Sigmoid", "x", "t0")]
+    for i in range(sums):
+        nodes += [node("Relu", f"t{i}", f"r{i}"), node("Add", f"t{i} r{i}", f"t{i + 1}")]
+    with pytest.raises(ModelError, match="NonZero"):
+        graph_from_onnx(model([*nodes, node("NonZero", f"t{sums}", "y")], [4]))
+
+
 def test_a_cut_that_ends_beyond_any_batch_leaves_the_batch_whole():
     """tf2onnx writes 10**9 for the end of every axis."""
     cut = {"starts": [0, 1], "ends": [10**9, 10**9]}
@@ -299,6 +309,8 @@ def test_a_function_may_be_of_another_opset_whose_operators_are_the_same(opset):
     (helper.make_node("Softmax", ["a"], ["b"]), 11),                # along another axis, unless it is said
     (helper.make_node("Squeeze", ["a"], ["b"], axes=[0]), 11),      # the axes are an input now
     (helper.make_node("RoiAlign", ["a", "a", "a"], ["b"]), 10),     # pixels had their corners at integers
+    (helper.make_node("PRelu", ["a", "a"], ["b"]), 6),              # slopes of channels, without extents behind them
+    (helper.make_node("Dropout", ["a"], ["b"]), 7),                 # a mask of floats
     (helper.make_node("Upsample", ["a", "a"], ["b"]), 9),           # there is none any more
     (helper.make_node("Gelu", ["a"], ["b"]), 20)])                  # there was none yet
 def test_a_function_of_another_opset_whose_operators_are_others_is_refused(made, opset):

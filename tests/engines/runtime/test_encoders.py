@@ -26,12 +26,23 @@ def made(model):
     ("LabelEncoder", NUMBERS, {"keys_int64s": [3, 1, 3], "values_strings": MORE}),
     ("CategoryMapper", WORDS, {"cats_strings": NAMES[:2], "cats_int64s": [4, 7], "default_int64": 5}),
     ("CategoryMapper", NUMBERS, {"cats_strings": NAMES[:2], "cats_int64s": [3, 7], "default_string": "none"}),
+    ("CategoryMapper", WORDS, {"cats_strings": NAMES, "cats_int64s": [4, 7, 9]}),
+    ("CategoryMapper", NUMBERS, {"cats_strings": MORE, "cats_int64s": [3, 1, 3]}),
+    ("OneHotEncoder", WORDS, {"cats_strings": ["dog", "cat", "dog"]}),
     ("OneHotEncoder", WORDS, {"cats_strings": ["dog", "cat", "emu"], "zeros": 1})])
 def test_words_and_numbers_are_told_by_each_other(op, x, attrs):
     model = model_of(op, [x], domain="ai.onnx.ml", **attrs)
     result, expected = made(model).run({"i0": x}), onnx_runtime(model, {"i0": x})
     assert result["o0"].dtype == expected["o0"].dtype and result["o0"].shape == expected["o0"].shape
     np.testing.assert_array_equal(result["o0"], expected["o0"])
+
+
+@pytest.mark.parametrize("x", [WORDS, NUMBERS])
+def test_the_first_label_encoder_knows_classes_by_their_places(x):
+    model = model_of("LabelEncoder", [x], domain="ai.onnx.ml", classes_strings=["cat", "dog", "cow", "emu"],
+                     default_string="none", default_int64=-5)
+    model.opset_import[2].version = 1
+    np.testing.assert_array_equal(made(model).run({"i0": x})["o0"], onnx_runtime(model, {"i0": x})["o0"])
 
 
 @pytest.mark.parametrize("default", [np.array([5], np.int64), None])

@@ -19,8 +19,10 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.endpoints.http import connection as connections
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.connection import Exchange
+from infer_server.endpoints.http.large_body import LargeBody
 from infer_server.endpoints.http.messages import HttpRequest
 from infer_server.errors import InvalidRequestError
 from infer_server.listeners import Listeners
@@ -318,6 +320,16 @@ def test_a_client_that_leaves_within_a_large_body_holds_no_memory(server: Runnin
         if not server.server._options.workers > 1:      # fronts count for themselves
             assert eventually(lambda: server.server._inflight.held_bytes > 1 << 20)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_connection_keeps_no_body_that_was_received(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop's transports go on referring to what they wrote it by."""
+    receivers: list[LargeBody] = []
+    monkeypatch.setattr(connections, "LargeBody", lambda *given: receivers.append(LargeBody(*given)) or receivers[-1])
+    with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
+        connection.sendall(post_large(np.ones(1 << 18, np.float32)))
+        answer_from(connection.makefile("rb"))
+        assert [len(one._body) for one in receivers] == [0] * (1 if server.server._options.workers == 1 else 0)
 
 
 def test_what_is_no_http_and_headers_without_end_are_refused(server: RunningServer) -> None:

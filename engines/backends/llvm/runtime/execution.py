@@ -312,7 +312,8 @@ class SerialExecution:
         return view.buffer in self._program.lendable.items and (array is None or address_of(array) is not None)
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
-        lent = self.takes(view) and self._arena.items.lend(view, first, array)
+        # Asked first: the tables are made of the addresses that stand there, which another input's may be lent ones.
+        lent = self.takes(view, array) and self._arena.items.lend(view, first, array)
         self._apart |= lent
         return lent
 

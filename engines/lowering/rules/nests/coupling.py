@@ -33,8 +33,8 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[Call]:
         slope = [_sum([gradient[i][j] * p[j] for j in classes]) for i in classes]
         whole = _sum([p[i] * slope[i] for i in classes])
         error = reduce(Term.at_least, [(one - whole).at_least(whole - one) for one in slope])
-        rests = error < ERROR / len(classes)
-        p = [w.where(rests, old, new) for old, new in zip(p, _swept(gradient, p, slope, whole), strict=True)]
+        moves = error >= ERROR / len(classes)       # not where it is no number
+        p = [w.where(moves, new, old) for old, new in zip(p, _swept(gradient, p, slope, whole), strict=True)]
     value = p[0]
     for place, one in zip(places[1:], p[1:], strict=True):
         value = w.where(own.equals(place), one, value)
