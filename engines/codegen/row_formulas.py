@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from engines.codegen.ir_builder import Value
 from engines.codegen.words import Words
-from engines.lowering.problems.rows import EXP, EXP_OF_NEGATIVE, ROOTS, Lrn, Norm, log_of_positive
+from engines.lowering.problems.rows import EXP, EXP_DOWN_TO_0, ROOTS, Lrn, Norm, log_of_positive
 
 Body = Callable[[Any], Value]       # of a place in the row, of the backend's own kind
 
@@ -51,7 +51,7 @@ def softmax(row: Row, words: Words, log: bool, keep: Callable[[Value, Any], Valu
     top = taken_off(peak)
 
     def exponential(at: Any) -> Value:
-        value: Value = EXP_OF_NEGATIVE(words, row.x(at) - top)
+        value: Value = EXP_DOWN_TO_0(words, row.x(at) - top)
         return value
 
     total = row.reduce("sum", exponential if keep is None else lambda at: keep(exponential(at), at))

@@ -78,6 +78,11 @@ def _exp_of_negative(machine: Machine, x: Floats) -> Floats:
     return _normal_exp(machine, _at_least(machine, x, -87.3))
 
 
+def _exp_down_to_0(machine: Machine, x: Floats) -> Floats:
+    """The same, and 0 where float32 has no number for it, as of what is masked."""
+    return machine.select(machine.compare(x, "olt", -103.98), machine.like(x, 0), _exp_of_negative(machine, x))
+
+
 def _normal_exp(machine: Machine, x: Floats) -> Floats:
     """e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2, for a 2**n that is normal; error below 2e-7."""
     shifted = machine.fma(x, 1 / math.log(2), _INTEGERS)
@@ -264,6 +269,7 @@ FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, whi
     "exp": _any_exp,
     "exp_of_moderate": _exp,        # from -87 to 88
     "exp_of_negative": _exp_of_negative,        # or of 0: the same
+    "exp_down_to_0": _exp_down_to_0,            # likewise
     "log": _any_log,
     "log_of_positive": _log,
     "sigmoid": _sigmoid,

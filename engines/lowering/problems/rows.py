@@ -41,7 +41,7 @@ PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 WIDEST_LRN = 64         # channels of a window of local response normalisation
 EXP = INSTRUCTIONS["exp_of_moderate"]
-EXP_OF_NEGATIVE = INSTRUCTIONS["exp_of_negative"]
+EXP_DOWN_TO_0 = INSTRUCTIONS["exp_down_to_0"]
 ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
     0.5: lambda t, root: root(t),
     0.75: lambda t, root: root(t) * root(root(t)),
@@ -91,7 +91,7 @@ class Softmax(RowProblem):
     def meaning(self, x: Floats) -> Floats:
         peak = reduced_rows("max", x)
         shifted = less_peak(x, peak)
-        exponentials = np.asarray(EXP_OF_NEGATIVE(NUMPY, shifted), np.float32)
+        exponentials = np.asarray(EXP_DOWN_TO_0(NUMPY, shifted), np.float32)
         total = reduced_rows("sum", exponentials)
         result = shifted - log_of_positive(NUMPY, total) if self.log else exponentials * share_of(peak, total)
         return np.asarray(result, np.float32)

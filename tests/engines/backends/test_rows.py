@@ -116,6 +116,18 @@ def test_a_row_that_may_look_at_nothing_becomes_zeros(kept, runner, monkeypatch)
 
 
 @EVERY_WIDTH
+@pytest.mark.parametrize("hidden", [-1e3, -1e8, np.finfo(np.float32).min, -np.inf])
+def test_what_is_masked_has_no_share_at_all(hidden, runner):
+    """Its logarithm is -inf, not that of the least float32."""
+    view = dense_view("float32", (3, 37))
+    spec, (x,) = Softmax((view,), view), data(Softmax((view,), view))
+    x[..., 5:20] = hidden
+    check(spec, runner, [x], {})
+    result, = run(spec, runner, [x], {})
+    assert not result[..., 5:20].any() and result[..., :5].all()
+
+
+@EVERY_WIDTH
 @pytest.mark.parametrize("width", [40, 65, 129])
 def test_one_element_that_is_no_number_makes_its_whole_row_so_wherever_it_is(width, runner):
     view = dense_view("float32", (width, width))
