@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.ir.counted import is_counted
 from engines.ir.graph import Dim
 from engines.passes.rewriting.rewrite import Draft, Match, P, Rule, Value
 
@@ -23,14 +22,12 @@ class InstanceNorm(Rule):
         inner = (1,) * (len(shape) - 2)
         if match.root.attrs.get("channels_last"):
             _write_out(match, draft, tuple(range(1, len(shape) - 1)), (-1,))
-        elif is_counted(shape):         # a norm's kernel is for one width
-            _write_out(match, draft, tuple(range(2, len(shape))), (-1, *inner))
         else:
             _normalise_rows(match, draft, shape, (-1, *inner))
 
 
 def _normalise_rows(match: Match, draft: Draft, shape: tuple[Dim, ...], of_channels: tuple[int, ...]) -> None:
-    pixels = int(np.prod([int(extent) for extent in shape[2:]]))
+    pixels = int(np.prod([int(extent) for extent in shape[2:]]))    # a norm's kernel is for one width, as is a template
     rows = draft.node("Reshape", [match.value("x")], {"shape": (*shape[:2], pixels)})
     attrs = {"axis": 2, "epsilon": _epsilon(match)}
     if all(match.value(name) in match.graph.constants for name in ("scale", "bias")):
