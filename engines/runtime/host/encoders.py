@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.errors import PlanError
 from engines.ir.graph import Array
 
 Attrs = Mapping[str, Any]
@@ -21,11 +22,11 @@ def _label_encoder(attrs: Attrs) -> Encode:
     if "classes_strings" in attrs:      # as the first version has it: classes by their places, or the other way
         names = [*map(_text, attrs["classes_strings"])]
         return _either_way(names, range(len(names)), attrs)
-    keys, _ = _numbers(attrs, "keys")
-    values, kind = _numbers(attrs, "values")
+    keys, _, _ = _table(attrs, "keys")
+    values, kind, dtype = _table(attrs, "values")
     given = attrs.get("default_tensor")
     usual = attrs.get(f"default_{kind[:-1]}", _DEFAULTS[kind]) if given is None else np.asarray(given).item()
-    return _mapped(_firsts(keys, values), _text(usual), _KINDS[kind] if given is None else given.dtype)
+    return _mapped(_firsts(keys, values), _text(usual), dtype)
 
 
 def _category_mapper(attrs: Attrs) -> Encode:
@@ -70,13 +71,17 @@ def _columns(attrs: Attrs) -> Encode:
     return lambda x, places: (np.atleast_2d(x).take(places.reshape(-1), -1),)
 
 
-def _numbers(attrs: Attrs, which: str) -> tuple[list[Any], str]:
-    """The keys or the values, and of which kind they are; in one of the attributes that may hold them."""
+def _table(attrs: Attrs, which: str) -> tuple[list[Any], str, Any]:
+    """The keys or the values, in one of the attributes that may hold them; of which kind and dtype they are. Raises
+    PlanError: there are none."""
     if (tensor := attrs.get(f"{which}_tensor")) is not None:
         kind = {"f": "floats", "i": "int64s"}.get(tensor.dtype.kind, "strings")
-        return [*map(_text, np.asarray(tensor).reshape(-1).tolist())], kind
-    kind = next(kind for kind in _KINDS if attrs.get(f"{which}_{kind}"))
-    return [*map(_text, attrs[f"{which}_{kind}"])], kind
+        dtype = object if kind == "strings" else tensor.dtype
+        return [*map(_text, np.asarray(tensor).reshape(-1).tolist())], kind, dtype
+    for kind, dtype in _KINDS.items():
+        if found := attrs.get(f"{which}_{kind}"):
+            return [*map(_text, found)], kind, dtype
+    raise PlanError(f"a LabelEncoder has no {which}")
 
 
 def _text(value: Any) -> Any:

@@ -6,6 +6,7 @@ from onnx import helper
 from engines import build_engine
 from engines.errors import PlanError
 from engines.loading import engine_of
+from engines.runtime.host import encoders
 from tests.engines.frontend.one_node import feeds_of, model_of, onnx_runtime
 
 WORDS = np.array([["cat", "dog"], ["", "cow"], ["dog", "étude"]], object)
@@ -45,9 +46,10 @@ def test_the_first_label_encoder_knows_classes_by_their_places(x):
     np.testing.assert_array_equal(made(model).run({"i0": x})["o0"], onnx_runtime(model, {"i0": x})["o0"])
 
 
-@pytest.mark.parametrize("default", [np.array([5], np.int64), None])
-def test_a_table_may_be_tensors(default):
-    x, values = WORDS, np.array([4, 7, 9], np.int64)
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.float32, np.float64])
+@pytest.mark.parametrize("has_default", [True, False])
+def test_a_table_may_be_tensors(dtype, has_default):
+    x, values, default = WORDS, np.array([4, 7, 9], dtype), np.array([5], dtype) if has_default else None
     tensors = {"keys_tensor": np.array(NAMES, object), "values_tensor": values,
                **({} if default is None else {"default_tensor": default})}
     attrs = {name: helper.make_tensor(name, helper.np_dtype_to_tensor_dtype(tensor.dtype), tensor.shape,
@@ -55,7 +57,12 @@ def test_a_table_may_be_tensors(default):
              for name, tensor in tensors.items()}
     model = model_of("LabelEncoder", [x], domain="ai.onnx.ml", version=21, **attrs)
     result = made(model).run({"i0": x})["o0"]
-    np.testing.assert_array_equal(result, onnx_runtime(model, {"i0": x})["o0"])
+    np.testing.assert_array_equal(result, onnx_runtime(model, {"i0": x})["o0"], strict=True)
+
+
+def test_a_table_without_keys_is_refused():
+    with pytest.raises(PlanError, match="has no keys"):
+        encoders.ENCODERS["LabelEncoder"]({"values_strings": ("a",)})
 
 
 def test_columns_of_words_are_taken():

@@ -13,7 +13,7 @@ from engines.lowering.nest.program import KINDS, Term
 from engines.ops.coupling import ERROR
 
 MOST_CLASSES = 5        # what is written out for a row, once for each of its classes, grows with their cube
-SWEEPS = 6              # rows of so few classes are at rest after four (of 180,000 that were drawn)
+SWEEPS = 6              # rows of so few classes are at rest after four (of 360,000 that were drawn)
 
 
 @lowers_in_general("PairwiseCoupling")
