@@ -72,6 +72,10 @@ class Inflight:
         self._calls[call] = None
         return call
 
+    def is_looking(self) -> bool:
+        """Whether the event loop is not to sleep yet, for calls have come soon after each other."""
+        return self._lookout.is_looking
+
     def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
         """Reserves the bytes of a call's answer and of what its files become, before the call is executed. Raises
         MemoryLimitError."""

@@ -9,7 +9,7 @@ import pytest
 
 from infer_server.lookout import Lookout
 
-SOON_NS, LATE_NS = 50_000, 200_000
+SOON_NS, LATE_NS = 100_000, 400_000
 
 
 class Loop:

@@ -63,13 +63,17 @@ class FastServer:
     """As a grpc.aio.Server: one port, start() once, then stop() once. Belongs to the event loop."""
 
     def __init__(self, behind: Fallback, calls: Callable[[NativeGrpcFront], Calls], max_message_bytes: int,
-                 channel: Mapping[str, int], shares_port: bool = False) -> None:
-        """calls: takes calls that are answered by the front that it is given. shares_port: see aio_server."""
+                 channel: Mapping[str, int], shares_port: bool = False,
+                 is_looking: Callable[[], bool] = lambda: False) -> None:
+        """calls: takes calls that are answered by the front that it is given. shares_port: see aio_server. is_looking:
+        whether the event loop is to look for calls a while longer before it sleeps."""
         self._behind, self._calls_of = behind, calls
         self._max_message_bytes = max_message_bytes
         self._settings = {_SETTINGS[name][0]: _SETTINGS[name][1](value) for name, value in channel.items()}
         self._shares_port = shares_port
         self._loop = asyncio.get_running_loop()
+        self._is_looking = is_looking
+        self._loop_sleeps = threading.Semaphore(0)
         self.native: NativeGrpcFront
         self._calls: Calls
 
@@ -112,8 +116,28 @@ class FastServer:
         events = self.native.recv_batch_details(_AT_A_TIME)
         if events is None:
             return False
-        post(self._loop, self._take_all, events)
+        if len(events) == 1 and self._is_looking():
+            post(self._loop, self._take_and_look, events)
+            del events
+            self._loop_sleeps.acquire()
+        else:
+            post(self._loop, self._take_all, events)
         return True
+
+    def _take_and_look(self, events: list[Any]) -> None:
+        """Takes calls, and goes on to receive those that follow soon: a switch between threads costs as much as all the
+        rest. Meanwhile the thread waits."""
+        self._loop.call_soon(self._look)
+        self._take_all(events)
+
+    def _look(self) -> None:
+        events = self.native.recv_batch_details(_AT_A_TIME, 0) if self._is_looking() else None
+        if events:
+            self._take_and_look(events)
+        elif events is None:
+            self._loop_sleeps.release()
+        else:
+            self._loop.call_soon(self._look)
 
     def _take_all(self, events: list[Any]) -> None:
         for _, number, _, data, _, details in events:

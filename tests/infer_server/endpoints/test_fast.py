@@ -1,0 +1,125 @@
+"""Who receives what pygrpc-native has read: a thread that waits, or the event loop while it looks for the next call."""
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from infer_server.endpoints.grpc.fast import FastServer
+
+pytest.importorskip("pygrpc_native")
+PATH = "/inference.GRPCInferenceService/ModelInfer"
+
+
+class NoOther:
+    """There are no other calls than inference."""
+
+    async def start(self) -> str:
+        return "/nowhere"
+
+    async def stop(self, grace: float | None) -> None: ...
+
+
+class Echo:
+    """Calls that are answered with what they brought, where they are received: as short batches are."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def take(self, number: int, data: bytes, *_: Any) -> None:
+        self._native.respond(number, data)
+
+    def leave(self, number: int) -> None: ...
+
+
+class Observed:
+    """The front of pygrpc-native, and how many calls each thread has received."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.by_thread: dict[int, int] = {}
+
+    def recv_batch_details(self, *given: Any) -> Any:
+        events = self._native.recv_batch_details(*given)
+        ident = threading.get_ident()
+        self.by_thread[ident] = self.by_thread.get(ident, 0) + len(events or ())
+        return events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
+class Served:
+    def __init__(self) -> None:
+        self.is_looking = False
+        self.server = FastServer(NoOther(), Echo, 1 << 20, {}, is_looking=lambda: self.is_looking)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.native = self.server.native = Observed(self.server.native)     # type: ignore[assignment]
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self._ask: Any = self._channel.unary_unary(PATH)
+
+    async def ask(self, count: int) -> None:
+        """One after the other."""
+        for number in range(count):
+            assert await self._ask(b"%d" % number, timeout=20) == b"%d" % number
+
+    async def ask_at_once(self, count: int) -> None:
+        payloads = [b"%d" % number for number in range(count)]
+        assert await asyncio.gather(*[self._ask(payload, timeout=20) for payload in payloads]) == payloads
+
+    def received_by_the_loop(self) -> int:
+        return self.native.by_thread.get(threading.get_ident(), 0)
+
+    async def stop(self) -> None:
+        await self._channel.close()
+        await self.server.stop(None)
+
+
+def serving(work: Callable[[Served], Awaitable[None]]) -> None:
+    async def run() -> None:
+        served = Served()
+        await served.server.start()
+        await work(served)
+        await served.stop()
+        thread = next((thread for thread in threading.enumerate() if thread.name == "gRPC calls"), None)
+        if thread:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join, 20)
+            assert not thread.is_alive()
+
+    asyncio.run(run())
+
+
+def test_the_loop_receives_what_comes_while_it_looks_and_the_thread_all_else() -> None:
+    async def work(served: Served) -> None:
+        await served.ask(5)
+        assert served.received_by_the_loop() == 0
+        served.is_looking = True
+        await served.ask(20)
+        assert served.received_by_the_loop() == 19          # the thread was waiting for the first
+        served.is_looking = False
+        await served.ask(20)
+        assert served.received_by_the_loop() == 19
+
+    serving(work)
+
+
+def test_no_call_is_lost_between_the_two() -> None:
+    async def work(served: Served) -> None:
+        for _ in range(20):
+            for served.is_looking in (True, False):
+                await served.ask(2)
+                await served.ask_at_once(40)
+
+    serving(work)
+
+
+def test_it_stops_while_it_looks() -> None:
+    async def work(served: Served) -> None:
+        served.is_looking = True
+        await served.ask(3)
+
+    serving(work)
