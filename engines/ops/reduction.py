@@ -43,8 +43,8 @@ def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tu
 
 
 def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-    """NumPy's, which is loud about the mean of nothing."""
-    return np.asarray(np.mean(x, axis, keepdims=keepdims) if x.size else np.sum(x, axis, keepdims=keepdims) * np.nan)
+    """Of nothing it is 0, which ONNX leaves open and ONNX Runtime has."""
+    return np.asarray((np.mean if x.size else np.sum)(x, axis, keepdims=keepdims))
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
