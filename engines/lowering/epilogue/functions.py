@@ -190,6 +190,16 @@ def _log(machine: Machine, x: Floats) -> Floats:
     return machine.fma(turns, _LN2_HIGH, m + y)
 
 
+# log(1 + x) = x p(x) for x in [0, 1]: the polynomial of the least relative error under p(0) = 1, 3.3e-8.
+_LOG1P = (5.364821292459965e-3, -3.0065780505537987e-2, 7.920452207326889e-2, -1.3753801584243774e-1,
+          1.91536545753479e-1, -2.4857163429260254e-1, 3.332132399082184e-1, -4.9999648332595825e-1, 1.0)
+
+
+def _log1p(machine: Machine, x: Floats) -> Floats:
+    """Relative error below 2e-7. It takes half the instructions of log, which rounds 1 + x, too."""
+    return x * _polynomial(machine, x, _LOG1P)
+
+
 def _any_log(machine: Machine, x: Floats) -> Floats:
     y = _log(machine, x)
     y = machine.select(machine.compare(x, "oeq", 0), machine.like(x, -math.inf), y)     # what masks are made by
@@ -272,6 +282,7 @@ FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, whi
     "exp_down_to_0": _exp_down_to_0,            # likewise
     "log": _any_log,
     "log_of_positive": _log,
+    "log1p": _log1p,                # from 0 to 1
     "sigmoid": _sigmoid,
     "tanh": _tanh,
     "erf": _erf,

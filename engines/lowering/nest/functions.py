@@ -14,6 +14,7 @@ _LN2 = (0.6931471803691238, 1.9082149292705877e-10)         # in two pieces: the
 _HALF_PI = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
 _EXP = tuple(1 / math.factorial(n) for n in range(13, -1, -1))
 _LOG = tuple(2 / n for n in range(23, 0, -2))               # of ((m - 1) / (m + 1))**2, at most 0.0295
+_LOG1P = tuple(2 / n for n in range(33, 0, -2))             # of squares of at most 1/9
 _SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1))
 _COSINE = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1))
 _ATAN = tuple((-1) ** n / (2 * n + 1) for n in range(12, -1, -1))   # of squares of at most 0.04
@@ -54,6 +55,12 @@ def log(x: Term) -> Term:
     y = turns * _LN2[0] + (s * polynomial(s * s, _LOG) + turns * _LN2[1])
     y = w.where(x.equals(math.inf), math.inf, w.where(x.equals(0.0), -math.inf, y))
     return w.where(x >= 0.0, y, math.nan)
+
+
+def log1p(x: Term) -> Term:
+    """log(1 + x) for x in [0, 1] = 2 artanh(x / (2 + x))"""
+    s = x / (x + 2.0)
+    return s * polynomial(s * s, _LOG1P)
 
 
 def _turned(x: Term, quarters: int) -> Term:

@@ -43,7 +43,8 @@ def _function(name: str, fast: bool = False) -> Formula:
     return write
 
 
-EXP, LOG, TANH, SIGMOID, ERF = (_function(name, fast=True) for name in ("exp", "log", "tanh", "sigmoid", "erf"))
+EXP, LOG, LOG1P, TANH, SIGMOID, ERF = (
+    _function(name, fast=True) for name in ("exp", "log", "log1p", "tanh", "sigmoid", "erf"))
 
 
 def _unary(op: str) -> Formula:
@@ -167,7 +168,7 @@ def _elu(x: Term, node: Node, alpha: float, gamma: float = 1.0) -> Term:
 
 def _softplus(node: Node, x: Term) -> Term:
     """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
-    return _bounded(x, "max", 0.0) + LOG(node, EXP(node, -x.unary("abs")) + 1.0)
+    return _bounded(x, "max", 0.0) + LOG1P(node, EXP(node, -x.unary("abs")))
 
 
 def _gelu(node: Node, x: Term) -> Term:

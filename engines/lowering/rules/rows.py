@@ -1,6 +1,7 @@
 """Softmax and the normalisations along the innermost axis -> row programs."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,14 +35,14 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
         return [row_call(ctx, node, Norm, kind="l2", epsilon=SMALLEST)]
     kind, epsilon = "layer" if norm.op == "LayerNormalization" else "rms", float(norm.attrs.get("epsilon", 1e-5))
     constants = [ctx.constant(name) if name else np.zeros(1) for name in (*norm.inputs[1:], "")[:2]]
-    if any(constant.size > 1 and constant.shape[-1] == 1 for constant in constants):
+    if any(constant.size > math.prod(constant.shape[-1:]) for constant in constants):
         return [row_call(ctx, _scaled_by_rows(node), Norm, kind=kind, epsilon=epsilon)]
     scale, shift = (constant.reshape(-1) for constant in constants)
     return [row_call(ctx, node, Norm, (scale, shift), kind=kind, epsilon=epsilon)]
 
 
 def _scaled_by_rows(node: Node) -> Node:
-    """A norm with a number for each row in the place of a scale and a bias: its body reads them."""
+    """A norm whose scale and bias are others for each row, of a number or of as many as it has: its body reads them."""
     x, scale, *bias = node.inputs
     y, made = node.outputs[0], f"{node.outputs[0]}.normed"
     scaled = f"{y}.scaled" if bias else y

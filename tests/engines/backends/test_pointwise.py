@@ -124,6 +124,13 @@ def test_an_exponential_is_as_accurate_as_it_says():
     assert (np.abs(INSTRUCTIONS["exp"](NUMPY, x) - exact) / exact).max() < 4e-7
 
 
+def test_a_logarithm_of_one_and_little_is_as_accurate_as_it_says():
+    x = np.concatenate([np.linspace(0, 1, 40001)[1:], 0.5 ** np.arange(126)]).astype(np.float32)
+    exact = np.log1p(x.astype(np.float64))
+    assert (np.abs(INSTRUCTIONS["log1p"](NUMPY, x) - exact) / exact).max() < 2e-7
+    assert INSTRUCTIONS["log1p"](NUMPY, np.float32([0])) == 0
+
+
 def test_gelu_is_as_accurate_as_it_says():
     x = np.linspace(-40, 40, 40001).astype(np.float32)
     exact = np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ops import reference
 from engines.runtime.engine import Engine
-from tests.engines.compiler.small_models import node
+from tests.engines.compiler.small_models import node, small_model
 from tests.engines.frontend.ml.test_trees import COLUMNS, forest
 
 Array = NDArray[Any]
@@ -232,6 +232,22 @@ def test_long_ranges_are_kernels_and_right() -> None:
     outputs = [helper.make_empty_tensor_value_info(f"{dtype}_sum") for dtype in feeds]
     graph = helper.make_graph(nodes, "ranges", inputs, outputs, constants)
     assert_kernels_and_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), feeds)
+
+
+@pytest.mark.parametrize("shapes", [[(7, 9), (9,)], [(5, 7, 9), (1, 7, 9)], [(5, 1, 9), (5, 7, 1)]], ids=str)
+def test_a_norm_has_other_scales_for_each_row(shapes: list[tuple[int, ...]]) -> None:
+    constants = {name: floats(*shape, seed=seed) for seed, (name, shape) in enumerate(zip("sb", shapes, strict=True))}
+    model = small_model([node("LayerNormalization", "x s b", "y", axis=2)], {"x": [5, 7, 9]}, ["y"], constants)
+    assert_kernels_and_right(model, {"x": floats(5, 7, 9, seed=7)})
+
+
+@pytest.mark.parametrize("dtype, low", [("float32", -87), ("float64", -700)])
+def test_softplus_of_what_is_far_below_zero_has_the_digits_of_an_exponential(dtype: str, low: float) -> None:
+    x = np.concatenate([np.linspace(low, 0, 997), [-np.inf]]).astype(dtype)
+    model = model_of(Case(node("Softplus", "x", "y"), (x,)))
+    builder = Builder(BuildConfig(timing=False))
+    found = Engine(builder.plan(builder.graph(model))).run({"x": x})["y"]
+    np.testing.assert_allclose(found, np.log1p(np.exp(x.astype(np.float64))), 4e-7 if dtype == "float32" else 1e-13)
 
 
 def test_what_is_rounded_behind_a_nest_is_a_part_of_it_and_right() -> None:
