@@ -14,6 +14,7 @@ from engines.ir.graph import Array
 
 Attrs = Mapping[str, Any]
 Encode = Callable[..., tuple[Any, ...]]
+NAN_IS_A_KEY = 4        # the opset of ai.onnx.ml from which on a NaN is told by a key that is one
 _KINDS: Mapping[str, Any] = {"strings": object, "int64s": np.int64, "floats": np.float32}
 _DEFAULTS: Mapping[str, Any] = {"strings": "_Unused", "int64s": -1, "floats": -0.0}
 
@@ -26,6 +27,8 @@ def _label_encoder(attrs: Attrs) -> Encode:
     values, kind, dtype = _table(attrs, "values")
     given = attrs.get("default_tensor")
     usual = attrs.get(f"default_{kind[:-1]}", _DEFAULTS[kind]) if given is None else np.asarray(given).item()
+    if attrs.get("onnx_opset", 0) >= NAN_IS_A_KEY:
+        keys = [*map(_key, keys)]
     return _mapped(_firsts(keys, values), _text(usual), dtype)
 
 
@@ -45,10 +48,16 @@ def _firsts(keys: Sequence[Any], values: Sequence[Any]) -> dict[Any, Any]:
     return dict(reversed([*zip(keys, values, strict=True)]))
 
 
+def _key(value: Any) -> Any:
+    """What is looked up: None for NaN, which is equal to no NaN."""
+    return value if value == value else None
+
+
 def _mapped(table: Mapping[Any, Any], usual: Any, dtype: Any) -> Encode:
     def encode(x: Array) -> tuple[Array, ...]:
         made = np.empty(x.size, dtype)
-        made[:] = [table.get(value, usual) for value in x.reshape(-1).tolist()]
+        values = x.reshape(-1).tolist()
+        made[:] = [table.get(value, usual) for value in (map(_key, values) if None in table else values)]
         return (made.reshape(x.shape),)
     return encode
 

@@ -1,4 +1,6 @@
 """Encoders of strings are what ONNX Runtime computes."""
+import math
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -58,6 +60,14 @@ def test_a_table_may_be_tensors(dtype, has_default):
     model = model_of("LabelEncoder", [x], domain="ai.onnx.ml", version=21, **attrs)
     result = made(model).run({"i0": x})["o0"]
     np.testing.assert_array_equal(result, onnx_runtime(model, {"i0": x})["o0"], strict=True)
+
+
+@pytest.mark.parametrize("version", [20, 21])
+def test_a_number_that_is_none_is_told_by_a_key_that_is_none_from_opset_4_on(version):
+    x = np.float32([1, np.nan, 2, np.nan, 5])
+    model = model_of("LabelEncoder", [x], domain="ai.onnx.ml", version=version,
+                     keys_floats=[2.0, math.nan, 1.0, math.nan], values_strings=["two", "nothing", "one", "another"])
+    np.testing.assert_array_equal(made(model).run({"i0": x})["o0"], onnx_runtime(model, {"i0": x})["o0"])
 
 
 def test_a_table_without_keys_is_refused():

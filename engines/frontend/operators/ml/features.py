@@ -113,7 +113,7 @@ def _one_hot(call: Call) -> list[Node]:
 
 @ml("LabelEncoder")
 def _encoder(call: Call) -> list[Node]:
-    """The value of the key that is equal, or the default. A NaN is equal to none."""
+    """The value of the key that is equal, or the default. A NaN is equal to a key that is one from opset 4 on."""
     w = StandardParts(call)
     keys, values = (_table(call, which) for which in ("keys", "values"))
     if len(keys) != len(values):
@@ -123,7 +123,10 @@ def _encoder(call: Call) -> list[Node]:
     call.ignore("default_float", "default_int64", "default_string")
     if keys.dtype != call.type().dtype:
         raise GraphError(f"its keys are {keys.dtype}, its input is {call.type().dtype}")
-    same = w("Equal", w("Unsqueeze", call.node.inputs[0], w.ints(-1)), w.constant(keys))
+    x = w("Unsqueeze", call.node.inputs[0], w.ints(-1))
+    same = w("Equal", x, w.constant(keys))
+    if call.opset >= 4 and np.isnan(keys).any():
+        same = w("Or", same, w("And", w("IsNaN", x), w.constant(np.isnan(keys))))
     place = w("ArgMax", w("Cast", w("Concat", same, w("Not", _any(w, same)), axis=-1), to=FLOAT), axis=-1, keepdims=0)
     return w.finish("Gather", w.constant(np.append(values, np.asarray(usual, values.dtype).reshape(-1))), place, axis=0)
 

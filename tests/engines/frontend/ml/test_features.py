@@ -58,7 +58,10 @@ def test_a_category_has_a_column_of_its_own(x):
 @pytest.mark.parametrize("x, attrs", [
     (np.array([[1, 5], [2, 1]]), {"keys_int64s": [1, 2], "values_floats": [0.5, 0.6], "default_float": -3.0}),
     (np.array([1, 5, 2]), {"keys_int64s": [1, 2], "values_int64s": [8, 9]}),
-    (np.float32([1, math.nan, 2]), {"keys_floats": [2.0, 1.0], "values_int64s": [8, 9], "default_int64": 4})])
+    (np.float32([1, math.nan, 2]), {"keys_floats": [2.0, 1.0], "values_int64s": [8, 9], "default_int64": 4}),
+    (np.float32([1, math.nan, 2]), {"keys_floats": [2.0, math.nan, math.nan], "values_int64s": [8, 9, 7]}),
+    (np.float32([1, math.nan, 2]), {"keys_floats": [2.0, math.nan, math.nan], "values_int64s": [8, 9, 7],
+                                     "version": 21})])
 def test_a_key_becomes_its_value(x, attrs):
     check("LabelEncoder", [x], **attrs, **ML)
 
