@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -178,9 +178,13 @@ def _rows(w: StandardParts, call: Call) -> str:
     return w.reshape(x, 1, -1) if call.rank == 1 else x
 
 
+def _bases(call: Call) -> list[float]:
+    found = _numbers(call, "base_values")
+    return [] if found is None else [float(number) for number in found]
+
+
 def _base(call: Call, count: int) -> list[float]:
-    base = _numbers(call, "base_values")
-    numbers = [0.0] * count if base is None or not len(base) else [float(number) for number in base]
+    numbers = _bases(call) or [0.0] * count
     if len(numbers) != count:
         raise GraphError(f"it has {len(numbers)} base_values for {count} scores")
     return numbers
@@ -202,7 +206,26 @@ def _classifier(call: Call) -> list[Node]:
     table = _of_nodes(call, "class", count)
     if count == 2 and len(ids) == 1:
         return _of_two(w, call, labels, table, transform)
-    return classified(w, labels, table.scores(w, _rows(w, call), "SUM", _base(call, count)), transform)
+    x = _rows(w, call)
+    scores = table.scores(w, x, "SUM", _base(call, count))
+    return classified(w, labels, scores, transform, place=_voted_for(w, call, table, x, scores))
+
+
+def _voted_for(w: StandardParts, call: Call, table: _Table, x: str, scores: str) -> str:
+    """The place of the largest score among those of classes that a leaf of the row weighs on, as in ONNX Runtime; ''
+    where it is that of the largest of all: of two classes, with bases, where no weight is below a missing one's 0, and
+    where each class has a tree all of whose leaves weigh on it."""
+    given, (leaves,) = ~np.isnan(table.weights), np.nonzero(table.left == np.arange(len(table.left)))
+    if given.shape[1] < 3 or _bases(call) or np.nanmin(table.weights, initial=1) > 0:
+        return ""
+    _, tree = np.unique(np.array(call.attr("nodes_treeids"))[leaves], return_inverse=True)
+    missing = np.zeros((tree.max() + 1, given.shape[1]), np.int64)
+    np.add.at(missing, tree, ~given[leaves])
+    if np.any(missing == 0, axis=0).all():
+        return ""
+    votes = replace(table, weights=given.astype(np.float32)).scores(w, x, "SUM", (0.0,) * given.shape[1])
+    among = w("Where", w("Greater", votes, floats(w, 0)), scores, floats(w, -np.inf))
+    return w("ArgMax", among, axis=1, keepdims=0)
 
 
 def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transform: str) -> list[Node]:

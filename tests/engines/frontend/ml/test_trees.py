@@ -107,6 +107,26 @@ def test_trees_tell_classes(transform, base):
           **forest(targets=3, prefix="class"), **more, **ML)
 
 
+@pytest.mark.parametrize("base", [[], [0.0] * 4])
+def test_a_class_that_no_tree_speaks_of_is_not_the_answer(base):
+    """Not even where all others have less than nothing; with bases it is."""
+    trees = forest(targets=4, prefix="class", trees=2, positive=True)
+    trees["class_weights"] = [-weight for weight in trees["class_weights"]]
+    more = {"base_values": base} if base else {}
+    check("TreeEnsembleClassifier", [rows()], (), 2, classlabels_int64s=[4, 7, 9, 5], **trees, **more, **ML)
+
+
+def test_votes_are_not_counted_where_every_class_has_a_tree():
+    parts = [forest(targets=3, prefix="class", trees=1, ids=[target], seed=target) for target in range(3)]
+    for number, part in enumerate(parts):
+        part |= {name: [number] * len(part[name]) for name in ("nodes_treeids", "class_treeids")}
+    trees = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    attrs = {"classlabels_int64s": [4, 7, 9], **trees, **ML}
+    check("TreeEnsembleClassifier", [rows()], (), 2, **attrs)
+    graph = graph_from_onnx(model_of("TreeEnsembleClassifier", [rows()], (), 2, **attrs))
+    assert "Where" not in {node.op for node in graph.nodes}
+
+
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX"])
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("ids, base", [([0], []), ([0], [0.1]), ([1], [])])
