@@ -40,31 +40,33 @@ def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: boo
 
 
 def _fitting(source: OnnxModel, types: Mapping[str, TensorType], extents: Extents) -> Extents | None:
-    """The numbers nearest to these that the importer takes; None: these, or it is not to be told."""
-    seen = [extents]
+    """The numbers nearest to these that the importer takes; None: these, or it is not to be told. Where an answer that
+    several extents turn around leads nowhere by the first, it is the next one's turn."""
+    found, waiting = [extents], [extents]
     for _ in range(MOST_TURNS):
-        counting = Counting()
-        counted = {name: counting.extent(name, number) for name, number in seen[-1].items()}
+        if not waiting:
+            return None
+        tried, counting = waiting.pop(), Counting()
+        counted = {name: counting.extent(name, number) for name, number in tried.items()}
         try:
             graph_from_onnx(source, shapes=shapes_for(types, counted))
-            return seen[-1] if len(seen) > 1 else None
+            return None if tried is extents else tried
         except Pinned:
-            return None
+            continue
         except EngineError:
-            nearest = _turned(counting, seen[-1])
-        if nearest is None or nearest in seen:
-            return None
-        seen.append(nearest)
+            others = [other for other in _turned(counting, tried) if other not in found]
+        found += others
+        waiting += reversed(others)
     return None
 
 
-def _turned(counting: Counting, extents: Extents) -> Extents | None:
-    """The extents with the least change of one of them that turns the last answer around."""
+def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
+    """The extents with the least change of one of them that turns the last answer around, for each that does."""
     if not counting.guards:
-        return None
+        return
     (relation, polynomial), answer = next(reversed(counting.guards.items()))
     if relation == "==" and answer:
-        return None
+        return
     way = (-1 if relation == "<" and not answer else 0) - plain(counting.of(polynomial))
     for monomial, factor in polynomial:
         name = counting.atoms[monomial[0]] if len(monomial) == 1 else None
@@ -72,5 +74,4 @@ def _turned(counting: Counting, extents: Extents) -> Extents | None:
             continue
         change = -(-abs(way) // abs(factor)) * (1 if way * factor > 0 else -1)
         if extents[name] + change >= 1:
-            return {**extents, name: extents[name] + change}
-    return None
+            yield {**extents, name: extents[name] + change}

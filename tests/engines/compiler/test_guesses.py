@@ -46,6 +46,14 @@ def test_a_sum_of_extents_is_made_of_the_others() -> None:
     assert told(graph) == [{"p": 128, "s": 128, "t": 128}, {"p": 128, "s": 128, "t": 256}]
 
 
+def test_where_one_of_two_extents_is_bound_the_other_gives_way() -> None:
+    """p + s become 300 by p, which has to be 5: by s, then."""
+    w, v = (f"float[{count}, 1] {name} = {{{', '.join(['1.0'] * count)}}}" for name, count in (("w", 300), ("v", 5)))
+    graph = (f"g (float[n, p] x, float[n, s] z) => (float[n, 1] y) <{w}, {v}> "
+             "{ a = Concat<axis = 1>(x, z) b = MatMul(a, w) c = MatMul(x, v) y = Add(b, c) }")
+    assert told(graph) == [{"p": 128, "s": 128}, {"p": 5, "s": 295}]
+
+
 def test_what_no_extents_fit_is_refused_as_before() -> None:
     graph = ("g (float[n, f] x) => (float[n, 1] y) <float[4, 1] v = {1.0, 2.0, 3.0, 4.0}, float[5, 1] w = "
              "{1.0, 2.0, 3.0, 4.0, 5.0}> { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }")
