@@ -1,6 +1,7 @@
 """The PTX machine, instruction by instruction: what each gives, by hand; and what the machine refuses."""
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -282,12 +283,29 @@ FAULTS = {
     "has 32 bits, not 64": "add.s64 %rd5, %r1, %rd1;",
     "this product is not known": "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%r9, %r9, %r9, %r9}, "
                                  "{%r1, %r1, %r1, %r1}, {%r2, %r2}, {%r1, %r1, %r1, %r1};",
+    "has no guard here": "setp.gt.u32 %p1, %r90, 3;\n@%p1 shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1;",
+    "only exchanges of a whole warp": "shfl.sync.bfly.b32 %r9, %r1, 8, 15, -1;",
+    "only barrier 0 of the whole block": "bar.sync 1;",
+    "overwrites what another thread of the launch wrote": "st.global.u32 [%rd3], %r1;\nxor.b32 %r80, %r90, 1;\n"
+                                                          "sub.u32 %r80, %r80, %r90;\nmul.wide.s32 %rd5, %r80, 4;\n"
+                                                          "add.s64 %rd5, %rd3, %rd5;\nst.global.u32 [%rd5], %r1;",
+    "overwrites what another thread writes": _store_shared("st.shared.u32 [%r80], %r1;\nxor.b32 %r82, %r80, 4;\n"
+                                                           "st.shared.u32 [%r82], %r1;", 2),
+    "[%rd1+2], 4': an address is not a multiple of 4": _store_shared(
+        "cp.async.ca.shared.global [%r80], [%rd1+2], 4;", 2),
+    "2 registers": "ld.global.v4.u32 {%r1, %r2}, [%rd1];",
+    "a field of no bits": "bfe.u32 %r9, %r1, 4, 0;",
+    "or beyond the register": "bfe.u32 %r9, %r1, 28, 8;",
+    "a field that reaches the register's end": "bfi.b32 %r9, %r1, %r2, 28, 8;",
+    "this conversion is not known": "cvt.rn.bf16.f32 %rs1, %r1;",
+    "'.local .b8 x' is not known here": ".local .b8 x;",
+    "a register of that name and another type": ".reg .b64 %r<9>;",
 }
 
 
 @pytest.mark.parametrize(("fault", "body"), FAULTS.items(), ids=FAULTS)
 def test_what_a_gpu_may_let_pass_is_refused(fault: str, body: str) -> None:
-    with pytest.raises(Fault, match=fault.replace(".", r"\.")):
+    with pytest.raises(Fault, match=re.escape(fault)):
         run(body + "\n", np.arange(LANES), shared=512 if "beyond" not in fault else 128)
 
 
@@ -307,3 +325,21 @@ def test_a_copy_that_was_waited_for_is_there_for_its_own_thread() -> None:
     got = run(body, 0x11223344, np.arange(LANES) % 5, shared=128)
     wanted = [0x11223344 & ((1 << 8 * taken) - 1) for taken in range(5)]
     np.testing.assert_array_equal(got, np.array(wanted)[np.arange(LANES) % 5])
+
+
+def test_each_block_has_shared_memory_of_its_own() -> None:
+    body = ("mov.u32 %r70, %ctaid.x;\nadd.u32 %r71, %r1, %r70;\n"
+            + _store_shared("st.shared.u32 [%r80], %r71;\nbar.sync 0;\nld.shared.u32 %r9, [%r80];\n", 2)
+            + "setp.ne.u32 %p1, %r70, 0;\n@%p1 ret;\n")
+    np.testing.assert_array_equal(run(body, np.arange(2 * LANES), shared=128, blocks=2), np.arange(LANES))
+
+
+def test_who_wrote_what_is_told_apart_over_any_number_of_launches() -> None:
+    memory, places = Memory(64), np.arange(4)
+    for launch in range(600):
+        memory.begin_launch()
+        memory.reads(places, places)
+        memory.writes(places, places + launch)
+        memory.reads(places, places + launch)
+        with pytest.raises(Fault):
+            memory.reads(places[:1], places[1:2] + launch)

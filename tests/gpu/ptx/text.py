@@ -67,7 +67,7 @@ def _parse_line(line: str, code: list[Instruction], labels: dict[str, int], regi
         _, type_, names = line.split()
         if registers.setdefault(names.partition("<")[0], type_[1:]) != type_[1:]:
             raise Fault(f"'{line}' and a register of that name and another type are not known here")
-    elif line.startswith((".pragma", ".loc", ".file")):
+    elif line.startswith((".pragma ", ".loc ", ".file ")):
         return
     elif line.startswith("."):
         raise Fault(f"'{line}' is not known here")
