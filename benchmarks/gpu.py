@@ -45,9 +45,10 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.runtime.execution import CudaExecution
 from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.library import CudaError
 from engines.backends.cuda.session import CudaSession
 from engines.backends.cuda.tuner import GpuTuner, Wanted
 from engines.compiler.builder import BuildConfig, Builder

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaGpu, Library, _info
+from engines.backends.cuda.runtime.driver import CudaGpu
+from engines.backends.cuda.runtime.library import Library, info_of
 from engines.ir.graph import Array
 from tests.gpu.libcuda.library import Clock, Libcuda
 from tests.gpu.ptx.text import Kernel
@@ -66,7 +67,7 @@ class EmulatedGpu(CudaGpu):
 def machine_with(*gpus: EmulatedGpu) -> dict[str, Callable[..., Any]]:
     """What DEVICE asks for a machine's GPUs."""
     return {"open_gpu": gpus.__getitem__, "find": lambda: [
-        _info(gpu.driver, 0)._replace(number=number, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus)]}
+        info_of(gpu.driver, 0)._replace(number=number, uuid=f"GPU-{number}") for number, gpu in enumerate(gpus)]}
 
 
 def install(patch: pytest.MonkeyPatch, *gpus: EmulatedGpu) -> None:

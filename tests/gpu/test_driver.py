@@ -1,18 +1,24 @@
 """The calls of libcuda that the runtime makes, on one that refuses what a driver may refuse."""
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import threading
+from collections.abc import Callable
+from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import partial
 
 import numpy as np
 import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.runtime.driver import CudaError
+from engines.backends.cuda.runtime.driver import CudaGpu, CudaStream
+from engines.backends.cuda.runtime.library import CudaError, Library
 from tests.engines.backends.cuda.runner import text_of, way_of
 from tests.gpu.cases import CASES
-from tests.gpu.emulated import EmulatedGpu
-from tests.gpu.libcuda.library import CALLS
+from tests.gpu.emulated import EmulatedGpu, by_code
+from tests.gpu.libcuda.library import CALLS, Libcuda
 
 
 def test_code_that_a_driver_refuses_is_an_error_with_what_its_assembler_says() -> None:
@@ -69,3 +75,72 @@ def test_a_call_without_the_context_of_its_gpu_is_refused_and_one_that_an_old_dr
     monkeypatch.delitem(CALLS, "cuMemGetInfo_v2")
     with pytest.raises(CudaError, match="driver here is too old: it has no cuMemGetInfo_v2"):
         gpu.memory()
+
+
+def test_a_gpu_that_is_not_there_and_a_driver_that_is_too_old_are_said() -> None:
+    cuda = Libcuda("sm_80", 1 << 20, "card", by_code)
+    for number in (1, -1):
+        with pytest.raises(CudaError, match=f"there is no GPU {number}: this machine has 1, counted from 0"):
+            CudaGpu(number, Library(cuda))
+    cuda.version = 11030
+    with pytest.raises(CudaError, match=r"too old: it is of CUDA 11\.3, and one of 11\.4 or later is needed"):
+        CudaGpu(0, Library(cuda))
+
+
+def test_a_process_that_was_forked_is_told_why_it_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, here = EmulatedGpu("sm_80"), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    with pytest.raises(CudaError, match=r"initialization error \(3\); this process was forked .* start it by 'spawn'"):
+        gpu.use()
+
+
+def _spoilt(stream: CudaStream) -> None:
+    """What ends a capture, and goes on."""
+    with contextlib.suppress(CudaError):
+        stream.wait()
+
+
+REFUSED: dict[str, Callable[[EmulatedGpu, CudaStream], object]] = {
+    "cuModuleGetFunction: named symbol not found (500)": lambda gpu, stream: gpu.function(gpu.load(
+        text_of(way_of(CASES["resize, int8"][0]()[0], GPUS["sm_80"])).encode()), "another", 0),
+    "cuModuleGetFunction: invalid resource handle (400)": lambda gpu, stream: gpu.function(c_void_p(8), "kernel", 0),
+    "cuStreamBeginCapture_v2: invalid argument (1)": lambda gpu, stream: stream.record(partial(stream.record, len)),
+    "cuStreamEndCapture: invalid argument (1)": lambda gpu, stream: gpu.driver(
+        "cuStreamEndCapture", c_void_p(stream.number), byref(c_void_p())),
+    "cuStreamEndCapture: operation failed due to a previous error during capture (901)":
+        lambda gpu, stream: stream.record(partial(_spoilt, stream)),
+    "cuEventElapsedTime: invalid resource handle (400)": lambda gpu, stream: gpu.driver(
+        "cuEventElapsedTime", byref(c_float()), *_events(gpu)),
+    "cuStreamDestroy_v2: invalid resource handle (400)": lambda gpu, stream: [stream.close(), stream.close()],
+    "cuMemcpyHtoD_v2: invalid argument (1)": lambda gpu, stream: gpu.write(gpu.allocate(8) + 4, np.zeros(8, np.uint8)),
+    "cuMemAlloc_v2: invalid argument (1)": lambda gpu, stream: gpu.driver(
+        "cuMemAlloc_v2", byref(c_ulonglong()), c_size_t(0)),
+    "cuMemAlloc_v2: out of memory (2)": lambda gpu, stream: gpu.allocate(1 << 40),
+    "cuMemFree_v2: invalid argument (1)": lambda gpu, stream: gpu.free(gpu.allocate(8) + 4),
+    "cuMemFreeHost: invalid argument (1)": lambda gpu, stream: gpu.driver("cuMemFreeHost", c_void_p(8)),
+    "cuPointerGetAttribute: invalid argument (1)": lambda gpu, stream: gpu.driver(
+        "cuPointerGetAttribute", byref(c_int()), c_int(9), c_ulonglong(8)),
+    "cuIpcOpenMemHandle_v2: invalid resource handle (400)": lambda gpu, stream: gpu.open_shared(bytes(64)),
+    "cuMemcpy2DAsync_v2: invalid argument (1)": lambda gpu, stream: stream.copy_rows(
+        gpu.allocate(64), 16, gpu.allocate(64), 8, 16, 2),
+    "cuDeviceGet: invalid device ordinal (101)": lambda gpu, stream: gpu.driver(
+        "cuDeviceGet", byref(c_int()), c_int(1)),
+}
+
+
+def _events(gpu: EmulatedGpu) -> list[c_void_p]:
+    """Two, neither of which was recorded."""
+    events = [c_void_p(), c_void_p()]
+    for event in events:
+        gpu.driver("cuEventCreate", byref(event), c_uint(0))
+    return events
+
+
+@pytest.mark.parametrize(("said", "call"), REFUSED.items(), ids=REFUSED)
+def test_what_a_driver_refuses_is_an_error_with_the_call_and_its_words(
+        said: str, call: Callable[[EmulatedGpu, CudaStream], object]) -> None:
+    gpu = EmulatedGpu("sm_80")
+    stream = gpu.stream()
+    assert isinstance(stream, CudaStream)
+    with pytest.raises(CudaError, match=re.escape(said)):
+        call(gpu, stream)

@@ -16,8 +16,8 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.driver import CudaMemoryError, found_gpus
 from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.library import CudaMemoryError, found_gpus
 from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
@@ -220,13 +220,13 @@ def test_a_driver_that_does_not_take_the_machine_code_compiles_the_ptx(
 
 def test_a_driver_that_takes_none_of_the_code_is_an_error_that_says_which_one_does(
         gpu: Here, plans: Plans) -> None:
-    here = gpu("sm_80")
-    here.takes_cubins, here.cuda.ptx, here.cuda.version = True, 6.5, 10020
-    with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 10\.2, does not take its kernels: .*unsupported "
-                       r"toolchain\. \(222\); they are PTX 7\.0, which a driver of CUDA 11\.0 or later takes"):
-        Engine(with_cubin(plans("sm_80")))
+    here = gpu("sm_90a")
+    here.takes_cubins, here.cuda.ptx, here.cuda.version = True, 7.4, 11040
+    with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 11\.4, does not take its kernels: .*unsupported "
+                       r"toolchain\. \(222\); they are PTX 8\.4, which a driver of CUDA 12\.4 or later takes"):
+        Engine(with_cubin(plans("sm_90a")))
     assert not here.allocated and not here.modules
-    assert {f"{gpu.ptx / 10}" for gpu in GPUS.values()} == CUDA_OF_PTX.keys()
+    assert {f"{gpu.ptx / 10}" for gpu in GPUS.values() if gpu.ptx / 10 > here.cuda.ptx} == CUDA_OF_PTX.keys()
 
 
 def with_cubin(plan: Plan) -> Plan:
@@ -236,7 +236,7 @@ def with_cubin(plan: Plan) -> Plan:
 
 def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu(
         plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.backends.cuda.runtime.driver.LIBRARY", "libcuda-that-is-not-here.so")
+    monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
     assert found_gpus() == []
     assert "there is no NVIDIA driver here (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)

@@ -8,7 +8,8 @@ from engines.backends.base import Backend, Session
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.runtime.library import CudaError
 from engines.backends.device import GpuInfo
 from engines.errors import ConfigError
 from engines.machine.timing_cache import TimingCache

@@ -22,8 +22,9 @@ from engines.backends.cuda.codegen.module import GpuModule
 from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.kernel import GpuKernel
 from engines.backends.cuda.kernels.kernel import cheapest as least
-from engines.backends.cuda.runtime.driver import CudaCodeError, CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.library import CudaCodeError, CudaError
 from engines.errors import NoKernelError
 from engines.lowering.problems.view import View
 from engines.machine.timing_cache import TimingCache

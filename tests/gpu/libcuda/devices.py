@@ -4,7 +4,7 @@ from __future__ import annotations
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
-from tests.gpu.libcuda.library import TABLE, TEXTS, USED, Libcuda, Out, call
+from tests.gpu.libcuda.library import ORDINAL, TABLE, TEXTS, USED, Libcuda, Out, Refused, call
 
 
 @call(c_uint, anywhere=True)
@@ -28,6 +28,8 @@ def cuDeviceGetCount(cuda: Libcuda, count: c_int) -> None:
 
 @call(Out(c_int), c_int, anywhere=True)
 def cuDeviceGet(cuda: Libcuda, device: c_int, number: int) -> None:
+    if number:
+        raise Refused(ORDINAL)
     device.value = number
 
 

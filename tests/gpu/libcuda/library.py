@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,9 +22,11 @@ Task = Callable[[], None]
 
 LEGACY = 1                      # the handle of the stream that is meant by none
 WITHOUT_ASKING = 48 << 10       # bytes of shared memory
-INVALID, MEMORY, IMAGE, CONTEXT, NO_BINARY, BAD_PTX, OLD = 1, 2, 200, 201, 209, 218, 222
+INVALID, MEMORY, NOT_BEGUN, ORDINAL, IMAGE, CONTEXT, NO_BINARY, BAD_PTX, OLD = (
+    1, 2, 3, 101, 200, 201, 209, 218, 222)
 HANDLE, NOT_FOUND, RESOURCES, LOST, CAPTURING, CAPTURE_OVER = 400, 500, 701, 719, 900, 901
-TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", CONTEXT: "invalid device context",
+TEXTS = {INVALID: "invalid argument", MEMORY: "out of memory", NOT_BEGUN: "initialization error",
+         ORDINAL: "invalid device ordinal", CONTEXT: "invalid device context",
          IMAGE: "device kernel image is invalid",
          NO_BINARY: "no kernel image is available for execution on the device", BAD_PTX: "a PTX JIT compilation failed",
          OLD: "the provided PTX was compiled with an unsupported toolchain.", HANDLE: "invalid resource handle",
@@ -123,7 +126,7 @@ class Libcuda:
         self.lazy = False                       # ... and that it says so no sooner than a kernel of it is asked for
         self.copies: Counter[str] = Counter()   # bytes that were copied, by where from and to
         self.objects: dict[int, Any] = {LEGACY: Stream()}
-        self._lock, self._last = threading.RLock(), 0x1000
+        self._lock, self._last, self._process = threading.RLock(), 0x1000, os.getpid()
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name not in CALLS:
@@ -135,6 +138,8 @@ class Libcuda:
         assert len(arguments) == len(kinds), f"{name} takes {len(kinds)} arguments"
         plain = [_plain(name, argument, kind) for argument, kind in zip(arguments, kinds, strict=True)]
         try:
+            if os.getpid() != self._process and name != "cuGetErrorString":
+                raise Refused(NOT_BEGUN)
             if self.lost and name != "cuGetErrorString":
                 raise Refused(LOST)
             if not anywhere and used() is not self:

@@ -9,14 +9,14 @@ import re
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.runtime.driver import ELF, CudaCodeError, GpuDriver
+from engines.backends.cuda.runtime.driver import ELF, GpuDriver
 from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.library import CudaCodeError
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.plan.plan import Plan
 
-# The first CUDA whose driver takes a version of PTX: NVIDIA's "PTX ISA", release notes.
-CUDA_OF_PTX = {"6.0": "9.0", "6.4": "10.1", "6.5": "10.2", "7.0": "11.0", "7.1": "11.1", "7.8": "11.8", "8.4": "12.4",
-               "8.6": "12.7", "8.7": "12.8"}
+# The first CUDA whose driver takes a version of PTX that the oldest driver does not: NVIDIA's "PTX ISA", release notes.
+CUDA_OF_PTX = {"7.8": "11.8", "8.4": "12.4", "8.6": "12.7", "8.7": "12.8"}
 
 
 def functions_of(plan: Plan, gpu: GpuDriver, held: Holdings) -> list[Any]:

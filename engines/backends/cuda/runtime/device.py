@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, found_gpus, open_gpu
+from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
 from engines.backends.cuda.runtime.execution import LoadedPlan
+from engines.backends.cuda.runtime.library import CudaError, found_gpus
 from engines.backends.device import GpuInfo, Loaded
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.plan.plan import Plan

@@ -1,7 +1,7 @@
-"""The CUDA driver, libcuda, through ctypes: all that serving needs of it, with nothing to install.
+"""A GPU through its driver: memory, code, streams, graphs.
 
-NVIDIA's cuda-bindings would do the same; these few calls are less than importing it costs. Names and arguments: the
-CUDA driver API. It has not run on a GPU yet; the tests put a libcuda of their own below it.
+Names and arguments of the calls: the CUDA driver API. It has not run on a GPU yet; the tests put a libcuda of their own
+below it.
 """
 from __future__ import annotations
 
@@ -10,44 +10,26 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 from typing import Any, Protocol
-from uuid import UUID
 
 import numpy as np
 
+from engines.backends.cuda.runtime.library import OLDEST, CudaError, Library, info_of
 from engines.backends.cuda.runtime.structures import Handle, RowCopy
-from engines.backends.device import GpuInfo
 from engines.ir.graph import Array
 
-LIBRARY = "libcuda.so.1"
 ELF = b"\x7fELF"                        # how machine code begins
-_MAJOR, _MINOR = 75, 76                 # device attributes
 _MAX_DYNAMIC_SHARED = 8                 # function attribute
 _MOST_WITHOUT_ASKING = 48 << 10         # bytes of shared memory
 _CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may free memory meanwhile
 _ON_DEVICE = 2                          # a kind of memory
 _POINTER_DEVICE = 9                     # pointer attribute
-_OUT_OF_MEMORY = 2
-_NOT_TAKEN = (200, 209, 218, 221, 222, 223)     # invalid image, none for this GPU, invalid PTX; PTX, and no compiler of
-                                                # it, PTX of a later version, none is to be compiled
 _LEGACY = 1                             # the stream of calls that name none. It returns before a memset, or a copy from
                                         # pageable memory, has reached the GPU, and our own streams do not wait for it
 _ERROR_LOG, _LOG_BYTES = 5, 6           # options of what makes code of PTX
 _PEERS = 1                              # a handle's memory may be of a GPU that is reached from this one
-
-
-class CudaError(Exception):
-    """What the driver refused, or that there is none."""
-
-
-class CudaMemoryError(CudaError):
-    """The GPU has not so much memory left."""
-
-
-class CudaCodeError(CudaError):
-    """The driver does not take that code; in another form it may."""
 
 
 class Recorded(Protocol):
@@ -142,75 +124,23 @@ class GpuDriver(Protocol):
     def stream(self) -> Stream: ...
 
 
-_KINDS = {_OUT_OF_MEMORY: CudaMemoryError, **dict.fromkeys(_NOT_TAKEN, CudaCodeError)}
-
-
-class Library:
-    """libcuda. Raises CudaError, also where there is none."""
-
-    def __init__(self, library: Any = None) -> None:
-        """library: has its functions as attributes; None: libcuda itself."""
-        try:
-            self._library = library or ctypes.CDLL(LIBRARY)
-        except OSError as error:
-            raise CudaError(f"there is no NVIDIA driver here ({error})") from error
-        self("cuInit", c_uint(0))
-
-    def __call__(self, name: str, *arguments: Any) -> None:
-        try:
-            function = getattr(self._library, name)
-        except AttributeError as error:
-            raise CudaError(f"the NVIDIA driver here is too old: it has no {name}") from error
-        if status := function(*arguments):
-            text = c_char_p()
-            self._library.cuGetErrorString(c_int(status), byref(text))
-            kind = _KINDS.get(status, CudaError)
-            raise kind(f"{name}: {(text.value or b'?').decode()} ({status})")
-
-
-def found_gpus() -> list[GpuInfo]:
-    """The GPUs of this machine; none where there is no driver, or it refuses to start."""
-    try:
-        library, count = Library(), c_int()
-        library("cuDeviceGetCount", byref(count))
-        return [_info(library, number) for number in range(count.value)]
-    except CudaError:
-        return []
-
-
-def _info(library: Library, number: int) -> GpuInfo:
-    device, name, memory = c_int(), ctypes.create_string_buffer(256), c_size_t()
-    uuid = ctypes.create_string_buffer(16)
-    library("cuDeviceGet", byref(device), c_int(number))
-    library("cuDeviceGetName", name, c_int(len(name)), device)
-    library("cuDeviceTotalMem_v2", byref(memory), device)
-    library("cuDeviceGetUuid", uuid, device)
-    major, minor = (_attribute(library, device, which) for which in (_MAJOR, _MINOR))
-    return GpuInfo(number, name.value.decode(), f"sm_{major}{minor}", memory.value, f"GPU-{UUID(bytes=uuid.raw)}")
-
-
-def _attribute(library: Library, device: c_int, number: int) -> int:
-    value = c_int()
-    library("cuDeviceGetAttribute", byref(value), c_int(number), device)
-    return value.value
-
-
 class CudaGpu:
     """A GPU with its primary context."""
     takes_cubins = True
 
     def __init__(self, number: int = 0, driver: Library | None = None) -> None:
         self.driver, self._device, self._context = driver or Library(), c_int(), c_void_p()
-        info = _info(self.driver, number)
+        if self.cuda_version() < OLDEST:
+            raise CudaError("the NVIDIA driver here is too old: it is of CUDA {}.{}, and one of {}.{} or later is "
+                            "needed".format(*self.cuda_version(), *OLDEST))
+        info = info_of(self.driver, number)
         self.number, self.name, self.architecture = number, info.name, info.architecture
         self.driver("cuDeviceGet", byref(self._device), c_int(number))
         self.driver("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
         self.use()
 
     def cuda_version(self) -> tuple[int, int]:
-        version = c_int()
-        self.driver("cuDriverGetVersion", byref(version))
-        return version.value // 1000, version.value % 1000 // 10
+        return self.driver.cuda_version()
 
     def use(self) -> None:
         self.driver("cuCtxSetCurrent", self._context)

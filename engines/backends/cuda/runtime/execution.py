@@ -16,8 +16,9 @@ import numpy as np
 
 from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
 from engines.backends.cuda.runtime.code import functions_of
-from engines.backends.cuda.runtime.driver import CudaError, CudaMemoryError, GpuDriver, Recorded, Stream
+from engines.backends.cuda.runtime.driver import GpuDriver, Recorded, Stream
 from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.library import CudaError, CudaMemoryError
 from engines.errors import InputError, PlanError
 from engines.ir.graph import Array
 from engines.plan.arena import array_at, plan_memory, write_halo

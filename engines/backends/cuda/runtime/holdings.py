@@ -8,7 +8,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.runtime.library import CudaError
 from engines.ir.graph import Array
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from engines.backends.cuda.runtime.device import DEVICE
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver
+from engines.backends.cuda.runtime.driver import GpuDriver
+from engines.backends.cuda.runtime.library import CudaError
 from engines.errors import InputError, PlanError
 
 HANDLE_BYTES = 64

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engines.backends.cuda.runtime.driver import CudaError, GpuDriver, found_gpus, open_gpu
+from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
 from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.library import CudaError, found_gpus
 from engines.backends.device import GpuInfo, Loaded
 from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logger_of, said
 from engines.errors import ConfigError, PlanError, PlanTargetError
