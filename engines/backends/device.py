@@ -78,7 +78,9 @@ class WorksInArrays(Protocol):
     def lend(self, view: TensorView, array: Array) -> bool:
         """Let an array be an input or an output until `take_back`. False: it cannot, and is to be copied."""
 
-    def take_back(self) -> None: ...
+    def take_back(self) -> bool:
+        """Whether all that was lent is its owner's again. If not, a thread that is late may yet write into the outputs
+        what stands there: they are to be copied. They are kept until it is done."""
 
 
 @runtime_checkable

@@ -65,7 +65,7 @@ class ExecutionContext:
 
     def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
         """The outputs of inputs that fit. What is large is not copied, where the execution works in arrays."""
-        lent: dict[str, Array] = {}
+        lent, is_ours = dict[str, Array](), True
         try:
             for name, array in arrays.items():
                 # Of one plan either is possible: where items are lent, no output is.
@@ -80,8 +80,9 @@ class ExecutionContext:
             self.execute(batch)
         finally:
             if self._lender:
-                self._lender.take_back()
-        return {name: lent[name] if name in lent else self.output(name, batch).copy() for name in self._outputs}
+                is_ours = self._lender.take_back()
+        made = {name: lent[name] if name in lent else self.output(name, batch) for name in self._outputs}
+        return {name: array if name in lent and is_ours else array.copy() for name, array in made.items()}
 
     def expect(self, batch: int, unread: Collection[str] = ()) -> None:
         """Have `rerun` for so many items; None: some of what is copied is large, and may be lent. unread: inputs whose

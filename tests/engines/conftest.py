@@ -18,6 +18,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(workers, "time_steps", measured)
     monkeypatch.setattr(chunks, "SHORTEST_US", 1e-3)
+    monkeypatch.setattr(chunks, "LEAST_SAVED_US", 1e-3)
     monkeypatch.setattr(chunks, "CHUNK_US", 0.2)
     monkeypatch.setattr(chunks, "LATE_FACTOR", 0.5)
     monkeypatch.setattr(chunks, "LATE_SLACK_US", 0.0)

@@ -29,6 +29,7 @@ from engines.plan.plan import Footprint, Plan, Step
 
 CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short beside what a late one costs
 SHORTEST_US = 2.5               # a step is not cut into pieces of less: to share them costs more
+LEAST_SAVED_US = 8.0            # a segment of which threads save less runs on the caller: to call helpers costs as much
 PIECES_PER_WORKER = 16          # at most, for each step
 RESIDENT_BYTES = 160 << 10      # weights that stay in the second-level cache
 FAIR_SHARE = 0.9                # share of the workers' time that a cut must use, if another could use more
@@ -100,7 +101,7 @@ def most_chunks(segment: Segment, workers: int) -> int:
 
 def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: int, step_us: Sequence[float],
                   ticks_per_us: float) -> Schedule | None:
-    """The tables of a native segment; None if all of its steps are too short to be shared.
+    """The tables of a native segment; None if its steps are too short to be shared.
 
     step_us: microseconds of each step of the plan at batch 1, on one thread.
     """
@@ -108,7 +109,7 @@ def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: in
     times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
              for us, step in zip(step_us[segment.first:segment.last], steps, strict=True)]
     cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
-    if all(len(c) <= 1 for c in cuts):
+    if sum(us * (1 - 1 / min(len(c), workers)) for us, c in zip(times, cuts, strict=True) if c) < LEAST_SAVED_US:
         return None
     starts = np.cumsum([0, *map(len, cuts)])
 

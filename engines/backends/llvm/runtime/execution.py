@@ -153,9 +153,8 @@ class LoadedPlan:
     def operand_table(self, bases: Sequence[int]) -> Words:
         """The addresses of all operands of all steps, given that of each buffer."""
         shared = self._beside.constant_addresses if self._beside else (0, 0)
-        every = np.array([*bases, *self.constant_addresses, *shared], np.int64)
-        table: Words = every[self._operand_buffers] + self._operand_offsets
-        return table
+        every: Words = np.array([*bases, *self.constant_addresses, *shared], np.int64)
+        return every[self._operand_buffers] + self._operand_offsets
 
 
 def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
@@ -230,7 +229,8 @@ class Arena:
         self._memory = Memory(layout.total)
         self._filled = 0        # batch slots whose halos are written
         self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers) if inputs and buffer.first < 0)
-        bases = [self._owner(i)._memory.address + offset for i, offset in enumerate(layout.offsets)]
+        bases = [owner._memory.address + owner._layout.offsets[i]
+                 for i, owner in enumerate(map(self._owner, range(len(layout.offsets))))]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
         self._words = self._operands.data                    # ... which is quicker to write one by one
@@ -252,7 +252,8 @@ class Arena:
 
     def array(self, view: TensorView, batch: int) -> Array:
         """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
-        return array_at(self._owner(view.buffer)._memory.bytes, self._layout.offsets[view.buffer], view, batch)
+        owner = self._owner(view.buffer)
+        return array_at(owner._memory.bytes, owner._layout.offsets[view.buffer], view, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
         """Let an array stand in for the buffer of an input or output. False: it cannot."""
@@ -282,11 +283,11 @@ class Arena:
 
 
 class SerialExecution:
-    """One thread, one arena whose buffers share memory."""
+    """One thread, one arena whose buffers share memory. inputs: of another arena, where inputs are."""
 
-    def __init__(self, program: LoadedPlan) -> None:
+    def __init__(self, program: LoadedPlan, inputs: Arena | None = None) -> None:
         self._program = program
-        self._arena = Arena(program, program.shared_layout)
+        self._arena = Arena(program, program.shared_layout, inputs)
         self._apart = False         # whether items of inputs are lent
         self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # of each batch, and `_apart`
 
@@ -317,11 +318,12 @@ class SerialExecution:
         self._apart |= lent
         return lent
 
-    def take_back(self) -> None:
+    def take_back(self) -> bool:
         self._arena.take_back()
         if self._apart:
             self._arena.items.take_back()
             self._apart = False
+        return True
 
     def _prepared(self, batch: int, apart: bool = False) -> tuple[Callable[[], None], ...]:
         """Halos written, and the spans as calls. apart: items of inputs are lent."""

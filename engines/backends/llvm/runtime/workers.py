@@ -6,7 +6,9 @@ for a thread that is not running.
 
 A late helper may be in the arena of an earlier request for as long as the system likes. So there is one arena more than
 there are helpers, and a request runs in one where nobody is; inputs are read from one place, which helpers never
-write; outputs are copied out. After a fork the child has no helpers: it runs alone, and correctly.
+write; outputs are copied out. Arrays that are lent for a run are kept while any helper may be late in it, and outputs
+among them are then not the caller's: he is given copies. After a fork the child has no helpers: it runs alone, and
+correctly.
 """
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import count
 
 import numpy as np
 
@@ -30,15 +33,17 @@ from engines.backends.llvm.runtime.abi import (
     WORKER_WORDS,
     ControlRow,
     RunRow,
+    WorkerRow,
 )
 from engines.backends.llvm.runtime.chunks import Schedule, make_schedule, most_chunks
 from engines.backends.llvm.runtime.execution import (
     Arena,
     EmittedFunction,
     LoadedPlan,
+    SerialExecution,
     Words,
+    call_of,
     libc,
-    run_segment,
     time_steps,
     words,
 )
@@ -50,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
 CALIBRATION_RUNS = 3
+LOOKS = 8               # for helpers that are about to leave a run that is done: as many microseconds
 
 
 class ParallelProgram:
@@ -61,6 +67,7 @@ class ParallelProgram:
                               "and several contexts")
         self.program, self.workers = program, workers
         self._schedules: dict[int, tuple[Schedule | None, ...]] = {}
+        self._worth: dict[int, bool] = {}
         self._step_us: Sequence[float] | None = None
         self._lock = threading.Lock()
 
@@ -81,6 +88,13 @@ class ParallelProgram:
                 self._step_us = [s * 1e6 for s in time_steps(
                     self.program, arena, self.program.segments, 1, CALIBRATION_RUNS, fallbacks=False)]
 
+    def worth_sharing(self, batch: int) -> bool:
+        """Whether helpers take part in a run of so many items."""
+        found = self._worth.get(batch)
+        if found is None:
+            found = self._worth[batch] = any(self.schedules(batch))
+        return found
+
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
         """The tables of each segment; None if the caller runs it alone: a fallback, or steps too short to be shared."""
         found = self._schedules.get(batch)
@@ -95,7 +109,8 @@ class ParallelProgram:
 
 
 class ParallelExecution:
-    """One context: `workers` - 1 helper threads, as many arenas as workers."""
+    """One context: `workers` - 1 helper threads, as many arenas as workers. Batches that are not worth sharing run on
+    the caller, in an arena of its own beside these."""
 
     def __init__(self, shared: ParallelProgram, cpus: Sequence[int] | None = None) -> None:
         """cpus: one for each worker, the caller first, to keep the helpers on; None: wherever the caller is not."""
@@ -103,52 +118,110 @@ class ParallelExecution:
         program, workers = shared.program, shared.workers
         first = Arena(program, program.separate_layout)
         self.arenas = [first, *(Arena(program, program.separate_layout, inputs=first) for _ in range(workers - 1))]
+        self._alone = SerialExecution(program, inputs=first)
         first.prepare(1)
         shared.calibrate(first)
 
         # Each segment has its own: a helper that is late in one must not see its rows change under it.
         self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.segments] for _ in self.arenas]
         self.runs = [words(len(program.segments), RUN_WORDS) for _ in self.arenas]
-        self._epoch = 0
+        self._calls: list[tuple[int, Sequence[Callable[[], None]]]] = [(0, ())] * workers   # of each arena for a batch
+        self._epochs = count(1)
         self._pool = WorkerPool(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
                           (self.arenas, self._statuses, self.runs, shared))
+        self._inside = self.workers[1:, WorkerRow.INSIDE]       # of each helper the run in which it may be
         self._run_chunks = program.function("run_chunks", 2)
-        self._free_arena = program.function("free_arena", 1)
+        self._free_arena = partial(program.function("free_arena", 1), ctypes.c_int64(self._pool.control.ctypes.data))
         slots = program.plan.batch_slots
         self._outputs = {view.name: np.empty_like(first.array(view, slots)) for view in program.machine.outputs}
+        self._chosen: int | None = None             # the arena of the next run, if it is known
+        self._lent: dict[str, Array] = {}           # to that arena
+        self._kept: list[dict[str, Array]] = []     # by earlier runs, while helpers were late
 
     def input(self, view: TensorView, batch: int) -> Array:
         self.arenas[0].prepare(batch)
         return self.arenas[0].array(view, batch)
 
     def output(self, view: TensorView, batch: int) -> Array:
+        if not self._shared.worth_sharing(batch):
+            return self._alone.output(view, batch)
         output = self._outputs[view.name]
         return output[(slice(None),) * view.batch_axis + (slice(batch),)] if view.batched else output
 
     def run(self, batch: int) -> None:
-        arena_index = self._pick_arena()
-        arena = self.arenas[arena_index]
-        arena.prepare(batch)
+        if not self._shared.worth_sharing(batch):
+            self.arenas[0].prepare(batch)
+            self._alone.run(batch)
+            return
+        index = self._pick_arena()
+        filled, calls = self._calls[index]
+        if filled != batch:
+            calls = self._prepared(index, batch)
         self._pool.keep_off_this_cpu()
-        control = self._pool.control.ctypes.data
-        schedules = self._shared.schedules(batch)
-        for index, (segment, schedule) in enumerate(zip(self._program.segments, schedules, strict=True)):
-            if schedule is None:
-                run_segment(self._program, arena, segment, batch)
-            else:
-                self._run_chunks(control, self._run_row(arena_index, index, schedule).ctypes.data)
+        for call in calls:
+            call()
         for view in self._program.machine.outputs:
-            np.copyto(self.output(view, batch), arena.array(view, batch))
+            if view.name not in self._lent:
+                np.copyto(self.output(view, batch), self.arenas[index].array(view, batch))
+        if not self._lent:
+            self._chosen = None
+
+    def ready(self, batch: int) -> Callable[[], None]:
+        return partial(self.run, batch) if self._shared.worth_sharing(batch) else self._alone.ready(batch)
+
+    def lend(self, view: TensorView, array: Array) -> bool:
+        if not view.batched and self._program.plan.batch_slots > 1:
+            return False            # it does not say how many items are run
+        if not self._shared.worth_sharing(array.shape[view.batch_axis] if view.batched else 1):
+            return self._alone.lend(view, array)
+        # What is not NumPy's memory may be unmapped under a late helper, whoever has a reference to the array.
+        if not _is_numpys(array) or not self.arenas[self._pick_arena()].lend(view, array):
+            return False
+        self._lent[view.name] = array
+        return True
+
+    def take_back(self) -> bool:
+        self._alone.take_back()
+        if not self._lent:
+            return True
+        assert self._chosen is not None
+        self.arenas[self._chosen].take_back()
+        self._kept.append(self._lent)
+        self._chosen, self._lent = None, {}
+        helpers_left = any(not self._inside.any() for _ in range(LOOKS))
+        if helpers_left:
+            self._kept.clear()
+        return helpers_left
 
     def _pick_arena(self) -> int:
-        self._free_arena(self._pool.control.ctypes.data)
-        return int(self._pool.control[ControlRow.FREE])
+        if self._chosen is None:
+            self._free_arena()
+            self._chosen = int(self._pool.control[ControlRow.FREE])
+        return self._chosen
+
+    def _prepared(self, index: int, batch: int) -> Sequence[Callable[[], None]]:
+        """Halos written, and the segments as calls, in an arena where no helper is."""
+        arena = self.arenas[index]
+        arena.prepare(batch)
+        segments = enumerate(zip(self._program.segments, self._shared.schedules(batch), strict=True))
+        calls = [self._shared_call(index, number, schedule) if schedule
+                 else call_of(self._program, arena, segment, batch) for number, (segment, schedule) in segments]
+        self._calls[index] = batch, calls
+        return calls
+
+    def _shared_call(self, arena: int, segment: int, schedule: Schedule) -> Callable[[], None]:
+        row = self._run_row(arena, segment, schedule)
+        publish = partial(self._run_chunks, *map(ctypes.c_int64, (self._pool.control.ctypes.data, row.ctypes.data)))
+
+        def run(epochs: Iterator[int] = self._epochs) -> None:      # it does not hold the execution, which holds it
+            row[RunRow.EPOCH] = next(epochs)
+            publish()
+        return run
 
     def _run_row(self, arena: int, segment: int, schedule: Schedule) -> Words:
-        """The RunRow of a segment in an arena, filled for this run; nobody reads it until it is published."""
-        self._epoch += 1
+        """The RunRow of a segment in an arena but for the epoch; nobody reads it until it is published."""
         row: Words = self.runs[arena][segment]
-        row[RunRow.ARENA], row[RunRow.EPOCH], row[RunRow.WORKERS] = arena, self._epoch, self._shared.workers
+        row[RunRow.ARENA], row[RunRow.WORKERS] = arena, self._shared.workers
         row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][segment].ctypes.data
         row[RunRow.OPERANDS] = self.arenas[arena].operands
         row[RunRow.STAGES], row[RunRow.DEPENDS] = schedule.stages.ctypes.data, schedule.depends.ctypes.data
@@ -156,7 +229,7 @@ class ParallelExecution:
         return row
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        return time_steps(self._program, self.arenas[self._pick_arena()], self._program.segments, batch, repeats)
+        return self._alone.profile(batch, repeats)
 
     @property
     def workers(self) -> Words:
@@ -166,6 +239,13 @@ class ParallelExecution:
     def close(self) -> None:
         """Stop the helpers; from then on the caller runs alone."""
         self._pool.close()
+
+
+def _is_numpys(array: Array) -> bool:
+    """Whether an array, or that which it is a view of, has its memory from NumPy."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.flags.owndata
 
 
 class WorkerPool:

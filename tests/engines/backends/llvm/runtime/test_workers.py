@@ -1,6 +1,7 @@
 """Several threads on one request: whatever the system does to them, every byte is that of one thread."""
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from engines.backends.llvm.runtime.abi import WorkerRow
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.runtime.workers import ParallelExecution, ParallelProgram
 from engines.ir.graph import Array
+from engines.plan.arena import PAGE
 from engines.plan.plan import Fill, IoTensor, Plan, TensorView
 from tests.engines.tiny import executor, mix_object, mix_plan, mix_reference, mixed
 
@@ -39,6 +41,29 @@ def run(execution: ParallelExecution, plan: Plan, x: Array) -> dict[str, Array]:
     execution.input(plan.machine.inputs[0], len(x))[...] = x
     execution.run(len(x))
     return {view.name: execution.output(view, len(x)) for view in plan.machine.outputs}
+
+
+def lendable(*shape: int) -> Array:
+    """An array on one page, with room behind it."""
+    memory = np.empty(2 * PAGE, np.uint8)
+    begin = -memory.ctypes.data % PAGE
+    return memory[begin:begin + 4 * math.prod(shape)].view(np.int32).reshape(shape)
+
+
+def run_lent(execution: ParallelExecution, plan: Plan, x: Array) -> tuple[dict[str, Array], bool]:
+    """The same in arrays of the caller's, and whether they are his alone again. What he writes to the input then, and
+    where all helpers have left to the results, disturbs nothing."""
+    given = lendable(*x.shape)
+    given[...] = x
+    results = {view.name: lendable(len(x), *view.shape) for view in plan.machine.outputs}
+    lent = [execution.lend(plan.machine.inputs[0], given)]
+    lent += [execution.lend(view, results[view.name]) for view in plan.machine.outputs]
+    assert all(lent)
+    execution.run(len(x))
+    is_ours = execution.take_back()
+    results = results if is_ours else {name: result.copy() for name, result in results.items()}
+    given[...] = -1
+    return results, is_ours
 
 
 @pytest.fixture
@@ -66,7 +91,7 @@ def test_every_byte_is_that_of_one_thread_whatever_the_neighbours_do() -> None:
         for _ in range(60):
             batch = int(rng.integers(1, MAX_BATCH + 1))
             x = rng.integers(-2**31, 2**31, (batch, ROWS, COLUMNS), np.int32)
-            got = run(execution, plan, x)
+            got = run(execution, plan, x) if runs % 2 else run_lent(execution, plan, x)[0]
             for name, want in mix_reference(reads, outputs, x).items():
                 np.testing.assert_array_equal(got[name], want, err_msg=f"run {runs}, {name}")
             runs += 1
@@ -149,6 +174,57 @@ def test_a_request_stays_out_of_the_arena_in_which_a_late_helper_is() -> None:
         changed = [arena for arena in range(3)
                    if (execution.arenas[arena].array(plan.machine.outputs[-1], 1) != before[arena]).any()]
         assert len(changed) == 1 and changed[0] not in busy
+
+
+@pytest.mark.usefixtures("eager")
+def test_arrays_that_a_late_helper_may_write_to_are_kept_and_not_the_callers() -> None:
+    plan, reads, outputs = random_plan(np.random.default_rng(5))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
+    execution.close()       # from here on the test plays the helper
+    x = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(1, ROWS, COLUMNS)
+    for late in (False, True, True, False):
+        x += 1
+        execution.workers[1, WorkerRow.INSIDE] = execution.runs[0].ctypes.data if late else 0
+        got, is_ours = run_lent(execution, plan, x)
+        assert is_ours is not late and bool(execution._kept) is late
+        for name, want in mix_reference(reads, outputs, x).items():
+            np.testing.assert_array_equal(got[name], want)
+            np.testing.assert_array_equal(run(execution, plan, x)[name], want)
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_is_not_numpys_memory_is_not_lent() -> None:
+    """It may be unmapped as soon as the run has ended, while a helper is late."""
+    plan, _, _ = random_plan(np.random.default_rng(5))
+    execution = ParallelExecution(ParallelProgram(LoadedPlan(plan), workers=2))
+    owned = lendable(1, ROWS, COLUMNS)
+    assert not execution.lend(plan.machine.inputs[0], np.frombuffer(memoryview(owned), np.int32).reshape(owned.shape))
+    assert execution.lend(plan.machine.inputs[0], owned)
+    execution.close()
+
+
+def test_a_batch_that_is_too_small_to_be_shared_runs_on_the_caller() -> None:
+    reads, outputs = [(0, 0), (1, 0), (1, 2)], [3]
+    plan = mix_plan(reads, outputs, ROWS, COLUMNS, MAX_BATCH)
+    shared = ParallelProgram(LoadedPlan(plan), workers=2)
+    shared._step_us = [2.0] * len(reads)
+    execution = ParallelExecution(shared)
+    worth = [shared.worth_sharing(batch) for batch in range(1, MAX_BATCH + 1)]
+    assert not worth[0] and worth[-1]
+    rng = np.random.default_rng(9)
+    for batch in (1, MAX_BATCH, 1, 2, MAX_BATCH, 1):
+        x = rng.integers(-2**31, 2**31, (batch, ROWS, COLUMNS), np.int32)
+        before = execution.workers[:, WorkerRow.DONE].sum()
+        for got in (run(execution, plan, x), run_lent(execution, plan, x)[0]):
+            for name, want in mix_reference(reads, outputs, x).items():
+                np.testing.assert_array_equal(got[name], want)
+        assert (execution.workers[:, WorkerRow.DONE].sum() > before) == worth[batch - 1]
+    whole = rng.integers(-2**31, 2**31, (MAX_BATCH, ROWS, COLUMNS), np.int32)
+    execution.input(plan.machine.inputs[0], MAX_BATCH)[...] = whole     # what is in its slots stays there
+    execution.run(1)
+    got = execution.output(plan.machine.outputs[0], 1)
+    np.testing.assert_array_equal(got, mix_reference(reads, outputs, whole[:1])["t3"])
+    execution.close()
 
 
 def test_the_halo_of_an_input_is_written_before_the_input_and_never_again() -> None:
