@@ -13,7 +13,6 @@ import pytest
 
 from engines.backends import gpus_here
 from engines.backends.cuda.codegen.gpu import GPUS
-from engines.backends.cuda.runtime.arrays import Rows, device_tensor, rows_of
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.backends.cuda.runtime.holdings import Holdings
@@ -24,7 +23,7 @@ from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.loading import engine_of
 from engines.plan.file import read_plan, write_plan
-from engines.plan.plan import Plan, TensorView
+from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import DeviceArray, EmulatedGpu, install
@@ -156,23 +155,6 @@ def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Plans) ->
         Engine(plan).run({"input": array})
     with pytest.raises(ConfigError, match="the plan runs on the CPU"):
         Engine(plans("portable")).create_context().bind("input", array)
-
-
-def test_an_array_of_dlpack_and_a_tensor_with_gaps_are_copied_by_rows() -> None:
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-
-    class OfDlpack:
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return 2, 0
-
-        def __dlpack__(self, stream: int) -> object:
-            return array.__dlpack__()
-
-    tensor = device_tensor(OfDlpack(), 1)
-    assert (tensor.address, tensor.shape, tensor.dtype) == (array.ctypes.data, (2, 3, 4), "float32")
-    view = TensorView("x", "float32", (3, 4), 0, 64, (32, 4), 128)
-    assert list(rows_of(view, 2)) == [Rows(64, 32, 0, 16, 3), Rows(192, 32, 48, 16, 3)]
-    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [Rows(64, 96, 0, 96, 1)]
 
 
 def test_a_plan_runs_on_the_gpu_of_its_number(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
-from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+from collections.abc import Callable, Iterator
+from ctypes import POINTER, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from engines.ir.dtypes import memory_dtype
 from engines.plan.plan import TensorView
 
+_VERSION, _READ_ONLY = (1, 0), 1        # of DLPack; the flag of what is not to be written to
 _ON_CUDA = (2, 13)                      # kinds of DLPack's devices: CUDA, managed by CUDA
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}      # DLPack's
 
@@ -37,36 +38,75 @@ class NotOnDevice(Exception):
 
 def device_tensor(array: Any, stream: int) -> DeviceTensor:
     """stream: our own, that a library of DLPack's makes wait for what it has under way. Raises NotOnDevice."""
-    if (found := getattr(array, "__cuda_array_interface__", None)) is not None:
+    found = _asked(lambda: getattr(array, "__cuda_array_interface__", None))
+    by_dlpack = hasattr(array, "__dlpack__")
+    if found is not None and not (by_dlpack and np.dtype(found["typestr"]).kind == "V"):    # bfloat16 is nameless there
         return _by_interface(array, found)
-    if hasattr(array, "__dlpack__") and array.__dlpack_device__()[0] in _ON_CUDA:
-        return _by_dlpack(array.__dlpack__(stream=stream))
+    if by_dlpack and _asked(array.__dlpack_device__)[0] in _ON_CUDA:
+        return _by_dlpack(_asked(lambda: _exported(array, stream)))
     raise NotOnDevice("it lies in the host's memory, or has neither __cuda_array_interface__ nor __dlpack__")
+
+
+def _asked(what: Callable[[], Any]) -> Any:
+    """What the array's library answers; it refuses by an error of its own, for instance what requires a gradient."""
+    try:
+        return what()
+    except Exception as error:
+        raise NotOnDevice(f"its library does not hand it out: {error}") from error
 
 
 def _by_interface(array: Any, found: dict[str, Any]) -> DeviceTensor:
     dtype, shape = np.dtype(found["typestr"]), tuple(found["shape"])
     _check_dense(shape, found.get("strides"), dtype.itemsize)
+    if found.get("mask") is not None:
+        raise NotOnDevice("it has a mask")
     address, read_only = found["data"]
     return DeviceTensor(address, shape, dtype.name, array, found.get("stream"), bool(read_only))
 
 
+# ---- DLPack
+def _exported(array: Any, stream: int) -> Any:
+    """In the form that can say that it is not to be written to, if the library knows it."""
+    try:
+        return array.__dlpack__(stream=stream, max_version=_VERSION)
+    except TypeError:           # of a library from before DLPack 1.0
+        return array.__dlpack__(stream=stream)
+
+
 def _by_dlpack(capsule: Any) -> DeviceTensor:
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = ctypes.cast(get(capsule, b"dltensor"), POINTER(_DLTensor)).contents
+    """The capsule is kept, for it gives the memory back when it is forgotten."""
+    read_only = False
+    if _is_capsule(capsule, b"dltensor_versioned"):
+        managed = ctypes.cast(_pointer(capsule, b"dltensor_versioned"), POINTER(_Versioned)).contents
+        if managed.major != _VERSION[0]:
+            raise NotOnDevice(f"it comes by version {managed.major} of DLPack, and {_VERSION[0]} is known here")
+        tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
+    else:
+        tensor = ctypes.cast(_pointer(capsule, b"dltensor"), POINTER(_DLTensor)).contents
+    if tensor.lanes != 1:
+        raise NotOnDevice(f"its elements are vectors of {tensor.lanes}")
     shape, size = tuple(tensor.shape[:tensor.ndim]), tensor.bits // 8
     strides = [step * size for step in tensor.strides[:tensor.ndim]] if tensor.strides else None
     _check_dense(shape, strides, size)
     kind = _KINDS.get(tensor.code, "unknown")
     dtype = kind if kind == "bool" else f"{kind}{tensor.bits}"
-    return DeviceTensor((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule)
+    return DeviceTensor((tensor.data or 0) + tensor.byte_offset, shape, dtype, capsule, read_only=read_only)
 
 
 class _DLTensor(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("device", c_int32), ("number", c_int32), ("ndim", c_int32), ("code", c_uint8),
                 ("bits", c_uint8), ("lanes", c_uint16), ("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)),
                 ("byte_offset", c_uint64)]
+
+
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned"""
+    _fields_ = [("major", c_uint32), ("minor", c_uint32), ("context", c_void_p), ("deleter", c_void_p),
+                ("flags", c_uint64), ("tensor", _DLTensor)]
+
+
+_is_capsule = ctypes.PYFUNCTYPE(c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 
 def _check_dense(shape: tuple[int, ...], strides: Any, size: int) -> None:
