@@ -42,12 +42,17 @@ def backend_of(target: str) -> Backend:
     for backend in map(backend_named, _MODULES):
         if target in backend.targets:
             return backend
-    raise ConfigError(f"unknown target '{target}'{did_you_mean(target, every_target())}")
+    raise ConfigError(f"unknown target '{target}'{did_you_mean(target, known_targets())}")
 
 
 def every_target() -> list[str]:
     """The targets of all backends."""
     return [target for name in _MODULES for target in backend_named(name).targets]
+
+
+def known_targets() -> list[str]:
+    """What may be asked for: these, and "cuda", the one of the GPU at hand."""
+    return [*every_target(), "cuda"]
 
 
 def gpus_here() -> Sequence[tuple[GpuInfo, str]]:

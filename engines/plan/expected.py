@@ -1,5 +1,8 @@
-"""How fast a plan is expected to be, where the build says it: of a GPU's, by its times or by the model of its card."""
+"""How fast a plan and its steps are expected to be, where the build says it: of a GPU's, by its times or by the model
+of its card."""
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from engines.plan.plan import Plan
 
@@ -13,3 +16,9 @@ def expected(plan: Plan) -> str:
     how = "as its kernels were timed there" if found["timed"] else "by the cost model: nothing was timed"
     return (f"expected on {plan.machine.cpu['model']}: {items / seconds:,.0f} items/s at batch {items} "
             f"({seconds * 1e3:.3g} ms), {how}")
+
+
+def expected_us(plan: Plan) -> Sequence[float]:
+    """Of each step, for one item, by the model; () where the build has timed them, or has no model."""
+    found = plan.machine.cpu.get("expected", {})
+    return found.get("steps_us", ())

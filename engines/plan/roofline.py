@@ -27,12 +27,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one core does at best."""
+    """What one core does at best, or a GPU."""
     processor: str
     target: str                                 # the instruction set that the kernels were made for
     macs_per_second: Mapping[str, float]        # by arithmetic: "int8", "fp32", ...
     levels: tuple[Level, ...]                   # the smallest first; the last one holds everything
     hertz: float | None = None                  # the core's clock meanwhile, where it is measured
+    is_core: bool = True                        # ... by whose own time a run is measured; a GPU is waited for
 
     def or_better(self, other: Peaks) -> Peaks:
         """The higher of each figure: the same core's, at another time."""

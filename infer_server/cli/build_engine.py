@@ -20,7 +20,7 @@ from tqdm import tqdm
 from calibration.calibrators import CALIBRATORS
 from calibration.table import read_table, write_tensorrt
 from calibration.workflow import Calibration
-from engines.backends import every_target
+from engines.backends import known_targets
 from engines.compiler.build import EngineBuild, build_engine
 from engines.compiler.builder import DEFAULT_MAX_BATCH, BuildConfig, Profile
 from engines.compiler.engine_cache import SIZE_VARIABLE, USUAL_GIB, EngineCache, usual_folder
@@ -283,8 +283,8 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads that run-engine takes for the plan where it is not told (default 1)")
     parser.add_argument("--target", metavar="NAME",
-                        help=f"an instruction set, or another backend ({', '.join(every_target())}); default: this "
-                             "CPU's best")
+                        help=f"an instruction set, or another backend ({', '.join(known_targets())}: the GPU at hand); "
+                             "default: this CPU's best")
     parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
     parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
     cache = parser.add_mutually_exclusive_group()

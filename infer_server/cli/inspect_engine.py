@@ -1,6 +1,6 @@
 """inspect-engine: what is in a plan: its kernels, what each fuses, in which precision, by which tactic, how fast.
 
-    inspect-engine m.plan               as timed at the build
+    inspect-engine m.plan               as timed at the build, or expected
     inspect-engine m.plan --profile     as timed now, beside what this core allows: the next thing to speed up is on top
 """
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from engines import load_engine
 from engines.plan.coverage import Coverage, coverage_of
+from engines.plan.expected import expected, expected_us
 from engines.plan.extents import text
 from engines.plan.file import read_plan
 from engines.plan.plan import IoTensor, OpenPart, Plan, writes_border
@@ -24,7 +25,7 @@ from infer_server.cli.run_engine import ready_context
 
 def describe(plan: Plan) -> dict[str, Any]:
     """The plan as the JSON that --json prints."""
-    machine = plan.machine
+    machine, modelled = plan.machine, expected_us(plan)
     return {
         "name": plan.name, "target": machine.target, "cpu": dict(machine.cpu), "precision": plan.precision,
         "max_batch": plan.max_batch, "dependence": plan.dependence,
@@ -33,7 +34,9 @@ def describe(plan: Plan) -> dict[str, Any]:
         **({"program": program(plan).splitlines()} if plan.program else {}),
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
-                     **({"fallback": s.reason} if s.fallback else {})} for s in machine.steps if not writes_border(s)],
+                     **({"expected_us": modelled[n]} if modelled else {}),
+                     **({"fallback": s.reason} if s.fallback else {})}
+                    for n, s in enumerate(machine.steps) if not writes_border(s)],
         "coverage": _coverage(coverage_of(plan)), "borders": [s.name for s in machine.steps if writes_border(s)],
         "by_item": [[s.name for s in machine.steps[run.first:run.last]] for run in machine.item_major],
         "constants_bytes": len(machine.constants), "expanded_bytes": machine.expanded_bytes,
@@ -89,9 +92,10 @@ def layers(plan: Plan) -> str:
     """A line a kernel, as people read it; of a program a line an instruction."""
     if plan.program:
         return program(plan)
-    rows = [(step.name, step.precision, step.tactic, step.time_us, step.macs / 1e6, " + ".join(step.fuses) or "-")
-            for step in plan.machine.steps]
-    return table(rows, ("kernel", "precision", "tactic", "us", "M MAC", "fuses"))
+    modelled, steps = expected_us(plan), plan.machine.steps
+    rows = [(step.name, step.precision, step.tactic, us, step.macs / 1e6, " + ".join(step.fuses) or "-")
+            for step, us in zip(steps, modelled or [step.time_us for step in steps], strict=True)]
+    return table(rows, ("kernel", "precision", "tactic", "us expected" if modelled else "us", "M MAC", "fuses"))
 
 
 def by_reference(coverage: Coverage) -> str:
@@ -128,14 +132,16 @@ def _command(options: argparse.Namespace) -> int:
     print(layers(plan))
     for run in machine.item_major:
         print(f"\nitem by item in batches: '{machine.steps[run.first].name}' to '{machine.steps[run.last - 1].name}'")
-    timed, macs = sum(step.time_us for step in machine.steps), sum(step.macs for step in machine.steps)
-    print(f"\n{kernels(plan)}, {timed / 1e3:.3f} ms as timed one by one, {macs / 1e6:.1f} M MAC, "
+    modelled, macs = expected_us(plan), sum(step.macs for step in machine.steps)
+    times = (f"{sum(modelled) / 1e3:.3f} ms an item by the cost model" if modelled else
+             f"{sum(step.time_us for step in machine.steps) / 1e3:.3f} ms as timed one by one")
+    print(f"\n{kernels(plan)}, {times}, {macs / 1e6:.1f} M MAC, "
           f"{len(machine.constants) / 1e6:.2f} MB of constants"
           + (f", {machine.expanded_bytes / 1e6:.2f} MB more computed from them at load" if machine.expanded else ""))
     coverage = coverage_of(plan)
     if missing := by_reference(coverage):
         print(missing)
-    print(coverage.line)
+    print(*filter(None, (coverage.line, expected(plan))), sep="\n")
     return 0
 
 
@@ -144,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", help="a plan file written by build-engine")
     parser.add_argument("--profile", action="store_true",
-                        help="run it here, and show how far each kernel is from what this core allows (its roofline)")
+                        help="run it here, and show how far each kernel is from what this core, or GPU, allows (its "
+                             "roofline)")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run of --profile (default 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return guarded(_command, parser, arguments)

@@ -53,7 +53,7 @@ class Line:
 class Profile:
     lines: tuple[Line, ...]         # in the order of execution
     run: float                      # seconds of the whole network, the least of all runs: CPU time of one thread, or of
-                                    # several the time on the wall
+                                    # several, and of a GPU, the time on the wall
     peaks: Peaks
     batch: int
 
@@ -75,7 +75,7 @@ def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
         raise InputError(f"{engine.name}: --profile is of plans that are one graph, and this is a program")
     backend = backend_named(engine.plan.machine.backend)
     peaks = backend.peaks()
-    clock = thread_seconds if engine.threads == 1 else time.perf_counter
+    clock = thread_seconds if engine.threads == 1 and peaks.is_core else time.perf_counter
 
     def run_once() -> float:
         begin = clock()
@@ -98,10 +98,12 @@ def header(found: Profile) -> str:
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
     clock = f", at {peaks.hertz / 1e9:.2f} GHz" if peaks.hertz else ""
     bounds = sum(line.bound.seconds for line in found.lines)
-    return (f"one core of {peaks.processor} ({peaks.target}), measured now{clock}: G MAC/s in {macs}; "
-            f"GB/s read from {reads}\n"
+    of = (f"one core of {peaks.processor} ({peaks.target}), measured now{clock}" if peaks.is_core else
+          f"{peaks.processor} ({peaks.target}), as its data sheet has it")
+    return (f"{of}: G MAC/s in {macs}; GB/s read from {reads}\n"
             f"batch {found.batch}: {found.run * 1e3:.3f} ms a run, {found.percent_of_peak:.1f} % of the arithmetic's "
-            f"peak; each step alone on one thread {found.seconds * 1e3:.3f} ms in all, bound {bounds * 1e3:.3f} ms")
+            f"peak; each step alone{' on one thread' * peaks.is_core} {found.seconds * 1e3:.3f} ms in all, "
+            f"bound {bounds * 1e3:.3f} ms")
 
 
 def slowest(found: Profile) -> str:

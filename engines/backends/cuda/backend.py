@@ -37,9 +37,11 @@ class CudaBackend:
 
     def peaks(self) -> Peaks:
         """Of the GPU at hand as its data sheet has them, not measured."""
-        card = CARDS[_at_hand()]
-        macs = {precision: rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
-        return Peaks(card.name, "cuda", macs, (Level("memory", float("inf"), card.memory),))
+        target = _at_hand()
+        card = CARDS[target]
+        macs = {precision: rate * card.grouped * card.multiprocessors * card.hertz if precision != "fp32" else
+                rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
+        return Peaks(card.name, target, macs, (Level("memory", float("inf"), card.memory),), is_core=False)
 
     def gpus(self) -> Sequence[tuple[GpuInfo, str]]:
         return [(gpu, _target_of(gpu.architecture)) for gpu in DEVICE.find()]

@@ -1,0 +1,52 @@
+"""What the commands say of plans for GPUs, on a machine without one and on one that has an emulated one."""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.compiler.builder import BuildConfig, Builder
+from engines.plan.file import write_plan
+from infer_server.cli import inspect_engine, profile, run_engine
+from tests.engines.compiler.small_models import node, small_model
+from tests.gpu.emulated import EmulatedGpu, install
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = small_model([node("Gemm", "x w", "h"), node("Softmax", "h", "y")], {"x": ["N", 24]}, ["y"],
+                        {"w": np.ones((24, 40), np.float32)})
+    builder = Builder(BuildConfig(max_batch=8, opt_batch=4, target="sm_61"))
+    found = tmp_path_factory.mktemp("plans") / "m.plan"
+    write_plan(builder.plan(builder.graph(model)), found)
+    return found
+
+
+def test_what_nothing_was_timed_for_is_shown_as_the_model_expects_it(
+        path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_engine.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search("tactic +us expected", said)
+    whole, = re.findall(r"2 kernels, ([0-9.]+) ms an item by the cost model", said)
+    items_ms, = re.findall(r"expected on P40: .* at batch 4 \(([0-9.]+) ms\), by the cost model: nothing was", said)
+    assert float(whole) == pytest.approx(float(items_ms) / 4, abs=1e-3) and float(whole) > 0
+    assert inspect_engine.main([str(path), "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["kernels"]
+    assert sum(step["expected_us"] for step in steps) == pytest.approx(1e3 * float(whole), abs=1)
+
+
+def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
+        path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The calling thread only waits."""
+    install(monkeypatch, EmulatedGpu("sm_61"))
+    monkeypatch.setattr(profile, "thread_seconds", None)
+    monkeypatch.setattr(profile, "SECONDS", 0.0)
+    for main, arguments in ((run_engine.main, [str(path), "--profile"]),
+                            (inspect_engine.main, [str(path), "--profile"])):
+        assert main(arguments) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("P40 (sm_61), as its data sheet has it: G MAC/s in int8 19968")
+        assert "each step alone 0." in said
