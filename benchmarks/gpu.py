@@ -13,7 +13,7 @@ compute-sanitizer on `--steps right --match NAME`, and ncu on the slowest steps.
 What the machine needs is this tree, the driver, Python 3.11 or later, and as wheels, if it has no network: numpy, onnx,
 ml_dtypes, llvmlite (0.45 or later), protobuf, onnxruntime (for the statistics of random networks), pytest, and the
 extra `cuda` for machine code made at the build; without that the driver makes it, which is checked and timed alike.
-Peers are measured if they are there: torch with torchvision and transformers.
+Peers are measured if they are there: TensorRT, TensorRT-RTX; torch with torchvision and transformers.
 """
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from benchmarks.runtimes.gpu_peers import peers
 from benchmarks.zoo import TINY, ZOO, Net, Tensor, architecture
 from benchmarks.zoo.pictures import feeds_for
 from benchmarks.zoo.sequences.bert import bert
+from benchmarks.zoo.sequences.speech import deep_speech2
+from benchmarks.zoo.sequences.transformers import recogniser, vit
 from engines.backends.cuda.backend import BACKEND
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
@@ -51,6 +53,7 @@ from engines.backends.cuda.runtime.holdings import Passing
 from engines.backends.cuda.runtime.library import CudaError
 from engines.backends.cuda.session import CudaSession
 from engines.backends.cuda.tuner import GpuTuner, Wanted
+from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Graph
 from engines.lowering.epilogue.program import EpilogueProgram
@@ -79,7 +82,9 @@ MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "resnet50": ZOO["resnet50"], "mobilenet_v2": ZOO["mobilenet_v2"], "minilm": minilm,
     "trial": partial(trial, classes=4)}
 SMALL: Mapping[str, Callable[[], onnx.ModelProto]] = {
-    **MODELS, **{name: TINY[name] for name in ("resnet50", "mobilenet_v2")}, "minilm": partial(minilm, length=16)}
+    **MODELS, **{name: TINY[name] for name in ("resnet50", "mobilenet_v2")}, "minilm": partial(minilm, length=16),
+    "recogniser": partial(recogniser, classes=20), "vit": partial(vit, classes=10),
+    "gru": partial(deep_speech2, steps=24, bands=41, hidden=48, layers=2)}
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,8 @@ class Bench:
     def part(self, key: str) -> AbstractContextManager[None]:
         return self.results.part(key, self.options.part_seconds)
 
-    def each(self) -> Iterator[tuple[str, str]]:
-        for name in self.options.models:
+    def each(self, also: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+        for name in (*self.options.models, *also):
             for precision in self.options.precisions:
                 yield name, precision
 
@@ -179,7 +184,7 @@ def checked(name: str, emulated: str, most: int | None) -> str:
 
 def networks(bench: Bench) -> None:
     """Small networks against the plan of a CPU: integers byte for byte."""
-    for name, precision in bench.each():
+    for name, precision in bench.each(bench.options.checked):
         if not bench.results.wants(key := f"network: {name} {precision}"):
             continue
         with bench.part(key):
@@ -293,8 +298,31 @@ def _shares(bench: Bench, step: Any, batch: int, us: float) -> str:
 
 def beside(bench: Bench) -> None:
     """What others do on the same GPU."""
-    if not bench.options.emulated:
-        peers(bench.results, bench.options.models, bench.options.batches)
+    if bench.options.emulated:
+        return
+    for target in TARGETS:
+        tensorrt(bench, target)
+    peers(bench.results, bench.options.models, bench.options.batches)
+
+
+def tensorrt(bench: Bench, target: str) -> None:
+    """NVIDIA's own compiler, of the same graphs; with copies from and to the host."""
+    try:
+        library(target)
+    except LibraryMissing as missing:
+        bench.results(target, str(missing))
+        return
+    for name, precision in bench.each():
+        if not bench.results.wants(key := f"{target}: {name} {precision}"):
+            continue
+        with bench.part(key):
+            context = Engine(bench.plan(name, precision, target)).create_context()
+            for batch in bench.options.batches:
+                seconds = max(sum(each for _, each in context.profile(batch, REPEATS)), 1e-9)
+                bench.results(f"{key}, batch {batch}", {"items/s": round(batch / seconds),
+                                                        "ms with copies": round(seconds * 1e3, 4)})
+            bench.results(key, context.plan.machine.cpu["model"])
+            context.close()
 
 
 STEPS: Mapping[str, Callable[[Bench], None]] = {
@@ -303,12 +331,14 @@ STEPS: Mapping[str, Callable[[Bench], None]] = {
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
-        return text.split(",")
+        return list(filter(None, text.split(",")))
 
     parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=names, default=list(STEPS), metavar="S,...", help=", ".join(STEPS))
     parser.add_argument("--models", type=names, default=["resnet50", "mobilenet_v2", "minilm"], metavar="M,...")
+    parser.add_argument("--checked", type=names, default=["recogniser", "vit", "gru"], metavar="M,...",
+                        help="networks that are compared with a CPU's beside those of --models, and not timed")
     parser.add_argument("--precisions", type=names, default=["int8", "fp16"], metavar="P,...")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1, 8, 32, 128, 256], metavar="N,...")

@@ -20,5 +20,5 @@ def expected(plan: Plan) -> str:
 
 def expected_us(plan: Plan) -> Sequence[float]:
     """Of each step, for one item, by the model; () where the build has timed them, or has no model."""
-    found = plan.machine.cpu.get("expected", {})
-    return found.get("steps_us", ())
+    found: Sequence[float] = plan.machine.cpu.get("expected", {}).get("steps_us", ())
+    return found

@@ -98,6 +98,13 @@ def layers(plan: Plan) -> str:
     return table(rows, ("kernel", "precision", "tactic", "us expected" if modelled else "us", "M MAC", "fuses"))
 
 
+def _times(plan: Plan) -> str:
+    if modelled := expected_us(plan):
+        return f"{sum(modelled) / 1e3:.3f} ms an item by the cost model"
+    timed = sum(step.time_us for step in plan.machine.steps)
+    return f"{timed / 1e3:.3f} ms as timed one by one" if timed else "nothing was timed"
+
+
 def by_reference(coverage: Coverage) -> str:
     """The steps that run on the reference, with the reasons; "" where there are none."""
     return f"not compiled, running on the reference:\n{coverage.reasons}" if coverage.by_reference else ""
@@ -132,10 +139,7 @@ def _command(options: argparse.Namespace) -> int:
     print(layers(plan))
     for run in machine.item_major:
         print(f"\nitem by item in batches: '{machine.steps[run.first].name}' to '{machine.steps[run.last - 1].name}'")
-    modelled, macs = expected_us(plan), sum(step.macs for step in machine.steps)
-    times = (f"{sum(modelled) / 1e3:.3f} ms an item by the cost model" if modelled else
-             f"{sum(step.time_us for step in machine.steps) / 1e3:.3f} ms as timed one by one")
-    print(f"\n{kernels(plan)}, {times}, {macs / 1e6:.1f} M MAC, "
+    print(f"\n{kernels(plan)}, {_times(plan)}, {sum(step.macs for step in machine.steps) / 1e6:.1f} M MAC, "
           f"{len(machine.constants) / 1e6:.2f} MB of constants"
           + (f", {machine.expanded_bytes / 1e6:.2f} MB more computed from them at load" if machine.expanded else ""))
     coverage = coverage_of(plan)

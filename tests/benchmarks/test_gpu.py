@@ -40,7 +40,7 @@ def test_every_step_runs_what_fails_is_said_and_nothing_is_done_twice(
     monkeypatch.setattr(tuner, "HOPEFUL", 1.0)                      # one tactic of each kernel
     monkeypatch.setattr(gpu, "TUNED_FOR", (1,))
     monkeypatch.setattr(gpu, "STEPS", {"broken": fails, **gpu.STEPS})
-    arguments = ["--emulated", "sm_80", "--models", "trial", "--precisions", "int8", "--batches", "1",
+    arguments = ["--emulated", "sm_80", "--models", "trial", "--checked", "", "--precisions", "int8", "--batches", "1",
                  "--match", "resize, int8", "--steps", ",".join(gpu.STEPS), "--results", str(tmp_path / "found.json")]
     gpu.main(arguments)
     found = json.loads((tmp_path / "found.json").read_text())

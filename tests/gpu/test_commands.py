@@ -38,6 +38,14 @@ def test_what_nothing_was_timed_for_is_shown_as_the_model_expects_it(
     assert sum(step["expected_us"] for step in steps) == pytest.approx(1e3 * float(whole), abs=1)
 
 
+def test_a_plan_without_times_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = Builder(BuildConfig(target="portable", timing=False))
+    write_plan(builder.plan(builder.graph(small_model([node("Exp", "x", "y")], {"x": ["N", 8]}, ["y"]))),
+               tmp_path / "m.plan")
+    assert inspect_engine.main([str(tmp_path / "m.plan")]) == 0
+    assert "1 kernels, nothing was timed, " in capsys.readouterr().out
+
+
 def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
         path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The calling thread only waits."""

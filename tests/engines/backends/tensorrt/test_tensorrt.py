@@ -14,10 +14,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks import gpu
+from benchmarks.measure.findings import Findings
 from engines.backends.tensorrt.build import Layer, layers_of
 from engines.backends.tensorrt.model import halved, symmetric
 from engines.backends.tensorrt.runtime.device import DEVICE
-from engines.backends.tensorrt.runtime.library import Message
+from engines.backends.tensorrt.runtime.library import TARGETS, Message
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, PlanTargetError
 from engines.ir.graph import Array
@@ -136,6 +138,19 @@ def test_a_context_copies_in_runs_the_engine_and_copies_out(doubling: Plan) -> N
     for items in (3, 1):
         x = np.arange(3.0 * items, dtype=np.float32).reshape(items, 3)
         np.testing.assert_array_equal(engine.run({"x": x})["y"], x * 2)
+
+
+def test_the_benchmark_of_gpus_times_it_beside_ours_or_says_that_it_is_missing(
+        doubling: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = gpu.parse(["--models", "trial", "--precisions", "fp16", "--batches", "1,2"])
+    bench = gpu.Bench(options, Findings(None, 1), DEVICE.open_gpu(0), "sm_80")
+    monkeypatch.setattr(gpu.Bench, "plan", lambda *asked: doubling)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    for target in TARGETS:
+        gpu.tensorrt(bench, target)
+    found = bench.results.found
+    assert found["tensorrt: trial fp16, batch 2"]["items/s"] > 0 and found["tensorrt: trial fp16"] == "tensorrt 10.1"
+    assert "pip install 'infer-server[tensorrt-rtx]'" in found["tensorrt_rtx"]
 
 
 def test_an_engine_of_another_version_is_refused(doubling: Plan) -> None:
