@@ -61,8 +61,18 @@ action("xor")(_each(2, np.bitwise_xor))
 action("not")(_each(1, np.invert))
 action("neg")(_each(1, np.negative))
 action("abs")(_each(1, np.abs))
+action("copysign")(_each(2, lambda sign, size: np.copysign(size, sign)))
 action("sqrt", modifiers="rn")(_each(1, np.sqrt))
 action("rcp", modifiers="rn")(_each(1, lambda x: np.float32(1) / x))
+
+
+@action("ex2", modifiers="approx ftz")
+def _ex2(run: Run, i: Instruction) -> None:
+    """2**x, of the numbers within 2**-22 of it the nearest; what is below 2**-126 is 0."""
+    x, = _operands(run, i, 1)
+    with np.errstate(all="ignore"):
+        result = np.exp2(x.astype(np.float64)).astype(np.float32)
+    run.put(i.one(0), np.where(result < np.finfo(np.float32).tiny, np.float32(0), result))
 
 
 def _high(a: Array, b: Array) -> Array:
@@ -245,14 +255,25 @@ def _to_integer(x: Array, target: np.dtype[Any]) -> Array:
     return np.where(np.isnan(x), np.array(nothing, target), result)
 
 
+def _halves(x: Array, kind: str) -> Array:
+    """The bits of float16 or bfloat16, in words; of no number all are 1 but the sign."""
+    if kind == "f16x2":
+        bits = x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    else:
+        whole = x.view(np.uint32)
+        bits = whole + (whole >> 16 & 1) + 0x7FFF >> 16
+    return np.where(np.isnan(x), np.uint32(0x7FFF), bits.astype(np.uint32))
+
+
 @action("cvt", modifiers="rn rni rzi rmi rpi bf16 f16x2 bf16x2 sat")
 def _cvt(run: Run, i: Instruction) -> None:
     to, source = i.op[-2:]
-    if to == "f16x2":
-        upper, lower = (run.get(i.one(n), "f32").astype(np.float16).view(np.uint16).astype(np.uint32) for n in (1, 2))
+    if to in ("f16x2", "bf16x2"):
+        with np.errstate(over="ignore"):
+            upper, lower = (_halves(run.get(i.one(n), "f32"), to) for n in (1, 2))
         run.put(i.one(0), upper << 16 | lower)
         return
-    if "sat" in i.op or "bf16" in (to, source) or to == "bf16x2":
+    if "sat" in i.op or "bf16" in (to, source):
         raise Fault("this conversion is not known here")
     x = run.get(i.one(1), source)
     if words := [word for word in i.op[1:-2] if word in _ROUNDING]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.codegen.ir_builder import Value
-from engines.codegen.types import I32
+from engines.codegen.types import FLOAT, I32, vector
 from engines.codegen.words import Words
 from engines.errors import ConfigError, did_you_mean
 
@@ -48,6 +48,24 @@ class Gpu(Words):
     def round(self, x: Value) -> Value:
         """float32 -> int32, halves to even; saturated."""
         return x.f.call(I32, "llvm.nvvm.f2i.rn", x, hint="round")
+
+    def halves(self, dtype: str, low: Value, high: Value) -> Value | None:
+        """Two numbers of float16 or bfloat16 in a word, by one instruction: GPUs that multiply bfloat16 have it, for
+        others None."""
+        if not self.by_warp("bf16"):
+            return None
+        name, element = ("ff2f16x2", "half") if dtype == "float16" else ("ff2bf16x2", "bfloat")
+        f, pair = low.f, vector(2, element)
+        return f.cast("bitcast", f.call(pair, f"llvm.nvvm.{name}.rn", high, low, hint="halves"), I32, "word")
+
+    def larger(self, a: Value, b: Value) -> Value:
+        """Of a number and what is none, the number: one instruction, where `max`, which says what comes of both as a
+        CPU does, is two."""
+        return a.f.call(FLOAT, "llvm.maxnum.f32", a, b, hint="larger")
+
+    def power_of_2(self, x: Value) -> Value:
+        """2**x by one instruction, within 2**-22 of it; 0 of minus infinity and below 2**-126."""
+        return x.f.call(FLOAT, "llvm.nvvm.ex2.approx.ftz.f", x, hint="power")
 
 
 GPUS = {gpu.name: gpu for gpu in (

@@ -134,20 +134,27 @@ def _stored(gpu: Gpu, dtype: str, value: Value) -> Value:
     return gpu.float_to_bfloat(value) if dtype == "bfloat16" else value
 
 
+def words_of_bytes(lows: Sequence[Value]) -> list[Value]:
+    """The lowest bytes of words, four in one."""
+    pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(lows[::2], lows[1::2], strict=True)]
+    return [pick_bytes(a, b, 0x5410) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+
+
 def packed_words(gpu: Gpu, dtype: str, values: Sequence[Value]) -> list[Value]:
     """The stored bytes, four at a time."""
     if dtype in LIMITS:
-        lows = [_low_byte(gpu, dtype, value) for value in values]
-        pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(lows[::2], lows[1::2], strict=True)]
-        return [pick_bytes(a, b, 0x5410) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+        return words_of_bytes([_low_byte(gpu, dtype, value) for value in values])
     if dtype == "float32":
         return [gpu.bits(value) for value in values]
-    halves = []
-    for value in values:
-        half = _stored(gpu, dtype, value)
-        bits = half if half.type == I16 else half.f.cast("bitcast", half, I16, "bits")
-        halves.append(half.f.cast("zext", bits, I32, "low"))
-    return [pick_bytes(a, b, 0x5410) for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    return [_halves(gpu, dtype, low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
+
+
+def _halves(gpu: Gpu, dtype: str, low: Value, high: Value) -> Value:
+    if (word := gpu.halves(dtype, low, high)) is not None:
+        return word
+    halves = [_stored(gpu, dtype, value) for value in (low, high)]
+    bits = [half if half.type == I16 else half.f.cast("bitcast", half, I16, "bits") for half in halves]
+    return pick_bytes(*(half.f.cast("zext", half, I32, "low") for half in bits), 0x5410)
 
 
 # ---- programs

@@ -20,17 +20,24 @@ import numpy as np
 from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, across, barrier, begin_kernel, shared, special, wide
 from engines.backends.cuda.cost import PLAIN, Card
-from engines.backends.cuda.kernels.access import load_channels, offset_in, pixel_offset, run_program, store_channels
+from engines.backends.cuda.kernels.access import (
+    MAGIC,
+    load_channels,
+    offset_in,
+    pixel_offset,
+    run_program,
+    store_channels,
+)
 from engines.backends.cuda.kernels.access import load_constants as load_program_constants
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul import query_tiles, shared_tiles
+from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.product import added, load_factor
 from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
 from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import FLOAT, I32
-from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
@@ -139,7 +146,7 @@ class _Query:
         peak = self._reduced(self.gpu.max, [self._of_lane(t, problem.keys, x, -math.inf)
                                                      for t, x in scores.items()])
         top = taken_off(peak)
-        powers = {t: self._power(x - top) for t, x in scores.items()}
+        powers = {t: self._power(x, top) for t, x in scores.items()}
         total = self._reduced(lambda a, b: a + b, [self._of_lane(t, problem.keys, p, 0.0) for t, p in powers.items()])
         for t, p in powers.items():
             with f.when((self.lane + t).below(problem.keys)):
@@ -179,9 +186,9 @@ class _Query:
         hidden, = load_channels(self.gpu, mask, at, 1)
         return self.gpu.fma(acc, self.scale, hidden) if self.integers else acc * self.scale + hidden
 
-    def _power(self, below_peak: Value) -> Value:
-        power: Value = exp2(self.gpu, below_peak * float(self.problem.units), "uint8" if self.integers else "float32")
-        return self.gpu.unary("rint", power) if self.integers else power
+    def _power(self, x: Value, top: Value) -> Value:
+        p = power(self.gpu, self.problem, x, top)
+        return p - MAGIC if self.integers else p
 
     def _mixed(self) -> dict[int, Value]:
         """By the lane's columns: sums of p * v."""

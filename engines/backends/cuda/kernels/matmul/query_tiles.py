@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.codegen.module import across, pick_bytes, wide
-from engines.backends.cuda.codegen.products import STEP
+from engines.backends.cuda.codegen.products import STEP, dot
 from engines.backends.cuda.kernels.access import (
+    MAGIC,
     alignment,
     load_channels,
     load_constants,
@@ -30,11 +31,12 @@ from engines.backends.cuda.kernels.access import (
     pixel_offset,
     run_program,
     store_channels,
+    words_of_bytes,
 )
+from engines.backends.cuda.kernels.matmul.powers import MAGIC_BITS, converts_by_adding, power
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.row_formulas import seen, share, taken_off
 from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
-from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
@@ -96,14 +98,15 @@ class QueryTile:
         self.rows = [self._row(query) for query in self.queries]
         self.keys_at_once = STEP // problem.q.size
         self.turn = self.keys_at_once           # keys of a turn of the loops
+        self.middle = MAGIC_BITS if self.integers and converts_by_adding(problem) else 0    # sums of scores begin there
         self.q, self.ones = self._queries()
 
     def write(self, there: Value) -> None:
         peaks, (totals, acc) = self._nothing_seen(), self._nothing_summed()
         for block in self._blocks("block", False, peak=peaks):
             for (row, _), x in self._scores(block).items():
-                peaks[row] = self.gpu.max(peaks[row], x)
-        peaks = {row: self._together(self.gpu.max, peak) for row, peak in peaks.items()}
+                peaks[row] = self.gpu.larger(peaks[row], x)
+        peaks = {row: self._together(self.gpu.larger, peak) for row, peak in peaks.items()}
         tops = {row: taken_off(peak) for row, peak in peaks.items()}
         for block in self._blocks("again", True, acc=acc, total=totals):
             self._add(totals, acc, self._scores(block), tops, block)
@@ -116,7 +119,7 @@ class QueryTile:
         """Sums of p, and of p * v: [column of COUTS, e]."""
         zero = self.f.constant(0, I32 if self.integers else FLOAT)
         columns = -(-self.problem.v.shape[-1] // TILE) * (TILE // COUTS)
-        return (dict.fromkeys((0, 1), self.f.constant(0, FLOAT)),
+        return (dict.fromkeys((0, 1), zero),
                 {(column, e): zero for column in range(columns) for e in range(4)})
 
     def _blocks(self, name: str, mixes: bool, **carried: dict[Any, Value]) -> Iterator[Block]:
@@ -126,16 +129,27 @@ class QueryTile:
 
     def _add(self, totals: Rows, acc: Sums, scores: Scores, tops: Rows, block: Block) -> None:
         """What its keys add to the sums."""
-        powers = {at: self._power(x, tops[at[0]]) for at, x in scores.items()}
-        for (row, _), p in powers.items():
+        powers = {at: power(self.gpu, self.problem, x, tops[at[0]]) for at, x in scores.items()}
+        words = [self._words_of([p for (of, _), p in powers.items() if of == row]) for row in (0, 1)]
+        for (row, _), p in () if self.integers else powers.items():
             totals[row] = totals[row] + p
-        self._mix(acc, powers, block)
+        for row, of_row in enumerate(words if self.integers else ()):
+            for word in of_row:
+                totals[row] = dot(self.gpu, "int8", totals[row], word, word.like(ONES))
+        self._mix(acc, words, block)
+
+    def _words_of(self, powers: Sequence[Value]) -> list[Value]:
+        """As the other product takes them."""
+        if self.integers:
+            return words_of_bytes([self.gpu.bits(p) for p in powers])
+        return packed_words(self.gpu, self.problem.v.dtype, powers)
 
     def _finish(self, peaks: Rows, totals: Rows, acc: Sums, there: Value) -> None:
         f = self.f
         totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
         for row, query in enumerate(self.queries):
-            part, there_is = share(peaks[row], totals[row]), seen(peaks[row])
+            total = self.gpu.to_float(totals[row]) if self.integers else totals[row]
+            part, there_is = share(peaks[row], total), seen(peaks[row])
             with f.when(there & query.below(self.problem.queries)):
                 for n, e in acc:
                     if e // 2 == row:
@@ -178,7 +192,7 @@ class QueryTile:
         found: Scores = {}
         for number in range(self.keys_at_once // TILE):
             zero = f.constant(0, I32 if self.integers else FLOAT)
-            acc, sums = [zero] * 8, [zero] * 8
+            acc, sums = [zero.like(self.middle) if self.middle else zero] * 8, [zero] * 8
             for words, ones, b in zip(self.q, self.ones, self._keys(block, number), strict=True):
                 if self.integers:
                     b = [[word ^ FLIP for word in column] for column in b]
@@ -186,11 +200,15 @@ class QueryTile:
                 acc = self.lanes.multiply(acc, words, b)
             if self.integers:
                 q_zero = self.gpu.round(self.q_zero)
-                acc = [self.gpu.to_float(a - q_zero * s) for a, s in zip(acc, sums, strict=True)]
+                acc = [self._float(a - q_zero * s) for a, s in zip(acc, sums, strict=True)]
             for e, value in enumerate(acc):
                 n, row, c = 2 * number + e // 4, e // 2 % 2, e % 2
                 found[row, 2 * n + c] = self._score(value, row, block.first + self.lanes.t * 2 + (n * COUTS + c))
         return found
+
+    def _float(self, total: Value) -> Value:
+        """Of an integer, less what the sum began with."""
+        return self.gpu.from_bits(total) - MAGIC if self.middle else self.gpu.to_float(total)
 
     def _keys(self, block: Block, number: int) -> list[Words]:
         """TILE of the keys, by STEP bytes of their columns."""
@@ -215,19 +233,9 @@ class QueryTile:
             return x
         return self.f.select(key.below(keys), x, x.like(-math.inf), "score")
 
-    def _power(self, x: Value, peak: Value) -> Value:
-        power: Value = exp2(self.gpu, (x - peak) * float(self.problem.units), "uint8" if self.integers else "float32")
-        power = self.gpu.unary("rint", power) if self.integers else power
-        if self.problem.keys % self.turn == 0:
-            return power
-        not_there = x.compare("oeq", -math.inf)
-        return self.f.select(not_there, power.like(0), power, "power")
-
     # ---- p * v
-    def _mix(self, acc: Sums, powers: Scores, block: Block) -> None:
-        count = len(powers) // 2
-        a = self.lanes.factor([packed_words(self.gpu, self.problem.v.dtype, [powers[row, key] for key in range(count)])
-                               for row in (0, 1)])
+    def _mix(self, acc: Sums, powers: Words, block: Block) -> None:
+        a = self.lanes.factor(powers)
         for pair, b in enumerate(self._values(block)):
             keys = [(2 * pair + n, e) for n in (0, 1) for e in range(4)]
             acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))

@@ -25,11 +25,11 @@ from engines.backends.cuda.codegen.module import barrier, pick_bytes, shared, wh
 from engines.backends.cuda.codegen.products import STEP, load_tiles
 from engines.backends.cuda.kernels.access import alignment
 from engines.backends.cuda.kernels.matmul import query_tiles
+from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, QUERIES, Block, QueryTile, Rows, Scores, Sums
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.row_formulas import taken_off
 from engines.codegen.types import I32
-from engines.lowering.problems.exp2 import exp2
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View
 
@@ -103,10 +103,10 @@ class SharedTile(QueryTile):
         """What is taken off the scores, once the largest of them are among the peaks; the sums are made to fit."""
         tops = {}
         for row, before in peaks.items():
-            peak = reduce(self.gpu.max, [x for found in scores for (of, _), x in found.items() if of == row])
-            peaks[row] = self.gpu.max(before, self._together(self.gpu.max, peak))
+            peak = reduce(self.gpu.larger, [x for found in scores for (of, _), x in found.items() if of == row])
+            peaks[row] = self.gpu.larger(before, self._together(self.gpu.larger, peak))
             tops[row] = taken_off(peaks[row])
-            less: Value = exp2(self.gpu, (before - tops[row]) * float(self.problem.units), "float32")
+            less = power(self.gpu, self.problem, before, tops[row])
             totals[row] = totals[row] * less
             acc.update({(n, e): value * less for (n, e), value in acc.items() if e // 2 == row})
         return tops
