@@ -12,7 +12,6 @@ import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.kernels.recurrent.weights import Kept
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
@@ -65,8 +64,8 @@ def test_every_family_equals_its_reference(case: str) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "precision", "ways"), [
-    ("sm_61", "int8", 1), ("sm_75", "int8", 2), ("sm_75", "fp16", 2), ("sm_90a", "int8", 2), ("sm_80", "bf16", 2),
-    ("sm_70", "fp16", 2)])
+    ("sm_61", "int8", 2), ("sm_75", "int8", 3), ("sm_75", "fp16", 3), ("sm_90a", "int8", 3), ("sm_80", "bf16", 3),
+    ("sm_70", "fp16", 3)])
 def test_an_attention_equals_its_reference_by_queries_and_by_tiles_of_them(gpu: str, precision: str, ways: int) -> None:
     problem, inputs, constants = attention(precision)
     found = every_way(problem, GPUS[gpu])
@@ -87,13 +86,32 @@ def test_an_attention_whose_keys_lie_in_shared_memory_equals_its_reference(
     check(way, GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
 
 
-def test_an_attention_of_many_keys_is_one_of_tiles() -> None:
+@pytest.mark.parametrize(("gpu", "precision"), [("sm_61", "int8"), ("sm_70", "fp16"), ("sm_75", "fp32"),
+                                                ("sm_80", "bf16")])
+@pytest.mark.parametrize(("queries", "keys", "columns", "masked"), [
+    (1, 300, (64, 32), False), (4, 150, (6, 70), True)], ids=["whole pieces", "columns that are in no piece"])
+def test_an_attention_by_one_query_equals_its_reference(gpu: str, precision: str, queries: int, keys: int,
+                                                        columns: tuple[int, int], masked: bool) -> None:
+    """By a block and by a warp, whose last turns are not whole."""
+    problem, inputs, constants = attention(precision, queries, keys, columns, masked)
+    found = {str(way.tactic): way for way in every_way(problem, GPUS[gpu])}
+    for name in ("a query a block", "a query a warp"):
+        check(found[name], GpuRunner(GPUS[gpu]), inputs, constants, TOLERANCE[precision])
+
+
+def test_a_query_that_meets_infinity_where_it_has_no_columns_is_a_number() -> None:
+    """Twelve floats are three pieces for four lanes, of which the last has its neighbour's."""
+    problem, (q, k, *others), constants = attention("fp32", columns=(12, 12))
+    q[...], k[:, :, 3, 8:] = np.abs(q), -np.inf
+    for way in every_way(problem, GPUS["sm_80"]):
+        check(way, GpuRunner(GPUS["sm_80"]), [q, k, *others], constants, TOLERANCE["fp32"])
+
+
+def test_an_attention_of_many_keys_is_of_tiles_where_there_are_any() -> None:
     view = dense_view("uint8", (2, 2048, 32))
     problem = Attention(view, view, view, view, None, ProgramBuilder(True).program(), "int8")
-    assert [str(way.tactic) for way in every_way(problem, GPUS["sm_80"])] == [
-        "64 queries a block, keys in shared memory", "16 queries a warp"]
-    kernel = kernel_for(problem, GPUS["sm_61"], (256,) * 4)
-    assert kernel and kernel.refusal == "more than 1024 keys of an attention"
+    assert str(way_of(problem, GPUS["sm_80"]).tactic) == "64 queries a block, keys in shared memory"
+    assert str(way_of(problem, GPUS["sm_61"]).tactic) == "a query a warp"
 
 
 @pytest.mark.parametrize(("gpu", "precision", "across"), [

@@ -20,6 +20,7 @@ ISSUE = 128                 # lanes that may issue an instruction in a cycle
 EPILOGUE, OPERAND = 7, 3    # instructions for each output, counted in SASS: sum -> byte; an operand's byte -> its part
 PLAIN = 4                   # instructions for a product of a thread: two loads, the product, where the next ones are
 START, LAUNCH = 1200, 2e-6  # cycles until a block's first product; seconds from a kernel to the next in a graph
+LATENCY = 6e-7              # seconds from a load to what it brings from memory
 REGISTERS, BESIDE = 65536, 90       # of a multiprocessor; of a thread beside its sums
 MOST_REGISTERS = 250                # of a thread, before it spills
 THREADS = 2048                      # of a multiprocessor
@@ -41,10 +42,18 @@ class Card:
         """Seconds of a launch that only moves so many bytes."""
         return size / self.memory + LAUNCH
 
+    def reading(self, size: int, threads: int, each: int) -> float:
+        """Seconds of a launch that reads so many bytes, of which every thread waits for `each` at once."""
+        waiting = min(threads, self.multiprocessors * THREADS // 2) * each
+        return max(size / self.memory, size / waiting * LATENCY) + LAUNCH
 
     def by_thread(self, macs: int, threads: int) -> float:
         """Seconds of a launch whose threads multiply each by itself."""
         return PLAIN * macs / min(threads, ISSUE * self.multiprocessors) / self.hertz + LAUNCH
+
+    def together(self, precision: str, macs: int, blocks: int) -> float:
+        """Seconds of a launch whose warps multiply together."""
+        return macs / (self.products[precision] * min(blocks, self.multiprocessors)) / self.hertz + LAUNCH
 
 
 # By architecture, the card that plans are made for where none is at hand.

@@ -83,6 +83,16 @@ def words_of_column(view: View, addresses: Sequence[Value]) -> list[Value]:
     return [pick_bytes(a, b, 0x5410) ^ FLIP for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
+def mean_of(gpu: Gpu, problem: Attention, total: Value, part: Value, there_is: Value, v_zero: Value) -> Value:
+    """What the program is given, of a sum of p * v. there_is: whether the query sees any key."""
+    if problem.precision != "int8":
+        return total * part
+    mean = gpu.to_float(total) * part
+    if problem.mask is None:
+        return mean
+    return mean + mean.f.select(there_is, mean.like(0), v_zero - float(MIDDLE), "nothing")
+
+
 class QueryTile:
     """Writes the kernel for the queries from query0 on. All of a warp take part; queries and keys behind the last are
     the last once more, and count for nothing."""
@@ -263,9 +273,7 @@ class QueryTile:
 
     def _store(self, row: int, column: Value, total: Value, part: Value, there_is: Value) -> None:
         problem, f, view = self.problem, self.f, self.problem.y
-        mean = (self.gpu.to_float(total) if self.integers else total) * part
-        if self.integers and problem.mask:
-            mean = mean + f.select(there_is, mean.like(0), self.v_zero - float(MIDDLE), "nothing")
+        mean = mean_of(self.gpu, problem, total, part, there_is, self.v_zero)
         with f.when(column.below(view.shape[-1])):
             numbers = load_constants(f, self.constants, column, 1, problem.program.constants, view.shape[-1])
             results = run_program(self.gpu, problem.program, [mean], [], numbers)

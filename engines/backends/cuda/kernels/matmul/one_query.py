@@ -1,0 +1,370 @@
+"""Attention for a query at a time, of any type on any GPU: a warp for it, or a block; several keys beside each other.
+
+    lanes l of a key:   x[t] = scale * q . k[t] + mask[t]               each of some columns
+                        floats: the largest x so far; what was summed with the largest one before is made smaller
+                        y[e] += p[t] * v[t, e];  the sum of p           p = 2**(x - largest)
+    then all of a warp, and all warps of a block: their sums become one
+
+Of four keys a lane has 16 bytes of each row on their way at once, and k and v are read once: what a decoder asks, a
+query and thousands of keys, takes as long as memory needs. INT8 goes through the keys twice, for p is rounded to bytes
+by the largest of all (engines/lowering/problems/matmul.py); products are dp4a, of four columns and of four keys.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.backends.cuda.codegen.gpu import WARP, Gpu
+from engines.backends.cuda.codegen.module import across, barrier, elements, pick_bytes, shared, wide
+from engines.backends.cuda.codegen.products import dot
+from engines.backends.cuda.cost import PLAIN, Card
+from engines.backends.cuda.kernels.access import (
+    load_channels,
+    load_constants,
+    load_stored,
+    offset_in,
+    pixel_offset,
+    run_program,
+    store_channels,
+    to_float,
+    together,
+    words_of_bytes,
+)
+from engines.backends.cuda.kernels.matmul.powers import power
+from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, mean_of, words_of_column
+from engines.codegen.ir_builder import Value
+from engines.codegen.row_formulas import seen, share, taken_off
+from engines.codegen.types import FLOAT, I32, vector
+from engines.lowering.problems.matmul import Attention
+from engines.lowering.problems.view import View
+
+# In INT8 or not, counted in SASS: instructions of a lane for a key, and for a column of k or v beside them.
+COUNTED = {True: (43, 1), False: (19, 2)}
+KEYS = 4                # of a group of lanes in a turn: INT8 multiplies four keys at once
+WORD = 4                # bytes
+
+Columns = list[Value]   # of a lane: floats, or words of bytes
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How a row of k or v is shared: pieces of `each` neighbouring columns; whole: each is one piece of memory."""
+    view: View
+    each: int
+    whole: bool
+
+    @property
+    def count(self) -> int:
+        return -(-self.view.shape[-1] // self.each)
+
+
+def chunks_of(view: View, base: int) -> Chunks:
+    each = together([(view, base)], view.shape[-1], 16 // view.size)
+    if view.dtype == "uint8" and each < WORD:
+        return Chunks(view, WORD, False)        # gathered to words, whose last may have columns that are not there
+    return Chunks(view, each, True)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the lanes of a block share keys and columns."""
+    k: Chunks
+    v: Chunks
+    warps: int
+
+    @property
+    def lanes(self) -> int:
+        """Of a key."""
+        return min(WARP, 1 << (max(self.k.count, self.v.count) - 1).bit_length())
+
+    @property
+    def turn(self) -> int:
+        """Keys of a turn of the loops."""
+        return self.warps * WARP // self.lanes * KEYS
+
+    @property
+    def columns(self) -> int:
+        """Of y, with those that are not there."""
+        return -(-self.v.count // self.lanes) * self.lanes * self.v.each
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of each warp its sums, their total, the largest."""
+        return self.warps * (self.columns + 2) * WORD if self.warps > 1 else 0
+
+
+def cut_of(problem: Attention, aligned: Sequence[int], warps: int) -> Cut:
+    return Cut(chunks_of(problem.k, aligned[1]), chunks_of(problem.v, aligned[2]), warps)
+
+
+def seconds(problem: Attention, cut: Cut, card: Card, rows: int, items: int, parts: int = 1) -> float:
+    """Of a launch for so many queries of all items, or parts of them, by the model."""
+    turns, threads = -(-problem.keys // (parts * cut.turn)), rows * cut.warps * WARP
+    integers, columns = problem.precision == "int8", sum(
+        -(-chunks.count // cut.lanes) * chunks.each for chunks in (cut.k, cut.v))
+    score, column = COUNTED[integers]
+    macs = int(threads * turns * KEYS * (score + column * columns) / PLAIN)
+    return max(card.reading(problem.bytes * items, threads, KEYS * 16), card.by_thread(macs, threads))
+
+
+class OneQuery:
+    """Writes the kernel for the row-th query of all heads and items, and the keys from `begin` (an i32) up to `end`.
+    All of a block take part."""
+
+    def __init__(self, problem: Attention, gpu: Gpu, cut: Cut, operands: Sequence[Value], row: Value, thread: Value,
+                 begin: Value, keys: int) -> None:
+        """operands: q, k, v, perhaps the mask, then the numbers. keys: from begin on, no more than that."""
+        self.problem, self.gpu, self.cut, self.f = problem, gpu, cut, row.f
+        self.integers = problem.precision == "int8"
+        inputs = len(problem.inputs)
+        self.inputs, numbers = operands[:inputs], operands[inputs]
+        self.scale, *self.zeros = (self.f.load(FLOAT, numbers + 4 * n, 4, "number") for n in range(4))
+        self.row, self.head = row, row.divided(problem.queries)
+        self.thread, self.warp = thread, thread.divided(WARP)
+        self.lane = thread & cut.lanes - 1              # among those of a key
+        self.begin, self.end = begin, (begin + keys).at_most(problem.keys)
+        self.turns, self.ragged = -(-keys // cut.turn), bool(keys % cut.turn or problem.keys % keys)
+        self.q = self._query()
+
+    # ---- the passes over the keys
+    def peak(self) -> Value:
+        """The largest score, in every lane."""
+        peak = {"": self.f.constant(-math.inf, FLOAT)}
+        for keys in self._keys("peak", peak=peak):
+            for x in self._scores(keys):
+                peak[""] = self.gpu.larger(peak[""], x)
+        found = self._over_groups(self.gpu.larger, peak[""])
+        return self._of_all_warps(found) if self.cut.warps > 1 else found
+
+    def bytes_below(self, peak: Value) -> tuple[Value, Columns]:
+        """INT8: the sum of p, and the sums of p * v of the lane's columns; where `first` is, those of all keys."""
+        zero, top = self.f.constant(0, I32), taken_off(peak)
+        sums = dict.fromkeys(range(-1, self._columns), zero)
+        for keys in self._keys("sums", sums=sums):
+            scores = self._scores(keys)
+            values = [self._row(self.cut.v, 2, key) for key in keys]
+            word, = words_of_bytes([self.gpu.bits(power(self.gpu, self.problem, x, top)) for x in scores])
+            sums[-1] = dot(self.gpu, "int8", sums[-1], word, zero.like(ONES))
+            for n, column in enumerate(column for words in zip(*values, strict=True) for column in _across(words)):
+                sums[n] = dot(self.gpu, "int8", sums[n], word, column)
+        total, *columns = (self._over_groups(lambda a, b: a + b, value) for value in sums.values())
+        return self._over_warps(total, columns)
+
+    def floats(self) -> tuple[Value, Value, Columns]:
+        """The largest score, and the same sums."""
+        zero = self.f.constant(0, FLOAT)
+        peak, sums = {"": zero.like(-math.inf)}, dict.fromkeys(range(-1, self._columns), zero)
+        for keys in self._keys("keys", peak=peak, sums=sums):
+            values = [self._row(self.cut.v, 2, key) for key in keys]
+            scores, before = self._scores(keys), peak[""]
+            peak[""] = self._largest([before, *scores])
+            top = taken_off(peak[""])
+            less, powers = self._power(before, top), [self._power(x, top) for x in scores]
+            sums.update({n: value * less for n, value in sums.items()})
+            for p, row in zip(powers, values, strict=True):
+                sums[-1] = sums[-1] + p
+                for n, value in enumerate(row):
+                    sums[n] = self.gpu.fma(p, value, sums[n])
+        largest = self._over_groups(self.gpu.larger, peak[""])
+        less = self._power(peak[""], taken_off(largest))
+        total, *columns = (self._over_groups(lambda a, b: a + b, value * less) for value in sums.values())
+        if self.cut.warps == 1:
+            return largest, total, columns
+        of_all = self._of_all_warps(largest)
+        less = self._power(largest, taken_off(of_all))
+        return of_all, *self._over_warps(total * less, [value * less for value in columns])
+
+    def _power(self, x: Value, top: Value) -> Value:
+        return power(self.gpu, self.problem, x, top)
+
+    def _largest(self, values: Sequence[Value]) -> Value:
+        result, *others = values
+        for other in others:
+            result = self.gpu.larger(result, other)
+        return result
+
+    def _keys(self, name: str, **carried: dict[Any, Value]) -> Iterator[list[Value]]:
+        """The keys of the lane's group, KEYS of them in a turn; behind the last, any."""
+        f, cut = self.f, self.cut
+        first = self.begin + self.thread.divided(cut.lanes)
+        for turn in f.loop(name, self.turns, **carried):
+            key = first + f.cast("trunc", turn, I32, "turn") * cut.turn
+            yield [key + n * (cut.turn // KEYS) for n in range(KEYS)]
+
+    # ---- scores
+    def _query(self) -> list[Columns]:
+        """Of the lane's chunks; 0 where it has none."""
+        q, f = self.problem.q, self.f
+        at, zero = self.inputs[0] + offset_in(q, self.row), self.zeros[0]
+        found = []
+        for chunk in self._chunks(self.cut.k):
+            columns = [chunk * self.cut.k.each + n for n in range(self.cut.k.each)]
+            there = [column.below(q.shape[-1]) for column in columns]
+            stored = [load_stored(q, at + wide(column.at_most(q.shape[-1] - 1)) * q.strides[-1], 1)[0]
+                      for column in columns]
+            if self.integers:
+                bits = [f.select(test, f.cast("zext", byte, I32, "byte"), chunk.like(0), "byte")
+                        for test, byte in zip(there, stored, strict=True)]
+                found.append([*words_of_bytes(bits), *words_of_bytes([
+                    f.select(test, chunk.like(1), chunk.like(0), "one") for test in there])])
+                continue
+            found.append([f.select(test, self._float(q, x, zero), zero.like(0), "q")
+                          for test, x in zip(there, stored, strict=True)])
+        return found
+
+    def _float(self, view: View, stored: Value, zero: Value) -> Value:
+        number = to_float(self.gpu, view.dtype, stored)
+        return number - zero if view.dtype == "uint8" else number
+
+    def _scores(self, keys: Sequence[Value]) -> list[Value]:
+        rows = [self._row(self.cut.k, 1, key) for key in keys]
+        return [self._score(row, key) for row, key in zip(rows, keys, strict=True)]
+
+    def _score(self, row: Columns, key: Value) -> Value:
+        f, gpu, mask = self.f, self.gpu, self.problem.mask
+        each = len(row) // len(self.q)
+        pairs = [(q, row[n * each:(n + 1) * each]) for n, q in enumerate(self.q)]
+        if self.integers:
+            acc = ones = f.constant(0, I32)
+            for q, words in pairs:
+                for n, word in enumerate(words):
+                    acc = dot(gpu, "int8", acc, q[n], word)
+                    ones = dot(gpu, "int8", ones, q[each + n], word)
+            value = gpu.to_float(self._over_lanes(acc - gpu.round(self.zeros[0]) * ones))
+        else:
+            total = f.constant(0, FLOAT)
+            for (q, columns), chunk in zip(pairs, self._chunks(self.cut.k), strict=True):
+                before = total
+                for a, b in zip(q, columns, strict=True):
+                    total = gpu.fma(a, b, total)
+                if self.cut.k.count % self.cut.lanes:       # 0 times infinity would be no number
+                    total = f.select(chunk.below(self.cut.k.count), total, before, "total")
+            value = self._over_lanes(total)
+        if mask is None:
+            x = value * self.scale
+        else:
+            at = (self._of_head(3, mask) + wide(self.row.remainder(self.problem.queries)) * mask.strides[-2]
+                  + wide(key.at_most(self.problem.keys - 1)) * mask.strides[-1])
+            hidden, = load_channels(gpu, mask, at, 1)
+            x = gpu.fma(value, self.scale, hidden) if self.integers else value * self.scale + hidden
+        return f.select(key.below(self.end), x, x.like(-math.inf), "score") if self.ragged else x
+
+    # ---- rows
+    @property
+    def _columns(self) -> int:
+        """Of y that a lane has."""
+        return len(self._chunks(self.cut.v)) * self.cut.v.each
+
+    def _chunks(self, chunks: Chunks) -> list[Value]:
+        """Those of the lane."""
+        return [self.lane + first for first in range(0, chunks.count, self.cut.lanes)]
+
+    def _row(self, chunks: Chunks, number: int, key: Value) -> Columns:
+        """The lane's columns of k or v: floats, or words of bytes less MIDDLE; of a key or a chunk behind the last, the
+        last."""
+        view, zero = chunks.view, self.zeros[number]
+        row = self._of_head(number, view) + wide(key.at_most(self.problem.keys - 1)) * view.strides[-2]
+        result = []
+        for chunk in self._chunks(chunks):
+            first = chunk.at_most(chunks.count - 1) * chunks.each
+            if not chunks.whole:
+                last = view.shape[-1] - 1
+                result += words_of_column(view, [row + wide((first + n).at_most(last)) * view.strides[-1]
+                                                 for n in range(chunks.each)])
+            elif self.integers:
+                words = self.f.load(vector(chunks.each // WORD, I32), row + wide(first), chunks.each, "words")
+                result += [word ^ FLIP for word in elements(words)]
+            else:
+                stored = load_stored(view, row + wide(first) * view.strides[-1], chunks.each)
+                result += [self._float(view, x, zero) for x in stored]
+        return result
+
+    def _of_head(self, number: int, view: View) -> Value:
+        return self.inputs[number] + pixel_offset(self.head, view.shape[:-2], view.strides[:-2], view.item)
+
+    # ---- lanes, groups of them, warps
+    def _over_lanes(self, value: Value) -> Value:
+        return _over(value, lambda a, b: a + b, 1, self.cut.lanes)
+
+    def _over_groups(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
+        return _over(value, combine, self.cut.lanes, WARP)
+
+    def _of_warp(self, warp: Value) -> Value:
+        """Its sums in shared memory, [column], then their total and its largest score."""
+        return shared(self.f) + warp * ((self.cut.columns + 2) * WORD)
+
+    def _of_all_warps(self, peak: Value) -> Value:
+        """The largest of theirs, in every lane."""
+        place = (self.cut.columns + 1) * WORD
+        with self.f.when((self.thread & WARP - 1).compare("eq", 0)):
+            self.f.store(peak, self._of_warp(self.warp) + place, WORD)
+        barrier(self.f)
+        return self._largest([self.f.load(FLOAT, self._of_warp(warp) + place, WORD, "peak")
+                              for warp in map(self.warp.like, range(self.cut.warps))])
+
+    def _over_warps(self, total: Value, columns: Columns) -> tuple[Value, Columns]:
+        """Their sums, in every lane."""
+        cut, f = self.cut, self.f
+        if cut.warps == 1:
+            return total, columns
+        with f.when((self.thread & WARP - 1).below(cut.lanes)):
+            for place, part in self._pieces(columns):
+                for n, value in enumerate(part):
+                    f.store(value, self._of_warp(self.warp) + (place + n) * WORD, WORD)
+        with f.when((self.thread & WARP - 1).compare("eq", 0)):
+            f.store(total, self._of_warp(self.warp) + cut.columns * WORD, WORD)
+        barrier(f)
+        warps = [self._of_warp(self.warp.like(warp)) for warp in range(cut.warps)]
+
+        def whole(place: Value | int) -> Value:
+            first, *others = (f.load(total.type, at + place * WORD, WORD, "sum") for at in warps)
+            for other in others:
+                first = first + other
+            return first
+        return whole(cut.columns), [whole(place + n) for place, part in self._pieces(columns)
+                                    for n in range(len(part))]
+
+    def _pieces(self, columns: Columns) -> list[tuple[Value, Columns]]:
+        """The lane's columns by chunks, each with its first."""
+        each = self.cut.v.each
+        return [(chunk * each, columns[n * each:(n + 1) * each])
+                for n, chunk in enumerate(self._chunks(self.cut.v))]
+
+    # ---- y
+    @property
+    def first(self) -> Value:
+        """Whether this lane stores: those of the first key."""
+        return self.thread.below(self.cut.lanes)
+
+    def store(self, y: Value, base: int, constants: Value, peak: Value, total: Value, columns: Columns,
+              there: Value) -> None:
+        """base: what y's address is a multiple of."""
+        problem, f, gpu, width = self.problem, self.f, self.gpu, self.problem.y.shape[-1]
+        part = share(peak, gpu.to_float(total) if self.integers else total)
+        step = together([(problem.y, base)], width, self.cut.v.each)
+        for place, some in self._pieces(columns):
+            for n in range(0, len(some), step):
+                column = place + n
+                with f.when(there & self.first & column.below(width)):
+                    means = [mean_of(gpu, problem, x, part, seen(peak), self.zeros[2]) for x in some[n:n + step]]
+                    numbers = load_constants(f, constants, column, step, problem.program.constants, width)
+                    results = run_program(gpu, problem.program, means, [], numbers)
+                    at = y + offset_in(problem.y, self.row) + wide(column) * problem.y.strides[-1]
+                    store_channels(gpu, problem.y, results, at)
+
+
+def _over(value: Value, combine: Callable[[Value, Value], Value], first: int, end: int) -> Value:
+    """Of lanes whose numbers differ in these bits."""
+    while first < end:
+        value, first = combine(value, across(value, first)), 2 * first
+    return value
+
+
+def _across(words: Sequence[Value]) -> list[Value]:
+    """Four words of four bytes, the other way round."""
+    a, b, c, d = words
+    ab, cd, ab_high, cd_high = (pick_bytes(*pair, order) for order in (0x5140, 0x7362) for pair in ((a, b), (c, d)))
+    return [pick_bytes(low, high, order) for low, high in ((ab, cd), (ab_high, cd_high))
+            for order in (0x5410, 0x7632)]
