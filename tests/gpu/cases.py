@@ -253,7 +253,7 @@ def attention(precision: str, queries: int = 5, keys: int = 37, columns: tuple[i
 
 def recurrence(precision: str) -> Case:
     """A GRU of two stages, both ways, items of lengths of their own; states between -1 and 1."""
-    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, lengths=True, states=True)
+    layer = Layer(node_of("GRU", "bidirectional"), 37, precision, 11, lengths=True, states=True)
     for state in layer.inputs[1:-1]:
         np.clip(state, -1, 1, out=state)
     return layer.spec, layer.inputs, layer.constants
@@ -261,7 +261,7 @@ def recurrence(precision: str) -> Case:
 
 def lstm(rounds: bool, precision: str) -> Case:
     """Of one stage: a product of the state that it ends with. rounds: its state is rounded before each step."""
-    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, states=rounds, rounds=rounds)
+    layer = Layer(node_of("LSTM", "bidirectional"), 37, precision, 11, states=rounds, rounds=rounds)
     return layer.spec, layer.inputs, layer.constants
 
 

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from engines.backends.cuda.codegen.gpu import GPUS
+from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.backends.cuda.kernels.recurrent.weights import Kept
+from engines.backends.cuda.kernels.kernel import cheapest, kernel_for
+from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
+from engines.backends.cuda.kernels.recurrent.lanes import Kept
+from engines.backends.cuda.kernels.recurrent.warps import Tiled
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.elementwise import Pointwise
 from engines.lowering.problems.matmul import Attention
@@ -147,12 +151,35 @@ def test_what_lies_behind_the_last_k_of_a_product_is_not_multiplied() -> None:
 @pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
                                            ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:
-    """In registers, the rest in shared memory; in the caches."""
+    """In registers, the rest in shared memory; in the caches, for one item and for several."""
     (problem, inputs, constants), tolerance = CASES[case][0](), CASES[case][1]
-    first, *_, last = every_way(problem, GPUS[gpu])
-    assert first.tactic.parts > 1 and str(last.tactic) == "default"
-    for way in (Way(first.kernel, Kept(4, 2)), last):
-        check(way, GpuRunner(GPUS[gpu]), inputs, constants, tolerance)
+    first, *_ = every_way(problem, GPUS[gpu])
+    assert first.tactic.parts > 1
+    for tactic in (Kept(4, 2), ThroughCaches(1), ThroughCaches(4)):
+        check(Way(first.kernel, tactic), GpuRunner(GPUS[gpu]), inputs, constants, tolerance)
+
+
+@pytest.mark.parametrize(("gpu", "case", "tactic"), [
+    ("sm_75", "recurrence, int16", Tiled(8, 1, 5, 1)), ("sm_80", "recurrence, int8", Tiled(16, 2, 0, 0)),
+    ("sm_80", "lstm, int16", Tiled(8, 2, 0, 0)), ("sm_80", "lstm, rounded, int8", Tiled(8, 1, 3, 1)),
+    ("sm_90a", "lstm, int8", Tiled(16, 1, 8, 1))])
+def test_a_recurrent_layer_equals_its_reference_by_tensor_cores(gpu: str, case: str, tactic: Tiled) -> None:
+    """Of items that do not fill their last block, wherever the weights are."""
+    problem, inputs, constants = CASES[case][0]()
+    assert len(inputs[0]) % tactic.items
+    found = every_way(problem, GPUS[gpu])
+    assert any(isinstance(way.tactic, Tiled) and way.tactic.items == tactic.items for way in found)
+    check(Way(found[0].kernel, tactic), GpuRunner(GPUS[gpu]), inputs, constants)
+
+
+def test_a_recurrent_layer_of_a_large_batch_is_multiplied_by_tensor_cores() -> None:
+    """By the model; floats, and a batch of few items, are not."""
+    kernels = {precision: way_of(CASES[f"lstm, {precision}"][0]()[0], GPUS["sm_80"]).kernel
+               for precision in ("int16", "fp32")}
+    card = CARDS["sm_80"]
+    assert isinstance(cheapest(kernels["int16"], card, 4096), Tiled)
+    assert not isinstance(cheapest(kernels["int16"], card, 1), Tiled)
+    assert not any(isinstance(tactic, Tiled) for tactic in kernels["fp32"].tactics())
 
 
 def test_a_halo_is_filled_and_nothing_beside_it() -> None:
@@ -223,6 +250,24 @@ def test_a_planted_fault_is_found(what: str, change: tuple[str, str]) -> None:
 def test_a_planted_fault_of_an_attention_is_found(what: str, change: tuple[str, str]) -> None:
     problem, inputs, constants = attention("int8", 70, 150, (64, 32))
     way, *_ = every_way(problem, GPUS["sm_80"])
+    broken = re.sub(*change, text_of(way))
+    assert broken != text_of(way), "what is to be broken is not there any more"
+    with pytest.raises((Fault, AssertionError)):
+        check(way, GpuRunner(GPUS["sm_80"]), inputs, constants, text=broken)
+
+
+@pytest.mark.parametrize(("what", "change"), {
+    "no barrier": PLANTED["no barrier"],
+    "states whose lower bytes have a sign": (r"s8\.u8\.s32", "s8.s8.s32"),
+    "weights whose lower bytes have a sign": (r"u8\.u8\.s32", "s8.u8.s32"),
+    "states of other units": (r"(ldmatrix\S*x4\.shared[^;]*\[%r\d+)\+\d+\]", r"\1+16]"),
+    "weights of another lane": (r"(ld\.global\S*v4[^\[]*\[%rd\d+)\]", r"\1+16]"),
+    "bytes put beside their place": (r"(st\.shared\.b8\s+\[%r\d+\+\d+)2\]", r"\g<1>4]"),
+    "an item too many": (r"setp\.(gt|ge|lt|le|hs|lo)\.u32\s+(%p\d+), (%r\d+), (%r\d+);", r"setp.ne.s32 \2, \3, -1;"),
+}.items())
+def test_a_planted_fault_of_a_recurrent_layer_on_tensor_cores_is_found(what: str, change: tuple[str, str]) -> None:
+    problem, inputs, constants = CASES["recurrence, int16"][0]()
+    way = Way(way_of(problem, GPUS["sm_80"]).kernel, Tiled(8, 1, 5, 1))
     broken = re.sub(*change, text_of(way))
     assert broken != text_of(way), "what is to be broken is not there any more"
     with pytest.raises((Fault, AssertionError)):

@@ -225,17 +225,18 @@ def test_tiles_of_shared_memory_come_across() -> None:
     np.testing.assert_array_equal(got, half(2 * t) + (half(2 * t + 1) << 16))
 
 
+@pytest.mark.parametrize(("kind_a", "kind_b"), [("u8", "s8"), ("s8", "u8"), ("u8", "u8"), ("s8", "s8")])
 @pytest.mark.parametrize(("shape", "d", "a", "b"), [
-    ("m16n8k32.row.col.s32.u8.s8.s32", ["%r9", "%r10", "%r11", "%r12"], ["%r1", "%r20", "%r20", "%r20"],
+    ("m16n8k32", ["%r9", "%r10", "%r11", "%r12"], ["%r1", "%r20", "%r20", "%r20"],
      ["%r2", "%r20"]),
-    ("m8n8k16.row.col.s32.u8.s8.s32", ["%r9", "%r10"], ["%r1"], ["%r2"])], ids=["m16n8k32", "m8n8k16"])
-def test_the_first_sums_of_a_product_are_of_row_g_and_column_2_t(shape: str, d: list[str], a: list[str],
-                                                              b: list[str]) -> None:
+    ("m8n8k16", ["%r9", "%r10"], ["%r1"], ["%r2"])], ids=["m16n8k32", "m8n8k16"])
+def test_the_first_sums_of_a_product_are_of_row_g_and_column_2_t(
+        shape: str, d: list[str], a: list[str], b: list[str], kind_a: str, kind_b: str) -> None:
     rng = np.random.default_rng(0)
-    x, w = rng.integers(0, 256, (8, 16)), rng.integers(-128, 128, (8, 16))
+    x, w = (rng.integers(0, 256, (8, 16)) - 128 * (kind == "s8") for kind in (kind_a, kind_b))
     lists = ", ".join("{" + ", ".join(part) + "}" for part in (d, a, b, ["%r20"] * len(d)))
-    got = run(f"mov.u32 %r20, 0;\nmma.sync.aligned.{shape} {lists};\n", x.astype(np.uint8).view(np.uint32).ravel(),
-              w.astype(np.int8).view(np.uint32).ravel())
+    got = run(f"mov.u32 %r20, 0;\nmma.sync.aligned.{shape}.row.col.s32.{kind_a}.{kind_b}.s32 {lists};\n",
+              x.astype(np.uint8).view(np.uint32).ravel(), w.astype(np.uint8).view(np.uint32).ravel())
     np.testing.assert_array_equal(got.view(np.int32).reshape(8, 4), (x @ w.T)[:, ::2])
 
 
@@ -287,7 +288,7 @@ FAULTS = {
     "'popc.b32 %r9, %r1' is not known here": "popc.b32 %r9, %r1;",
     "read before it is written": "add.u32 %r9, %r1, %r50;",
     "has 32 bits, not 64": "add.s64 %rd5, %r1, %rd1;",
-    "this product is not known": "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%r9, %r9, %r9, %r9}, "
+    "this product is not known": "mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%r9, %r9, %r9, %r9}, "
                                  "{%r1, %r1, %r1, %r1}, {%r2, %r2}, {%r1, %r1, %r1, %r1};",
     "has no guard here": "setp.gt.u32 %p1, %r90, 3;\n@%p1 shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1;",
     "only exchanges of a whole warp": "shfl.sync.bfly.b32 %r9, %r1, 8, 15, -1;",

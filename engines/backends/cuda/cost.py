@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SHARED_RATE = 128           # bytes a cycle of a multiprocessor's shared memory
+L2_PORT = 64                # ... of what comes from the second level of cache
 ISSUE = 128                 # lanes that may issue an instruction in a cycle
 EPILOGUE, OPERAND = 7, 3    # instructions for each output, counted in SASS: sum -> byte; an operand's byte -> its part
 PLAIN = 4                   # instructions for a product of a thread: two loads, the product, where the next ones are

@@ -38,7 +38,8 @@ def _ldmatrix(run: Run, i: Instruction) -> None:
         run.put(name, tile.reshape(-1))
 
 
-_SHAPES = {("m16n8k32", "s32", "u8", "s8", "s32"), ("m8n8k16", "s32", "u8", "s8", "s32"),
+_BYTES = ("u8", "s8")
+_SHAPES = {*((shape, "s32", a, b, "s32") for shape in ("m16n8k32", "m8n8k16") for a in _BYTES for b in _BYTES),
            ("m16n8k16", "f32", "f16", "f16", "f32"), ("m16n8k16", "f32", "bf16", "bf16", "f32"),
            ("m16n8k8", "f32", "f16", "f16", "f32")}
 

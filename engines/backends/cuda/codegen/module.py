@@ -62,6 +62,11 @@ def across(value: Value, distance: int) -> Value:
     return other if value.type == I32 else f.cast("bitcast", other, value.type, "other")
 
 
+def again(address: Value) -> Value:
+    """The same address in global memory; what is read there is read here, and not once before a loop."""
+    return address.f.op(GLOBAL, f'call {GLOBAL} asm sideeffect "mov.u64 $0, $1;", "=l,l"({address})', "again")
+
+
 def pick_bytes(a: Value, b: Value, order: int) -> Value:
     """A word of four bytes of a (0..3) and b (4..7): the lowest hexadecimal digit of `order` is the lowest byte."""
     return a.f.call(I32, "llvm.nvvm.prmt", a, b, a.f.constant(order, I32), hint="bytes")

@@ -64,14 +64,8 @@ def load_tiles(address: Value, across: bool = False) -> list[Value]:
 
 def multiply(gpu: Gpu, precision: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
     """acc + a * b of a warp, STEP bytes of K."""
-    if precision == "int8" and gpu.int8_k == STEP:
-        return _mma("m16n8k32.row.col.u8.s8", I32, acc, a, b)
     if precision == "int8":
-        low, high = list(acc[:2]), list(acc[2:])
-        for k in (0, 1):
-            low = _mma("m8n8k16.row.col.u8.s8", I32, low, [a[2 * k]], [b[k]])
-            high = _mma("m8n8k16.row.col.u8.s8", I32, high, [a[2 * k + 1]], [b[k]])
-        return [*low, *high]
+        return multiply_bytes(gpu, "u8.s8", acc, a, b)
     if precision == "bf16":
         return _mma("m16n8k16.row.col.bf16", FLOAT, acc, a, b)
     a, b = ([v.f.cast("bitcast", v, vector(2, "half"), "halves") for v in part] for part in (a, b))
@@ -81,6 +75,17 @@ def multiply(gpu: Gpu, precision: str, acc: Sequence[Value], a: Sequence[Value],
     for k in (0, 1):
         result = _mma("m16n8k8.row.col.f32.f32", FLOAT, result, a[2 * k:2 * k + 2], [b[k]])
     return result
+
+
+def multiply_bytes(gpu: Gpu, types: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+    """The same of bytes; types: s8 or u8, of both factors or of each ("u8.s8")."""
+    if gpu.int8_k == STEP:
+        return _mma(f"m16n8k32.row.col.{types}", I32, acc, a, b)
+    low, high = list(acc[:2]), list(acc[2:])
+    for k in (0, 1):
+        low = _mma(f"m8n8k16.row.col.{types}", I32, low, [a[2 * k]], [b[k]])
+        high = _mma(f"m8n8k16.row.col.{types}", I32, high, [a[2 * k + 1]], [b[k]])
+    return [*low, *high]
 
 
 def _mma(shape: str, type_: str, acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:

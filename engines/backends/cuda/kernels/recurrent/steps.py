@@ -1,40 +1,36 @@
-"""The steps of one direction for one item, as a block goes through them.
+"""The steps of one direction, as a block goes through them with some items: each thread has places (sharing.py).
 
 What a later product reads of a state goes to shared memory: h into one of two rows by turns, so that a step needs one
 barrier for it; others after their stage. Integer states are rounded there; where the model itself rounds h to its own
-range, the block finds that range first.
+range, the block finds that range first. A block of several items goes on until the longest ends; the states of the
+others stay as they are.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
 from engines.backends.cuda.codegen.module import across, barrier, elements, shared, special, vector_of, wide
 from engines.backends.cuda.kernels.access import load_channels, store_channels
-from engines.backends.cuda.kernels.kernel import Tactic
-from engines.backends.cuda.kernels.recurrent.weights import (
-    FromLanes,
-    Kept,
-    Seat,
-    StepProducts,
-    ThroughCaches,
-    threads_of,
-)
+from engines.backends.cuda.kernels.recurrent.sharing import Seat, Sharing, whole
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import FLOAT, I32, I64, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
 from engines.lowering.problems.view import View
 
-States = dict[int, Value]       # by slot: of the thread's unit
-Carried = dict[str, Value]      # where the row of h is; of states rounded to their own range: "zero" and "step"
+Key = tuple[int, int]           # a place of the thread; a slot, or a gate
+States = dict[Key, Value]
+Carried = dict[Any, Value]      # "row": where that of h is; where the model rounds, ("zero", item) and ("step", item)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Shared memory behind `begin`: a row for each state that products read, h's second one, and the extremes of warps,
-    if so many threads look for them."""
+    """Shared memory behind `begin`: a row for each state that products read, h's second one, and so many extremes, if
+    they are looked for: of each warp and item."""
     begin: int
     row: int
     sources: Sequence[int]
@@ -46,182 +42,244 @@ class Rows:
 
     @property
     def extremes(self) -> int:
-        return self.begin + -(-self.count * self.row // 8) * 8
+        return self.begin + whole(self.count * self.row, 8)
 
     @property
     def end(self) -> int:
-        return self.extremes + self.searching // WARP * 8
+        return self.extremes + self.searching * 8
 
     def of(self, slot: int) -> int:
         return self.begin + self.sources.index(slot) * self.row
 
 
 class Direction:
-    """Writes them."""
+    """Writes them. items: of the batch, of which the block's begin at `first`."""
 
-    def __init__(self, problem: Recurrence, gpu: Gpu, f: Function, operands: list[Value], d: int, tactic: Tactic,
-                 rows: Rows) -> None:
-        self.problem, self.gpu, self.f, self.d, self.rows = problem, gpu, f, d, rows
+    def __init__(self, problem: Recurrence, gpu: Gpu, f: Function, operands: list[Value], items: Value, d: int,
+                 sharing: Sharing, rows: Rows) -> None:
+        self.problem, self.gpu, self.f, self.d, self.rows, self.sharing = problem, gpu, f, d, rows, sharing
         self.cell: Cell = problem.cells[d]
         self.exact = QUANTIZED_STATES.get(problem.precision)
-        parts = tactic.parts if isinstance(tactic, Kept) else 1
-        self.threads = threads_of(problem, tactic)
-        self.thread, item = special(f, "tid.x"), special(f, "ctaid.x")
-        unit, part = self.thread.divided(parts), self.thread.remainder(parts)
-        self.there = unit.below(problem.hidden) & part.compare("eq", 0)
-        self.unit = unit.at_most(problem.hidden - 1)
+        self.thread, self.threads = special(f, "tid.x"), sharing.threads(problem)
         inputs = len(problem.inputs)
-        placed = [operand + wide(item) * view.item for operand, view in zip(
-            (*operands[:inputs], *operands[inputs + 4:]), (*problem.inputs, *problem.outputs), strict=True)]
         weights, *self.tables = operands[inputs:inputs + 4]
-        given = iter(placed)
-        self.gates = next(given)
-        self.first = [next(given) if view else None for view in problem.first]
-        self.length = next(given) if problem.lengths else None
-        self.y = next(given) if problem.y else None
-        self.last = [next(given) if view else None for view in problem.last]
-        seat = Seat(gpu, f, problem, d, self.threads, self.thread, self.unit, part, weights)
-        self.products: StepProducts = FromLanes(seat, tactic) if isinstance(tactic, Kept) else ThroughCaches(seat)
+        self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special(f, "ctaid.x") * sharing.items,
+                         items if sharing.items > 1 else None, weights)
+        self.products = sharing.products(self.seat)
+        self.places, self.of_item = self.products.places, self.products.of_item
+        self.item_of = {n: item for item, numbers in enumerate(self.of_item) for n in numbers}
+        tensors = (*operands[:inputs], *operands[inputs + 4:])
+        views = iter(zip(tensors, (*problem.inputs, *problem.outputs), strict=True))
+        self.gates = self._by_item(*next(views))
+        self.first = [self._by_item(*next(views)) if view else None for view in problem.first]
+        lengths = next(views) if problem.lengths else None
+        self.y = self._by_item(*next(views)) if problem.y else None
+        self.last = [self._by_item(*next(views)) if view else None for view in problem.last]
+        steps = f.constant(problem.steps, I64)
+        self.ends = [self._length(address) for address in self._by_item(*lengths)] if lengths else [steps] * len(
+            self.of_item)
+        self.longest = self._longest(*lengths) if lengths and sharing.items > 1 else self.ends[0]
+
+    def _by_item(self, address: Value, view: View) -> list[Value]:
+        """Where the thread's items lie."""
+        return [address + wide(self.places[first].item) * view.item for first, *_ in self.of_item]
+
+    def _length(self, address: Value) -> Value:
+        return wide(self.f.load(I32, address, 4, "length")).at_most(self.problem.steps)
+
+    def _longest(self, address: Value, view: View) -> Value:
+        """Of the block's items."""
+        ends = [self._length(address + wide(self.seat.item(column)) * view.item)
+                for column in range(self.sharing.items)]
+        return reduce(lambda a, b: self.f.call(I64, "llvm.umax.i64", a, b, hint="longest"), ends)
 
     def write(self) -> None:
-        f, problem = self.f, self.problem
-        states = {slot: self._first(slot) for slot in range(self.cell.kept)}
+        f, problem, sharing = self.f, self.problem, self.sharing
+        states = {(n, slot): self._first(n, slot) for n in range(len(self.places)) for slot in range(self.cell.kept)}
         self.products.begin(shared(f) + self.rows.begin, self.rows.count)
         barrier(f)
         carried: Carried = {"row": f.constant(0, I32)}
-        carried |= self._share(states[0], self._row(0))
+        carried |= self._share(states, 0, self._row(0))
         barrier(f)
-        zero, steps = f.constant(0, I64), f.constant(problem.steps, I64)
-        end = steps if self.length is None else wide(f.load(I32, self.length, 4, "length")).at_most(problem.steps)
-        following = self._x(self._time(zero, end))
-        for turn in f.range("step", zero, end, states=states, carried=carried, x=following):
+        zero = f.constant(0, I64)
+        following = self._x(zero, range(self.cell.gates)) if sharing.ahead else {}
+        for turn in f.range("step", zero, self.longest, states=states, carried=carried, x=following):
             x, before = dict(following), dict(carried)
-            following.update(self._x(self._time(turn + 1, end)))
-            new = self._step(x, dict(states), before)
-            states.update({slot: new[slot] for slot in states})
+            if sharing.ahead:
+                following.update(self._x(turn + 1, range(self.cell.gates)))
+            new = self._step(turn, x, dict(states), before)
+            for n, slot in states:
+                states[n, slot] = self._unless_ended(turn, n, new[n, slot], states[n, slot])
             carried["row"] = (self.rows.count - 1) * self.rows.row - before["row"]
-            carried.update(self._share(states[0], self._row(0) + carried["row"]))
+            carried.update(self._share(states, 0, self._row(0) + carried["row"]))
             barrier(f)
-            self._to_y(self._time(turn, end), states[0])
-        for t in f.range("behind", end, steps):
-            self._to_y(t, states[0].like(0))
-        for state, view, address in zip(states.values(), problem.last, self.last, strict=True):
-            if view and address:
-                with f.when(self.there):
-                    store_channels(self.gpu, view, [state], self._place(address, view))
+            self._to_y(turn, states)
+        if problem.lengths:
+            self._behind()
+        for slot, (view, addresses) in enumerate(zip(problem.last, self.last, strict=True)):
+            for n, place in enumerate(self.places):
+                if view and addresses:
+                    with f.when(place.there):
+                        store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
 
-    def _time(self, turn: Value, end: Value) -> Value:
-        """Of the turn; of one behind the last, any that there is."""
-        return (end - 1 - turn if self.problem.backwards[self.d] else turn).at_most(self.problem.steps - 1)
+    def _time(self, turn: Value, item: int) -> Value:
+        """Of the turn of an item; of one behind the last, any that there is."""
+        backwards = self.problem.backwards[self.d]
+        return (self.ends[item] - 1 - turn if backwards else turn).at_most(self.problem.steps - 1)
+
+    def _unless_ended(self, turn: Value, n: int, new: Value, old: Value) -> Value:
+        if self.longest is self.ends[0]:
+            return new
+        return self.f.select(turn.below(self.ends[self.item_of[n]]), new, old, "kept")
 
     # ---- a step
-    def _step(self, x: States, states: States, carried: Carried) -> States:
+    def _step(self, turn: Value, x: States, states: States, carried: Carried) -> States:
         """All states after it; 0 stays the old h for products and updates of the step."""
-        old, new = states[0], states
+        old, new, numbers = dict(states), states, range(len(self.places))
         for stage in self.cell.stages:
             row = self._row(stage.source)
             if stage.source == 0:
                 row = row + carried["row"]
             else:
-                self._share(new[stage.source], row)
+                self._share(new, stage.source, row)
                 barrier(self.f)
-            sums, full = self._products(stage, row, x, carried)
+            sums, full = self._products(stage, row, turn, x, carried)
             for update in stage.updates:
-                operands = [self._operand(source, x, sums, full, {**new, 0: old}) for source in update.operands]
-                new[update.slot] = self._program(update.program, None, operands, update.numbers)
+                for n in numbers:
+                    seen = {**new, (n, 0): old[n, 0]}
+                    operands = [self._operand(n, source, x, sums, full, seen) for source in update.operands]
+                    new[n, update.slot] = self._program(update.program, None, operands, update.numbers)
         return new
 
-    def _operand(self, source: tuple[str, int], x: States, sums: States, full: States, states: States) -> Value:
+    def _operand(self, n: int, source: tuple[str, int], x: States, sums: States, full: States, states: States) -> Value:
         kind, index = source
         if kind == "unit":
-            return self._of_unit(self.tables[0], index)
-        return {"x": x, "sum": sums, "gate": full, "state": states}[kind][index]
+            return self._of_unit(self.tables[0], n, index)
+        return {"x": x, "sum": sums, "gate": full, "state": states}[kind][n, index]
 
-    def _products(self, stage: Stage, row: Value, x: States, carried: Carried) -> tuple[States, States]:
-        """By gate: the sums as real numbers, and with x."""
-        sums, full = {}, {}
-        for gate, total in self.products.sums(stage, row, carried.get("zero")).items():
-            if not self.exact:
-                sums[gate], full[gate] = total, total + x[gate]
-                continue
-            total, scale = self.gpu.to_float(total), self._of_unit(self.tables[1], gate)
-            scale = scale * carried["step"] if self.problem.rounds else scale
-            sums[gate], full[gate] = total * scale, self.gpu.fma(total, scale, x[gate])
+    def _products(self, stage: Stage, row: Value, turn: Value, x: States, carried: Carried) -> tuple[States, States]:
+        """The sums as real numbers, and with x."""
+        sums, full, rounds = {}, {}, self.problem.rounds
+        zeros = [carried["zero", self.item_of[n]] for n in range(len(self.places))] if rounds else []
+        found = self.products.sums(stage, row, zeros)
+        if not self.sharing.ahead:
+            x.update(self._x(turn, stage.gates))
+        for gate, totals in found.items():
+            for n, total in enumerate(totals):
+                if not self.exact:
+                    sums[n, gate], full[n, gate] = total, total + x[n, gate]
+                    continue
+                total, scale = self.gpu.to_float(total), self._of_unit(self.tables[1], n, gate)
+                scale = scale * carried["step", self.item_of[n]] if rounds else scale
+                sums[n, gate], full[n, gate] = total * scale, self.gpu.fma(total, scale, x[n, gate])
         return sums, full
 
-    def _x(self, t: Value) -> States:
-        """By gate."""
+    def _x(self, turn: Value, gates: Sequence[int]) -> States:
         view, found = self.problem.gates, {}
-        for gate in range(self.cell.gates):
+        at = [address + self._time(turn, item) * view.strides[0] for item, address in enumerate(self.gates)]
+        for gate in gates:
             first = (self.d * self.cell.gates + gate) * self.problem.hidden
-            at = self.gates + t * view.strides[0] + wide(self.unit + first) * view.strides[1]
-            found[gate], = load_channels(self.gpu, view, at, 1)
+            for n, place in enumerate(self.places):
+                address = at[self.item_of[n]] + wide(place.unit + first) * view.strides[1]
+                found[n, gate], = load_channels(self.gpu, view, address, 1)
         return found
 
     # ---- states
-    def _first(self, slot: int) -> Value:
-        view, address = self.problem.first[slot], self.first[slot]
-        if view and address:
-            return load_channels(self.gpu, view, self._place(address, view), 1)[0]
+    def _first(self, n: int, slot: int) -> Value:
+        view, addresses = self.problem.first[slot], self.first[slot]
+        if view and addresses:
+            return load_channels(self.gpu, view, self._place(addresses, view, n), 1)[0]
         if slot in self.problem.given:
-            return self._of_unit(self.tables[2], self.problem.given.index(slot))
+            return self._of_unit(self.tables[2], n, self.problem.given.index(slot))
         return self.f.constant(0, FLOAT)
 
     def _row(self, slot: int) -> Value:
         return shared(self.f) + self.rows.of(slot)
 
-    def _share(self, state: Value, row: Value) -> Carried:
+    def _share(self, states: States, slot: int, row: Value) -> Carried:
         """What the next products read of it."""
         found: Carried = {}
+        values = [states[n, slot] for n in range(len(self.places))]
         if self.problem.rounds:
-            whole, zero, found["step"] = self._by_own_range(state)
-            state, found["zero"] = self.gpu.round(whole), self.gpu.round(zero)
+            values, found = self._by_own_range(values)
         elif self.exact:
-            state = self.gpu.round(state * float(self.exact.one))
-        with self.f.when(self.there):
-            self.products.put(row, state, found.get("zero"))
+            values = [self.gpu.round(value * float(self.exact.one)) for value in values]
+        for n, (place, value) in enumerate(zip(self.places, values, strict=True)):
+            with self.f.when(place.puts):
+                self.products.put(row, place, value, found.get(("zero", self.item_of[n])))
         return found
 
-    def _by_own_range(self, state: Value) -> tuple[Value, Value, Value]:
-        """(integers as floats, that of 0 among 256 steps, the step): problems.recurrence.by_own_range."""
-        f, gpu = self.f, self.gpu
-        low, high = self._extremes(gpu.min(state, 0.0), gpu.max(state, 0.0))
-        step = (high - low) / 255.0
-        step = f.select(step.compare("oeq", 0.0), step.like(1.0), step, "step")
-        zero = gpu.max(gpu.min(gpu.unary("rint", (low.like(0.0) - low) / step), 255.0), 0.0)
-        whole = gpu.max(gpu.min(gpu.unary("rint", state / step) + zero, 255.0), 0.0)
-        return whole - zero, zero, step
+    def _by_own_range(self, states: Sequence[Value]) -> tuple[list[Value], Carried]:
+        """Integers, and of each item that of 0 among 256 steps, and the step: problems.recurrence.by_own_range."""
+        f, gpu, found = self.f, self.gpu, Carried()
+        values = list(states)
+        for item, (low, high) in enumerate(self._extremes(states)):
+            step = (high - low) / 255.0
+            step = f.select(step.compare("oeq", 0.0), step.like(1.0), step, "step")
+            zero = gpu.max(gpu.min(gpu.unary("rint", (low.like(0.0) - low) / step), 255.0), 0.0)
+            for n in self.of_item[item]:
+                steps = gpu.max(gpu.min(gpu.unary("rint", states[n] / step) + zero, 255.0), 0.0)
+                values[n] = gpu.round(steps - zero)
+            found["zero", item], found["step", item] = gpu.round(zero), step
+        return values, found
 
-    def _extremes(self, low: Value, high: Value) -> tuple[Value, Value]:
-        """Of the block."""
-        f, gpu = self.f, self.gpu
-        for distance in (16, 8, 4, 2, 1):
-            low, high = gpu.min(low, across(low, distance)), gpu.max(high, across(high, distance))
-        place = shared(f) + self.rows.extremes
-        with f.when((self.thread & WARP - 1).compare("eq", 0)):
-            f.store(vector_of([low, high]), place + self.thread.divided(WARP) * 8, 8)
+    def _extremes(self, states: Sequence[Value]) -> list[tuple[Value, Value]]:
+        """Of each of the thread's items, in the whole block."""
+        f, gpu, lanes = self.f, self.gpu, self.sharing.lanes
+        columns = [self.places[first].column for first, *_ in self.of_item]
+        places = [shared(f) + (column * 8 + self.rows.extremes) for column in columns]
+        warp, of_warp = self.thread.divided(WARP), self.sharing.items * 8
+        found = []
+        for numbers in self.of_item:
+            low, high = (reduce(better, [states[n] for n in numbers[1:]], better(states[numbers[0]], 0.0))
+                         for better in (gpu.min, gpu.max))
+            for distance in lanes:
+                low, high = gpu.min(low, across(low, distance)), gpu.max(high, across(high, distance))
+            found.append((low, high))
+        with f.when((self.thread & sum(lanes)).compare("eq", 0)):
+            for place, pair in zip(places, found, strict=True):
+                f.store(vector_of(list(pair)), place + warp * of_warp, 8)
         barrier(f)
-        for warp in range(self.threads // WARP):
-            least, most = elements(f.load(vector(2, FLOAT), place + warp * 8, 8, "extremes"))
-            low, high = gpu.min(low, least), gpu.max(high, most)
-        return low, high
+        for other in range(self.threads // WARP):
+            for item, place in enumerate(places):
+                least, most = elements(f.load(vector(2, FLOAT), place + other * of_warp, 8, "extremes"))
+                found[item] = gpu.min(found[item][0], least), gpu.max(found[item][1], most)
+        return found
 
-    def _to_y(self, t: Value, h: Value) -> None:
+    # ---- results
+    def _to_y(self, turn: Value, states: States) -> None:
+        for n, place in enumerate(self.places):
+            item = self.item_of[n]
+            there = place.there
+            if self.longest is not self.ends[0]:
+                there = there & turn.below(self.ends[item])
+            self._store_y(n, self._time(turn, item), states[n, 0], there)
+
+    def _behind(self) -> None:
+        """Zeros behind the ends of items."""
+        steps = self.f.constant(self.problem.steps, I64)
+        for item, numbers in enumerate(self.of_item):
+            for t in self.f.range("behind", self.ends[item], steps):
+                for n in numbers:
+                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].there)
+
+    def _store_y(self, n: int, t: Value, h: Value, there: Value) -> None:
         view = self.problem.y
         if view and self.y:
             result = self._program(self.problem.program, h, [], self.problem.numbers)
-            with self.f.when(self.there):
-                store_channels(self.gpu, view, [result], self._place(self.y, view) + t * view.strides[0])
+            with self.f.when(there):
+                store_channels(self.gpu, view, [result], self._place(self.y, view, n) + t * view.strides[0])
 
-    # ---- what is the thread's
-    def _place(self, address: Value, view: View) -> Value:
-        """Of the unit, in a tensor whose innermost axis is [D H]."""
-        return address + wide(self.unit + self.d * self.problem.hidden) * view.strides[-1]
+    # ---- what is a place's
+    def _place(self, addresses: Sequence[Value], view: View, n: int) -> Value:
+        """Of its unit, in a tensor whose innermost axis is [D H]."""
+        unit = self.places[n].unit + self.d * self.problem.hidden
+        return addresses[self.item_of[n]] + wide(unit) * view.strides[-1]
 
-    def _of_unit(self, table: Value, row: int) -> Value:
+    def _of_unit(self, table: Value, n: int, row: int) -> Value:
         """In float32 [row][D unit]."""
         width = len(self.problem.cells) * self.problem.hidden
-        at = table + wide(self.unit + (row * width + self.d * self.problem.hidden)) * 4
+        at = table + wide(self.places[n].unit + (row * width + self.d * self.problem.hidden)) * 4
         return self.f.load(FLOAT, at, 4, "number")
 
     def _program(self, program: EpilogueProgram, sums: Value | None, operands: list[Value],

@@ -1,50 +1,73 @@
-"""How a block makes the sums of a step: weights that stay with its threads, or that come through the caches.
+"""Recurrent weights that stay with the threads of a block: the lanes of a unit share its products.
 
-    sum[gate] = sum over k of state[k] * R[gate, k, unit]
-
-Kept: the lanes of a unit share its k, 16 bytes after 16 bytes, and each has its weights from the first step to the
-last, in registers and then in shared memory; what they make is added across the lanes. Bytes are multiplied by dp4a.
-Weights of 16 bits are 256 times a signed byte and an unsigned one, and each is multiplied by two of the state at once
-(dp2a).
+The lanes of a unit share its k, 16 bytes after 16 bytes, and each has its weights from the first step to the last, in
+registers and then in shared memory; what they make is added across the lanes. Bytes are multiplied by dp4a. Weights of
+16 bits are 256 times a signed byte and an unsigned one, and each is multiplied by two of the state at once (dp2a).
 """
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from engines.backends.cuda.codegen.gpu import WARP, Gpu
+from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import across, elements, shared, wide
 from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
-from engines.backends.cuda.kernels.kernel import Tactic
-from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I8, I16, I32, vector
+from engines.backends.cuda.kernels.recurrent.sharing import (
+    SIZES,
+    Place,
+    Seat,
+    Sharing,
+    StepProducts,
+    Sums,
+    Work,
+    update,
+    whole,
+)
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I8, I16, I32, vector
 from engines.lowering.problems.problem import Array
-from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, Stage
+from engines.lowering.problems.recurrence import Recurrence, Stage
 
 PIECE = 16              # bytes that a thread takes at once
 ONES = 0x01010101
-SIZES = {"int8": 1, "int16": 2, "fp32": 4}
-
-Sums = dict[int, Value]         # by gate
+BESIDE = 72             # registers of a thread beside its weights
 
 
 @dataclass(frozen=True)
-class Kept(Tactic):
+class Kept(Sharing):
     """parts: lanes of a unit. registers: pieces of weights that a thread has in registers; the others are in shared
     memory."""
     parts: int
     registers: int
+    items = 1
 
     def __str__(self) -> str:
         return f"{self.parts} lanes a unit, {self.registers} pieces in registers"
 
+    def threads(self, problem: Recurrence) -> int:
+        return whole(problem.hidden * self.parts, WARP)
 
-def threads_of(problem: Recurrence, tactic: Tactic) -> int:
-    """Of a block."""
-    return -(-problem.hidden * (tactic.parts if isinstance(tactic, Kept) else 1) // WARP) * WARP
+    def row_bytes(self, problem: Recurrence) -> int:
+        return Pieces(problem, self.parts).row_bytes
+
+    def kept_bytes(self, problem: Recurrence) -> int:
+        return (Pieces(problem, self.parts).count - self.registers) * self.threads(problem) * PIECE
+
+    def work(self, problem: Recurrence) -> Work:
+        pieces, gates = Pieces(problem, self.parts), problem.cells[0].gates
+        products = 8 if problem.precision == "int16" else 4
+        instructions = (products * pieces.count + pieces.of_gate + 2 * gates * self.parts.bit_length()
+                        + update(problem))
+        return Work(instructions, 0, self.kept_bytes(problem), 0, pieces.size * gates * problem.hidden ** 2,
+                    BESIDE + 4 * self.registers)
+
+    def pack(self, problem: Recurrence, weights: Array) -> Array:
+        return Pieces(problem, self.parts).pack(weights)
+
+    def products(self, seat: Seat) -> StepProducts:
+        return _Products(seat, self)
 
 
 @dataclass(frozen=True)
@@ -84,74 +107,17 @@ class Pieces:
         return np.ascontiguousarray(lanes.transpose(0, 1, 3, 2, 4, 5))
 
 
-@dataclass(frozen=True)
-class Seat:
-    """A thread: its unit, and which of the unit's lanes it is. Those behind the last unit work for it once more."""
-    gpu: Gpu
-    f: Function
-    problem: Recurrence
-    direction: int
-    threads: int
-    thread: Value
-    unit: Value
-    part: Value
-    weights: Value
-
-
-class StepProducts(ABC):
-    """What the threads of a block need for the sums of a unit. A row has a state as products read it."""
-
-    def __init__(self, seat: Seat) -> None:
-        self.seat, self.f, self.gpu, self.problem = seat, seat.f, seat.gpu, seat.problem
-        self.integers = self.problem.precision in QUANTIZED_STATES
-        self.zero = self.f.constant(0, I32 if self.integers else FLOAT)
-
-    @abstractmethod
-    def begin(self, rows: Value, count: int) -> None:
-        """Before the first state is put into one of so many rows: all threads take part."""
-
-    @abstractmethod
-    def put(self, row: Value, state: Value, zero: Value | None) -> None:
-        """The unit's state, a float or an i32. zero: what 0 is among the bytes of a state that was rounded to its own
-        range; the state is without it."""
-
-    @abstractmethod
-    def sums(self, stage: Stage, row: Value, zero: Value | None) -> Sums:
-        """Of all k, for every lane of the unit."""
-
-
-class ThroughCaches(StepProducts):
-    """A lane for each unit, which reads its weights [k][unit] in every step."""
-
-    def begin(self, rows: Value, count: int) -> None:
-        """Nothing is kept."""
-
-    def put(self, row: Value, state: Value, zero: Value | None) -> None:
-        self.f.store(state, row + self.seat.unit * 4, 4)
-
-    def sums(self, stage: Stage, row: Value, zero: Value | None) -> Sums:
-        f, seat, hidden, cell = self.f, self.seat, self.problem.hidden, self.problem.cells[0]
-        size = SIZES[self.problem.precision]
-        element = {1: I8, 2: I16, 4: FLOAT}[size]
-        acc = dict.fromkeys(stage.gates, self.zero)
-        column = seat.weights + wide(seat.unit) * size + seat.direction * cell.gates * hidden * hidden * size
-        for k in f.loop("k", hidden, acc=acc):
-            state = f.load(self.zero.type, row + f.cast("trunc", k, I32, "k") * 4, 4, "state")
-            for gate in stage.gates:
-                weight = f.load(element, column + (k * (hidden * size) + gate * hidden * hidden * size), size, "weight")
-                acc[gate] = acc[gate] + state * f.cast("sext", weight, I32, "wide") if self.integers else self.gpu.fma(
-                    weight, state, acc[gate])
-        return acc
-
-
-class FromLanes(StepProducts):
-    """The lanes of a unit have its weights."""
+class _Products(StepProducts):
+    """The first lane of a unit stores its results. Those behind the last unit work for it once more."""
 
     def __init__(self, seat: Seat, tactic: Kept) -> None:
         super().__init__(seat)
         self.tactic, self.pieces = tactic, Pieces(seat.problem, tactic.parts)
+        unit, self.part = seat.thread.divided(tactic.parts), seat.thread.remainder(tactic.parts)
+        surely, first = seat.threads == seat.problem.hidden * tactic.parts, self.part.compare("eq", 0)
+        self.places, self.of_item = [seat.place(unit, unit.like(0), first, surely)], [[0]]
         self.kept: list[list[Value]] = []
-        self.totals: Sums = {}          # of a gate's weights, where states have a zero point
+        self.totals: dict[int, Value] = {}      # of a gate's weights, where states have a zero point
 
     @property
     def _beyond(self) -> Value:
@@ -161,7 +127,7 @@ class FromLanes(StepProducts):
     def begin(self, rows: Value, count: int) -> None:
         f, seat, pieces = self.f, self.seat, self.pieces
         every = self.problem.hidden * self.tactic.parts
-        mine = seat.weights + wide(seat.unit * self.tactic.parts + seat.part) * PIECE
+        mine = seat.weights + wide(self.places[0].unit * self.tactic.parts + self.part) * PIECE
         for n in range(pieces.count):
             piece = f.load(vector(4, I32), mine + (seat.direction * pieces.count + n) * every * PIECE, PIECE, "piece")
             if n < self.tactic.registers:
@@ -194,24 +160,24 @@ class FromLanes(StepProducts):
         at = self._beyond + (n - self.tactic.registers) * self.seat.threads * PIECE
         return elements(self.f.load(vector(4, I32), at, PIECE, "piece"))
 
-    def put(self, row: Value, state: Value, zero: Value | None) -> None:
+    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
         size = self.pieces.size
         state = state + zero if zero else state
         if self.integers:
             state = self.f.cast("trunc", state, {1: I8, 2: I16}[size], "stored")
-        self.f.store(state, row + self.seat.unit * size, size)
+        self.f.store(state, row + place.unit * size, size)
 
-    def sums(self, stage: Stage, row: Value, zero: Value | None) -> Sums:
+    def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
         acc = {gate: [self.zero, self.zero] for gate in stage.gates}
         for i in range(self.pieces.of_gate):
-            at = row + (self.seat.part + i * self.tactic.parts) * PIECE
+            at = row + (self.part + i * self.tactic.parts) * PIECE
             state = elements(self.f.load(vector(4, I32), at, PIECE, "state"))
             for gate in stage.gates:
                 acc[gate] = self._multiplied(acc[gate], self._piece(gate, i), state)
-        result = {}
+        result: Sums = {}
         for gate, (low, high) in acc.items():
             total = self._added_up(low + (high << 8) if self.problem.precision == "int16" else low)
-            result[gate] = total - zero * self.totals[gate] if zero else total
+            result[gate] = [total - zeros[0] * self.totals[gate] if zeros else total]
         return result
 
     def _multiplied(self, acc: Sequence[Value], weights: Sequence[Value], state: Sequence[Value]) -> list[Value]:

@@ -1,0 +1,266 @@
+"""Recurrent weights of bytes on tensor cores: a warp has tiles of 16 units, of which it multiplies all gates by the
+states of 8 items at once; the sums of a unit's gates, and so its update, are in one lane.
+
+    sums[gate][unit, item] += R[gate][unit, k] * state[item, k]         mma, 32 bytes of k at a time
+
+Weights lie as lanes need them: from the first step to the last in registers, then in shared memory; what has no room
+there comes through the caches in every step, once for all items. Weights and states of 16 bits are 256 times a signed
+byte and an unsigned one; what their products add up to is made from the highest down, exact as all sums that wrap are:
+
+    ((high * high) * 256 + high * low + low * high) * 256 + low * low
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from engines.backends.cuda.codegen.gpu import WARP, Gpu
+from engines.backends.cuda.codegen.module import again, elements, shared, wide
+from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
+from engines.backends.cuda.kernels.recurrent.sharing import (
+    SIZES,
+    Place,
+    Seat,
+    Sharing,
+    StepProducts,
+    Sums,
+    Work,
+    update,
+)
+from engines.codegen.ir_builder import Value
+from engines.codegen.types import I8, I32, vector
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.recurrence import Recurrence, Stage
+
+UNITS, ITEMS = 16, 8    # of a product
+TURN = 2 * STEP         # bytes of k that are taken at once
+PIECE = 16              # bytes of a lane for a product
+ONES = 0x01010101
+BESIDE = 56             # registers of a thread beside those of its places
+CUTS = ((8, 1), (16, 1), (8, 2))        # items of a block and tiles of a warp: more places of a lane spill
+
+# By precision, one after the other: what is multiplied together, types of weights and states, then which byte of each.
+Products = Sequence[tuple[str, int, int]]
+WHOLE: Sequence[Products] = ([("s8", 0, 0)],)
+ROUNDED: Sequence[Products] = ([("s8.u8", 0, 0)],)
+HALVES: Sequence[Products] = ([("s8", 0, 0)], [("s8.u8", 0, 1), ("u8.s8", 1, 0)], [("u8", 1, 1)])
+
+Piece = Sequence[Value]
+Acc = dict[tuple[int, int, int, int], Value]    # gate, tile, eight items, sum of a lane
+States = Callable[[int | Value, int], list[list[Piece]]]        # of a turn and a byte: [eight items][half of the turn]
+
+
+def passes(problem: Recurrence) -> Sequence[Products]:
+    return HALVES if problem.precision == "int16" else ROUNDED if problem.rounds else WHOLE
+
+
+@dataclass(frozen=True)
+class Tiled(Sharing):
+    """tiles: of a warp. registers: pieces that a lane has in registers. resident: turns whose weights stay."""
+    items: int
+    tiles: int
+    registers: int = 0
+    resident: int = 0
+    lanes = (16, 8, 4)
+    ahead = False
+
+    def __str__(self) -> str:
+        return (f"{self.items} items a block by tensor cores, {self.tiles * UNITS} units a warp, "
+                f"{self.registers} pieces in registers, {self.resident * TURN} of k kept")
+
+    # ---- pieces of weights
+    def turns(self, problem: Recurrence) -> int:
+        return -(-problem.hidden // TURN)
+
+    def pieces(self, problem: Recurrence) -> int:
+        """Of a lane and a turn."""
+        return problem.cells[0].gates * self.tiles * SIZES[problem.precision] * (TURN // STEP)
+
+    def settled(self, problem: Recurrence, registers: int, room: int) -> Tiled:
+        """With as many weights as there is room for, in registers of a thread and bytes of shared memory."""
+        each, threads = self.pieces(problem), self.threads(problem)
+        mine = max(registers - self.work(problem).registers, 0) // 4
+        beyond = max(room - self._rows(problem), 0) // (threads * PIECE)
+        resident = min(self.turns(problem), (mine + beyond) // each)
+        return replace(self, registers=min(mine, resident * each), resident=resident)
+
+    def _rows(self, problem: Recurrence) -> int:
+        """Shared memory beside weights: at most three states, two of them h."""
+        return 3 * self.row_bytes(problem) + 8 * self.items * self.threads(problem) // WARP
+
+    # ---- of a block
+    def threads(self, problem: Recurrence) -> int:
+        return -(-problem.hidden // (UNITS * self.tiles)) * WARP
+
+    def pitch(self, problem: Recurrence) -> int:
+        """Bytes from an item to the next in shared memory: a chunk more, so that eight are in eight groups of banks."""
+        return self.turns(problem) * TURN + PIECE
+
+    def row_bytes(self, problem: Recurrence) -> int:
+        return SIZES[problem.precision] * self.items * self.pitch(problem)
+
+    def kept_bytes(self, problem: Recurrence) -> int:
+        return (self.resident * self.pieces(problem) - self.registers) * self.threads(problem) * PIECE
+
+    def work(self, problem: Recurrence) -> Work:
+        cell, turns, threads = problem.cells[0], self.turns(problem), self.threads(problem)
+        ways, places = sum(map(len, passes(problem))), 4 * self.tiles * self.items // ITEMS
+        products = ways * cell.gates * turns * (TURN // STEP) * self.tiles * self.items // ITEMS
+        each, loads = self.pieces(problem), SIZES[problem.precision]       # a byte of 16 bits is multiplied twice
+        states = SIZES[problem.precision] * turns * self.items // ITEMS
+        through = loads * (turns - self.resident) * each
+        instructions = (products + loads * (self.resident * each - self.registers) + through + states
+                        + update(problem) * places)
+        registers = BESIDE + places * (cell.gates + cell.kept + 3) + 4 * self.registers
+        return Work(instructions, products, loads * self.kept_bytes(problem) + states * WARP * PIECE * threads // WARP,
+                    through * threads * PIECE, self.resident * each * threads * PIECE, registers)
+
+    def pack(self, problem: Recurrence, weights: Array) -> Array:
+        """[D, G unit, k] -> [D][warp][turn][half of it][gate][tile][byte][lane][16 bytes]; behind the last unit that
+        once more, behind the last k zeros."""
+        count, hidden, warps = len(weights), problem.hidden, self.threads(problem) // WARP
+        units, depth = warps * self.tiles * UNITS, self.turns(problem) * TURN
+        filled = weights.reshape(count, -1, hidden, hidden)
+        filled = np.pad(filled, [(0, 0), (0, 0), (0, units - hidden), (0, 0)], "edge")
+        filled = np.pad(filled, [(0, 0), (0, 0), (0, 0), (0, depth - hidden)])
+        parts = [filled >> 8, filled & 255] if problem.precision == "int16" else [filled]
+        bytes_ = np.stack([part.astype(np.uint8) for part in parts])
+        tiles = bytes_.reshape(len(parts), count, -1, warps, self.tiles, 2, 8, depth // STEP, 2, 4, 4)
+        return np.ascontiguousarray(tiles.transpose(1, 3, 7, 2, 4, 0, 6, 9, 8, 5, 10))
+
+    def products(self, seat: Seat) -> StepProducts:
+        return _Products(seat, self)
+
+
+def tilings(problem: Recurrence, gpu: Gpu) -> Iterator[Tiled]:
+    """All that may be worth it, of so far no weights kept."""
+    if problem.precision in ("int8", "int16") and gpu.by_warp("int8"):
+        for items, tiles in CUTS:
+            yield Tiled(items, tiles)
+
+
+class _Products(StepProducts):
+    """Lane 4 g + t has units g and g + 8 of each tile, of each eight items 2 t and 2 t + 1."""
+
+    def __init__(self, seat: Seat, tactic: Tiled) -> None:
+        super().__init__(seat)
+        self.tactic, problem = tactic, seat.problem
+        self.lane, self.warp = seat.thread & WARP - 1, seat.thread.binary("lshr", WARP.bit_length() - 1)
+        self.gates, self.eights = problem.cells[0].gates, tactic.items // ITEMS
+        g, t = self.lane.binary("lshr", 2), self.lane & 3
+        surely = problem.hidden % (UNITS * tactic.tiles) == 0
+        unit = self.warp * (tactic.tiles * UNITS) + g
+        self.places = [seat.place(unit + (tile * UNITS + e // 2 * 8), t * 2 + (n * ITEMS + e % 2), surely=surely)
+                       for tile, n, e in self._numbers()]
+        self.of_item = [[i for i, (_, n, e) in enumerate(self._numbers()) if (n, e % 2) == of]
+                        for of in ((n, e) for n in range(self.eights) for e in (0, 1))]
+        self.turns, self.pieces, self.pitch = tactic.turns(problem), tactic.pieces(problem), tactic.pitch(problem)
+        of_warp = self.turns * self.pieces * WARP * PIECE
+        first = wide(self.warp * of_warp + self.lane * PIECE) + seat.direction * (seat.threads // WARP) * of_warp
+        self.mine, self.kept = seat.weights + first, list[Piece]()
+        self.totals: Acc = {}           # of weights, where states have a zero point
+        # Of ldmatrix: an item for each of eight lanes, a quarter of a turn for each eight.
+        self.row = (self.lane & 7) * self.pitch + self.lane.binary("lshr", 3) * PIECE
+
+    def _numbers(self) -> list[tuple[int, int, int]]:
+        """Of the lane's places: tile, eight items, sum."""
+        return [(tile, n, e) for tile in range(self.tactic.tiles) for n in range(self.eights) for e in range(4)]
+
+    def _keys(self, gates: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        for gate in gates:
+            for tile, n, e in self._numbers():
+                yield gate, tile, n, e
+
+    # ---- weights
+    def begin(self, rows: Value, count: int) -> None:
+        f = self.f
+        for n in range(self.tactic.resident * self.pieces):
+            piece = self._through(self.mine, n)
+            if n < self.tactic.registers:
+                self.kept.append(elements(piece))
+            else:
+                f.store(piece, self._beyond(n), PIECE)
+        self._clear(rows, count * self.tactic.row_bytes(self.problem) // PIECE)
+        if self.problem.rounds:
+            ones = [f.constant(ONES, I32)] * 2
+            self.totals = self._multiplied(range(self.gates), lambda turn, byte: [[ones, ones]] * self.eights)
+
+    def _through(self, first: Value, n: int) -> Value:
+        return self.f.load(vector(4, I32), first + n * WARP * PIECE, PIECE, "piece")
+
+    def _loaded(self, first: Value, n: int) -> Piece:
+        return elements(self._through(first, n))
+
+    def _beyond(self, n: int) -> Value:
+        """Where the thread's n-th piece is in shared memory."""
+        at = (n - self.tactic.registers) * self.seat.threads * PIECE
+        return shared(self.f) + (self.seat.thread * PIECE + at)
+
+    def _piece(self, n: int) -> Piece:
+        if n < len(self.kept):
+            return self.kept[n]
+        return elements(self.f.load(vector(4, I32), self._beyond(n), PIECE, "piece"))
+
+    def _clear(self, rows: Value, count: int) -> None:
+        """Zeros behind the last unit, too."""
+        nothing = Value(self.f, vector(4, I32), "zeroinitializer")
+        for first in range(0, count, self.seat.threads):
+            place = self.seat.thread + first
+            with self.f.when(place.below(count)):
+                self.f.store(nothing, rows + place * PIECE, PIECE)
+
+    # ---- a step
+    def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
+        at = row + (place.column * self.pitch + place.unit)
+        state = state + zero if zero else state
+        parts = [state >> 8, state] if self.problem.precision == "int16" else [state]
+        for byte, part in enumerate(parts):
+            self.f.store(self.f.cast("trunc", part, I8, "stored"), at + byte * self.tactic.items * self.pitch, 1)
+
+    def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
+        def states(turn: int | Value, byte: int) -> list[list[Piece]]:
+            first = byte * self.tactic.items * self.pitch
+            tiles = (load_tiles(row + (self.row + turn * TURN + (first + n * ITEMS * self.pitch)))
+                     for n in range(self.eights))
+            return [[four[:2], four[2:]] for four in tiles]
+        acc, found = self._multiplied(stage.gates, states), Sums()
+        for gate in stage.gates:
+            found[gate] = [acc[gate, *number] for number in self._numbers()]
+            if zeros:
+                found[gate] = [total - zero * self.totals[gate, *number] for total, zero, number in zip(
+                    found[gate], zeros, self._numbers(), strict=True)]
+        return found
+
+    def _multiplied(self, gates: Sequence[int], states: States) -> Acc:
+        f, resident = self.f, self.tactic.resident
+        acc, mine = {key: self.zero for key in self._keys(gates)}, again(self.mine)
+        for number, products in enumerate(passes(self.problem)):
+            if number:
+                acc = {key: value << 8 for key, value in acc.items()}
+            for stays in range(resident):
+                kept = [partial(self._piece, stays * self.pieces + n) for n in range(self.pieces)]
+                self._turn(acc, gates, products, partial(states, stays), kept)
+            if resident < self.turns:
+                for i in f.loop("turn", self.turns - resident, acc=acc):
+                    first = mine + (i + resident) * (self.pieces * WARP * PIECE)
+                    loaded = [partial(self._loaded, first, n) for n in range(self.pieces)]
+                    turn = f.cast("trunc", i, I32, "turn") + resident
+                    self._turn(acc, gates, products, partial(states, turn), loaded)
+        return acc
+
+    def _turn(self, acc: Acc, gates: Sequence[int], products: Products, states: Callable[[int], list[list[Piece]]],
+              pieces: Sequence[Callable[[], Piece]]) -> None:
+        tiles, size = self.tactic.tiles, SIZES[self.problem.precision]
+        found = {byte: states(byte) for byte in sorted({byte for _, _, byte in products})}
+        for half, gate, tile in product(range(TURN // STEP), gates, range(tiles)):
+            for types, of_weight, of_state in products:
+                weights = pieces[((half * self.gates + gate) * tiles + tile) * size + of_weight]()
+                for n in range(self.eights):
+                    keys = [(gate, tile, n, e) for e in range(4)]
+                    made = multiply_bytes(self.gpu, types, [acc[key] for key in keys], weights,
+                                          found[of_state][n][half])
+                    acc.update(zip(keys, made, strict=True))
