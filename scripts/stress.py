@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import write_model
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+NUMPY_SERVER = (sys.executable, "-m", "tests.infer_server.serving")
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def front(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 @contextmanager
-def serving(repository: Path, *options: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(repository),
-               "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
+def serving(repository: Path, *options: str, command: Sequence[str] = NUMPY_SERVER) -> Iterator[Running]:
+    command = [*command, "--model-repository", str(repository), "--grpc-port", "0", "--http-port", "0",
+               "--metrics-port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         listening = next(line for line in process.stderr if "gRPC on" in line)

@@ -1,0 +1,80 @@
+"""The server for as long as you like, under load and among accidents, none of which may cost anybody an answer.
+
+    python -m scripts.soak --seconds 3600 --load 0.7 --grpc-front fast
+
+Clients of every protocol ask models of every kind on this machine's engines, and compare each answer with what it
+must be: unary and in streams, over HTTP, in shared memory, in sequences, through an ensemble. Meanwhile clients are
+killed in the midst of their requests (kill -9), connections are opened and left half way, one model is loaded anew
+again and again, another one comes and goes, and the process of one in Python is killed: its clients alone learn of
+that. In the end the server must have let go of all that: descriptors and memory.
+
+With --load the clients first ask whenever they are answered, which is what the server can do beside the accidents and
+beside what else this machine does; then each asks at random times, at that share of the rate that it had.
+test_soak.py does the same in short.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.soak.models import write_repository
+from scripts.soak.run import Soak
+from scripts.stress import Running, add_front, front, serving
+
+_WARM_SECS = 20.0                   # in which the rates are found that --load is a share of
+_SETTLING_SECS = 5.0                # for the server to notice who has gone, and to give memory back
+_TOLD_SECS = 60.0
+OPTIONS = ("--model-control-mode", "explicit", "--load-model=*", "--cores", "1", "--allow-client-shm")
+SERVER = (sys.executable, "-c", "import sys; from infer_server.cli.serve import main; sys.exit(main())")
+
+
+def descriptors(server: Running) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+async def watched(soak: Soak, server: Running, repository: Path) -> None:
+    """Says every minute how it goes."""
+    begin, cpu = time.monotonic(), server.cpu_secs()
+    running = asyncio.create_task(soak.run(server, repository))
+    while not (await asyncio.wait([running], timeout=_TOLD_SECS))[0]:
+        now, used = time.monotonic() - begin, server.cpu_secs()
+        print(f"{now:6.0f} s: {soak.answers} answers, {len(soak.failures())} kinds of failures, the longest wait "
+              f"{soak.longest_secs:.2f} s, {(used - cpu) / _TOLD_SECS:.0%} of a core, RSS {server.rss_mb():.0f} MB, "
+              f"{descriptors(server)} descriptors", flush=True)
+        soak.longest_secs, cpu = 0.0, used
+    await running
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--load", type=float, help="share of what the server can do (default: all of it)")
+    add_front(parser)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        repository = Path(name)
+        write_repository(repository)
+        with serving(repository, *front(given), *OPTIONS, command=SERVER) as server:
+            warm = Soak(min(_WARM_SECS, given.seconds), given.seed)
+            asyncio.run(warm.run(server, repository))
+            print(f"without a rate: {warm.answers / warm.seconds:.0f} answers/s", *warm.failures(), sep="\n",
+                  flush=True)
+            time.sleep(_SETTLING_SECS)
+            before = server.rss_mb(), descriptors(server)
+            soak = Soak(given.seconds, given.seed, warm.share(given.load) if given.load else None)
+            asyncio.run(watched(soak, server, repository))
+            time.sleep(_SETTLING_SECS)
+            print(f"{given.seconds:g} s; {soak.answers} answers; RSS {before[0]:.0f} -> {server.rss_mb():.0f} MB, "
+                  f"descriptors {before[1]} -> {descriptors(server)}")
+    for what, count in sorted(soak.seen.items()):
+        print(f"{count:7} {what[:300]}")
+    return int(bool(warm.failures() or soak.failures()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""What happens to clients, connections, models and their processes, and is to cost nobody else an answer."""
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from clients.codec import infer_request
+from protos import inference
+from scripts.soak.asking import Channel
+from scripts.soak.models import MORTAL, PASSING, RELOADED, STEADY
+from scripts.stress import INFER
+
+Accident = Callable[[], Awaitable[None]]
+_HALF_OPEN = 64                     # connections that are left half way at a time
+_KILLED = f"""
+import sys, time
+from tests.infer_server.mute_client import MuteClient
+client = MuteClient(int(sys.argv[1]))
+for _ in range(20):
+    client.ask("{INFER}", bytes.fromhex(sys.argv[2]))
+print("asked", flush=True)
+time.sleep(600)
+"""
+
+
+def killed_client(port: int) -> Accident:
+    """A client process that has asked and not read is killed."""
+    request = infer_request(STEADY, {"x": np.ones((1, 4), np.float32)}).SerializeToString().hex()
+
+    async def accident() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _KILLED, str(port), request, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        await process.stdout.readline()
+        process.kill()
+        await process.wait()
+    return accident
+
+
+def killed_process(repository: Path) -> Accident:
+    """The process of a Python model is killed, in the midst of a request or not."""
+    async def accident() -> None:
+        with suppress(ProcessLookupError, ValueError):      # it was, and is being started again
+            os.kill(int((repository / MORTAL / "pid").read_text()), signal.SIGKILL)
+    return accident
+
+
+def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socket]) -> Accident:
+    """A connection that says the beginning of something and then nothing; those that are not kept are closed."""
+    said = (b"POST /v2/models/steady/infer HTTP/1.1\r\nContent-Length: 999\r\n\r\n{",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0", b"")
+
+    async def accident() -> None:
+        connection = socket.create_connection(("127.0.0.1", rng.choice(ports)))
+        connection.sendall(rng.choice(said))
+        kept.append(connection)
+        if len(kept) > _HALF_OPEN:
+            kept.popleft().close()
+    return accident
+
+
+def reload(channel: Channel) -> Accident:
+    async def accident() -> None:
+        await channel.call("RepositoryModelLoad", inference.RepositoryModelLoadRequest(model_name=RELOADED))
+    return accident
+
+
+def passing_by(channel: Channel) -> Accident:
+    """A model comes and goes."""
+    async def accident() -> None:
+        await channel.call("RepositoryModelLoad", inference.RepositoryModelLoadRequest(model_name=PASSING))
+        await channel.call("RepositoryModelUnload", inference.RepositoryModelUnloadRequest(model_name=PASSING))
+    return accident

@@ -1,0 +1,97 @@
+"""Clients ask and accidents happen, side by side, for some time."""
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+import grpc
+
+from scripts.soak import accidents
+from scripts.soak.asking import Channel, clients
+from scripts.soak.models import MORTAL
+from scripts.stress import Running
+
+_PAUSE_SECS = 0.002                 # of a client without a rate, from an answer to what it asks next
+_PATIENCE_SECS = 10.0               # what a client is behind its times at most: it asks what was due before no more
+
+
+class Soak:
+    """What happens for so many seconds from now on, and what became of it.
+
+    rates: how often a second each client asks, by what it asks; those that are not in it ask when they are answered.
+    """
+
+    def __init__(self, seconds: float, seed: int = 0, rates: Mapping[str, float] | None = None) -> None:
+        self._rng, self._rates = random.Random(seed), rates or {}
+        self.seconds, self._ends = seconds, time.monotonic() + seconds
+        self.seen: Counter[str] = Counter()             # keys that begin with "failure" are failures
+        self.clients: Counter[str] = Counter()         # so many that ask the same
+        self.longest_secs = 0.0                         # that an answer took, since this was set to 0
+
+    async def run(self, server: Running, repository: Path) -> None:
+        left = deque[socket.socket]()
+        happening = {
+            "killed processes of models": (accidents.killed_process(repository), 1.0),
+            "killed clients": (accidents.killed_client(server.grpc_port), 0.2),
+            "half-open connections": (
+                accidents.half_open((server.grpc_port, server.http_port), self._rng, left), 0.02)}
+        async with (grpc.aio.insecure_channel(server.address) as channel,
+                    clients(server.address, server.http_port, repository, self._rng, self.seen) as asking):
+            happening["reloads"] = accidents.reload(Channel(channel)), 0.02
+            happening["models that came and went"] = accidents.passing_by(Channel(channel)), 0.02
+            self.clients = Counter(what for what, _ in asking)
+            await asyncio.gather(
+                *(self._again_and_again(what, ask, self._due(what)) for what, ask in asking),
+                *(self._again_and_again(what, act, _after(secs)) for what, (act, secs) in happening.items()))
+        for connection in left:
+            connection.close()
+
+    @property
+    def answers(self) -> int:
+        return sum(self.seen[what] for what in self.clients)
+
+    def failures(self) -> list[str]:
+        return [f"{count} {what}" for what, count in self.seen.items() if what.startswith("failure")]
+
+    def share(self, load: float) -> dict[str, float]:
+        """The rate of each client at this share of what was answered."""
+        return {what: load * self.seen[what] / self.seconds / count for what, count in self.clients.items()}
+
+    def _due(self, what: str) -> Iterator[float]:
+        return arrivals(self._rates[what], self._rng) if what in self._rates else _after(_PAUSE_SECS)
+
+    async def _again_and_again(self, what: str, act: Callable[[], Awaitable[None]], due: Iterator[float]) -> None:
+        """An accident or a request, until the end and at least once. What it raises is a failure."""
+        over = False
+        while not over:
+            begin = time.monotonic()
+            try:
+                await act()
+                self.seen[what] += 1
+            except (grpc.aio.AioRpcError, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+                details = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                self.seen[f"failure: {what}: {type(error).__name__} {details}"] += 1
+            if MORTAL not in what:                      # whose process must start first
+                self.longest_secs = max(self.longest_secs, time.monotonic() - begin)
+            await asyncio.sleep(min(next(due), self._ends) - time.monotonic())
+            over = time.monotonic() >= self._ends
+
+
+def _after(secs: float) -> Iterator[float]:
+    """When the next one is due, if that long after the last one has ended."""
+    while True:
+        yield time.monotonic() + secs
+
+
+def arrivals(rate: float, rng: random.Random, now: Callable[[], float] = time.monotonic) -> Iterator[float]:
+    """When the next one is due, if they come at random times, so many a second, however long they take. What is due
+    more than _PATIENCE_SECS ago comes no more: a machine that has others to serve is not made to catch up."""
+    due = now()
+    while True:
+        due = max(due + rng.expovariate(rate), now() - _PATIENCE_SECS)
+        yield due
