@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.protocol.codec import DATATYPES, encode_raw
+from infer_server.protocol.codec import DATATYPES, encode_raw, object_array
 from infer_server.python_backend.channel import Tensors, Typed, datatype_of
 from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
 from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
@@ -78,7 +78,7 @@ class Tensor:
     """A named array."""
 
     def __init__(self, name: str, array: NDArray[Any]) -> None:
-        self._name, self._array = name, np.asarray(array)
+        self._name, self._array = _text(name), np.asarray(array)
         datatype_of(self._array)
 
     @classmethod
@@ -164,13 +164,13 @@ InferenceResponseSender = ResponseSender
 class InferenceRequest:
     """A request that the model was given, or one that it makes of another model: exec(), async_exec()."""
 
-    def __init__(self, model_name: str = "", requested_output_names: Sequence[str] = (),
-                 inputs: Iterable[Tensor] = (), request_id: str = "", correlation_id: int | str = 0,
-                 model_version: int = -1, flags: int = 0, timeout: int = 0, preferred_memory: Any = None,
-                 trace: Any = None, parameters: Mapping[str, Any] | None = None, priority: int = 0,
-                 number: int = -1) -> None:
-        self._model, self._version, self._outputs = model_name, model_version, list(requested_output_names)
-        self._inputs, self._id, self._correlation = list(inputs), request_id, correlation_id
+    def __init__(self, request_id: str = "", correlation_id: int | str = 0, inputs: Iterable[Tensor] = (),
+                 requested_output_names: Sequence[str] = (), model_name: str = "", model_version: int = -1,
+                 flags: int = 0, timeout: int = 0, preferred_memory: Any = None, trace: Any = None,
+                 parameters: Mapping[str, Any] | None = None, *, priority: int = 0, number: int = -1) -> None:
+        self._model, self._version = _text(model_name), model_version
+        self._outputs = [_text(name) for name in requested_output_names]
+        self._inputs, self._id, self._correlation = list(inputs), _text(request_id), correlation_id
         self._flags, self._timeout, self._priority = flags, timeout, priority
         self._parameters = dict(parameters or {})
         self.number = number           # of a request that was given: what the server knows it by
@@ -243,6 +243,11 @@ class InferenceRequest:
         return await asyncio.get_running_loop().run_in_executor(None, lambda: _only(server.infer(self, False)))
 
 
+def _text(given: str | bytes) -> str:
+    """Where Triton takes a name it takes bytes, too: an element of a BYTES tensor may be one."""
+    return given.decode() if isinstance(given, bytes) else given
+
+
 def _only(responses: Iterator[InferenceResponse]) -> InferenceResponse:
     """The response of a model that has one each. Not by next() alone: no coroutine may raise its StopIteration."""
     for response in responses:
@@ -262,24 +267,24 @@ class Logger:
     INFO, WARNING, ERROR, VERBOSE = range(4)
 
     @staticmethod
-    def log(text: str, level: int = INFO) -> None:
-        server.log(("info", "warning", "error", "debug")[level], text)
+    def log(message: str, level: int = INFO) -> None:
+        server.log(("info", "warning", "error", "debug")[level], message)
 
     @staticmethod
-    def log_info(text: str) -> None:
-        server.log("info", text)
+    def log_info(message: str) -> None:
+        server.log("info", message)
 
     @staticmethod
-    def log_warn(text: str) -> None:
-        server.log("warning", text)
+    def log_warn(message: str) -> None:
+        server.log("warning", message)
 
     @staticmethod
-    def log_error(text: str) -> None:
-        server.log("error", text)
+    def log_error(message: str) -> None:
+        server.log("error", message)
 
     @staticmethod
-    def log_verbose(text: str) -> None:
-        server.log("debug", text)
+    def log_verbose(message: str) -> None:
+        server.log("debug", message)
 
 
 class Metric:
@@ -360,3 +365,12 @@ def get_model_dir() -> str:
 
 def serialize_byte_tensor(array: NDArray[Any]) -> NDArray[np.uint8]:
     return np.frombuffer(encode_raw(array, DATATYPES["BYTES"]), np.uint8)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[Any]:
+    data, end, elements = memoryview(encoded_tensor), 0, []
+    while end < len(data):
+        begin = end + 4
+        end = begin + int.from_bytes(data[end:begin], "little")
+        elements.append(bytes(data[begin:end]))
+    return object_array(elements)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
@@ -321,16 +322,30 @@ class ModelProcess:
                 f"{self.launch.name}: it reschedules a request; write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
             return _ERRORS[head["code"]](head["error"])
-        for name in tensors.keys() & set(request.outputs):
-            if tensors[name].dtype != self.launch.outputs[name].array:
-                return ExecutionError(f"{self.launch.name}: output '{name}' is of {tensors[name].dtype}, but its "
-                                      f"configuration says {self.launch.outputs[name].name}")
         try:
+            tensors = {**tensors, **{name: self._as_declared(name, tensors[name])
+                                     for name in tensors.keys() & set(request.outputs)}}
             is_plain = not head.get("parameters") and tensors.keys() >= set(request.outputs)
             return request.encode(tensors if is_plain else Outputs(tensors, head.get("parameters", {})))
+        except ExecutionError as error:
+            return error
         except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
             log.exception("%s: a response cannot be sent", self.launch.name)
             return ExecutionError(f"{self.launch.name}: its response cannot be sent: {error}")
+
+    def _as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises
+        ExecutionError: it is of another kind, or an integer does not fit."""
+        datatype = self.launch.outputs[name]
+        if array.dtype == datatype.array:
+            return array
+        if array.dtype.kind == datatype.array.kind and array.dtype.kind in "iuf" and datatype.name != "BF16":
+            with np.errstate(over="ignore"):
+                converted = array.astype(datatype.array)
+            if array.dtype.kind == "f" or np.array_equal(converted, array):
+                return converted
+        raise ExecutionError(f"{self.launch.name}: output '{name}' is of {array.dtype}, but its configuration says "
+                             f"{datatype.name}")
 
     def _typed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Typed]:
         return {name: Typed(self.launch.inputs[name].name, array) for name, array in arrays.items()}

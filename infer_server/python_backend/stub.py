@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import json
@@ -13,7 +14,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +40,7 @@ class Process:
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
+        self._in_background = False                     # an asynchronous execute
 
     def run(self) -> None:
         """Serves until the server closes the connection, or says that it is enough."""
@@ -150,6 +154,9 @@ class Process:
             arguments["model_config"] = json.dumps(config)
         if not hasattr(made, "execute"):
             raise pb_utils.TritonModelException(f"{path}: TritonPythonModel has no execute")
+        # What an iterative one wants again must be known when its execution ends.
+        self._in_background = pb_utils.using_decoupled_model_transaction_policy(config) and not config.get(
+            "sequence_batching", {}).get("iterative_sequence")
         model = made()
         if hasattr(model, "initialize"):
             model.initialize(arguments)
@@ -162,17 +169,34 @@ class Process:
             request.sender = self._senders.pop(request.number, None)
         try:
             responses = model.execute(requests)
+            if asyncio.iscoroutine(responses):
+                responses = self._awaited(responses, requests)
             answers = self._answers_of(requests, responses)
         except Exception as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
-            answers = [pb_utils.InferenceResponse(error=text)] * len(requests)
+            answers = [_failed(error)] * len(requests)
         for request in requests:
             if request.is_rescheduled and request.sender and not request.sender.is_closed:
                 self._senders[request.number] = request.sender
         self._channel.send({"kind": "executed", "batch": message.head["batch"],
                             "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
+
+    def _awaited(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[pb_utils.InferenceRequest]) -> Any:
+        """What an asynchronous execute returns. For that of a decoupled model nobody waits: its requests are answered
+        by their senders, beside those of the next batches."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if not self._in_background:
+            return future.result()
+        senders = [request.get_response_sender() for request in requests]
+        future.add_done_callback(partial(_end_failed, senders))
+        return None
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """Runs what is asynchronous in the model, on a thread of its own, as long as the process lives."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        return loop
 
     @staticmethod
     def _answers_of(requests: Sequence[pb_utils.InferenceRequest], responses: Any
@@ -201,6 +225,23 @@ class Process:
         if response is None:
             return {}
         return {tensor.name(): typed(tensor.as_numpy()) for tensor in response.output_tensors()}
+
+
+def _failed(error: BaseException) -> pb_utils.InferenceResponse:
+    """The response to what has raised it."""
+    lines = traceback.format_exception(error)
+    print("".join(lines), file=sys.stderr, end="")
+    return pb_utils.InferenceResponse(error=f"{type(error).__name__}: {error}\n" + "".join(
+        traceback.format_exception(error, limit=-3)))
+
+
+def _end_failed(senders: Sequence[pb_utils.ResponseSender], future: Future[Any]) -> None:
+    """Ends what an asynchronous execute has not, if that has raised something."""
+    if error := future.exception():
+        response = _failed(error)
+        for sender in senders:
+            if not sender.is_closed:
+                sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def _said(request: pb_utils.InferenceRequest, answer: pb_utils.InferenceResponse | None) -> dict[str, Any] | None:

@@ -66,6 +66,7 @@ class TritonPythonModel:
         config.add_input({"name": "what", "data_type": "TYPE_STRING", "dims": [1]})
         config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1], "optional": True})
         config.add_output({"name": "out", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.add_output({"name": "lengths", "data_type": "TYPE_INT8", "dims": [-1]})
         config.set_max_batch_size(0)
         return config
 
@@ -113,7 +114,8 @@ class TritonPythonModel:
             pb_utils.server.tell("response")
             time.sleep(1000)
         if what == "ask nobody":
-            response = pb_utils.InferenceRequest("nobody", ["y"], [pb_utils.Tensor("x", x)]).exec()
+            response = pb_utils.InferenceRequest(
+                model_name="nobody", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x)]).exec()
             return pb_utils.InferenceResponse(error=response.error())
         if what == "call":
             inner = pb_utils.InferenceRequest(model_name="affine", requested_output_names=["y"],
@@ -123,8 +125,15 @@ class TritonPythonModel:
                 raise pb_utils.TritonModelException(response.error().message())
             y = pb_utils.get_output_tensor_by_name(response, "y").as_numpy()
             return pb_utils.InferenceResponse([pb_utils.Tensor("out", y.reshape(-1))])
-        if what == "wrong type":
-            x = x.astype(np.float64)
+        if what.startswith("as "):
+            x = x.astype(what.split()[1])
+        if what.startswith("long "):
+            return pb_utils.InferenceResponse([pb_utils.Tensor("lengths", np.array([int(what.split()[1])]))])
+        if what == "texts":
+            texts = pb_utils.serialize_byte_tensor(np.array([b"one", b"", b"three"], np.object_))
+            pb_utils.Logger.log(message="texts", level=pb_utils.Logger.INFO)
+            x = np.array([len(text) for text in pb_utils.deserialize_bytes_tensor(texts.tobytes())])
+            return pb_utils.InferenceResponse([pb_utils.Tensor("lengths", x)])
         return pb_utils.InferenceResponse([pb_utils.Tensor("out", x)])
 
     def refused(self, ask):
@@ -262,6 +271,14 @@ def test_a_model_completes_its_configuration_and_may_be_sent_large_tensors_or_no
     assert misc(client, "echo").tolist() == [0]
 
 
+def test_what_numpy_makes_of_more_bits_is_answered_as_it_was_declared(client: triton.InferenceServerClient) -> None:
+    found = misc(client, "as float64", np.array([0.1, 2], np.float32))
+    assert found.dtype == np.float32 and found.tolist() == [np.float32(0.1), 2]
+    for what, lengths in (("long -128", [-128]), ("texts", [3, 0, 5])):
+        result = client.infer("misc", [tensor("what", np.array([what.encode()], np.object_))])
+        assert result.as_numpy("lengths").dtype == np.int8 and result.as_numpy("lengths").tolist() == lengths
+
+
 def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     assert misc(client, "call", np.arange(4, dtype=np.float32)).tolist() == [1, 3, 5, 7]
     with pytest.raises(InferenceServerException, match="cannot reshape"):
@@ -276,7 +293,8 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("refuse CANCELLED", "CANCELLED", "not like this"),
     ("ask nobody", "NOT_FOUND", "nobody"),
     ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
-    ("wrong type", "INTERNAL", "output 'out' is of float64, but its configuration says FP32"),
+    ("as int32", "INTERNAL", "output 'out' is of int32, but its configuration says FP32"),
+    ("long 128", "INTERNAL", "output 'lengths' is of int64, but its configuration says INT8"),
     ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])

@@ -34,7 +34,7 @@ class TritonPythonModel:
 
     def execute(self, requests):
         what = pb_utils.get_input_tensor_by_name(requests[0], "what")
-        request = pb_utils.InferenceRequest("replies", ["x", "y"], [what])
+        request = pb_utils.InferenceRequest(model_name="replies", requested_output_names=["x", "y"], inputs=[what])
         response = asyncio.run(request.async_exec()) if self.awaits else request.exec()
         return [pb_utils.InferenceResponse(response.output_tensors(), parameters=json.loads(response.parameters()))]
 """
