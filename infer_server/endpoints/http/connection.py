@@ -149,9 +149,7 @@ class HttpConnection(asyncio.Protocol):
             self._timer.cancel()
         self._taken()
         self._connections.discard(self)
-        for waiting in self._waiting:
-            self._limits.inflight.end(waiting.held)
-        self._waiting.clear()
+        self._drop_waiting()
         self._reader.drop()
         exchange, self.exchange = self.exchange, None
         if exchange:
@@ -189,16 +187,19 @@ class HttpConnection(asyncio.Protocol):
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
-        if self.exchange is None and not self._waiting:
+        if self._refused:
+            self._limits.inflight.end(held)
+        elif self.exchange is None and not self._waiting:
             self._take(request, held, keep_alive)
-            return
-        self._waiting.append(_Waiting(request, held, keep_alive))
-        if self._transport:
-            self._transport.pause_reading()
+        else:
+            self._waiting.append(_Waiting(request, held, keep_alive))
+            if self._transport:
+                self._transport.pause_reading()
 
     # ---- large_body.Owner
     def body_grows(self) -> None:
-        self.watch(IDLE_SECS)
+        if not self._refused:
+            self.watch(IDLE_SECS)
 
     def body_received(self, body: bytearray) -> None:
         if self._transport:
@@ -296,7 +297,7 @@ class HttpConnection(asyncio.Protocol):
         if self._keep_alive:
             self.watch(IDLE_SECS)
         else:
-            transport.close()
+            self._end()
             return
         if self._waiting:
             self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
@@ -322,13 +323,28 @@ class HttpConnection(asyncio.Protocol):
             self._say_last(response)
 
     def _say_last(self, response: HttpResponse) -> None:
-        """What the client goes on to send is read for a while: closing before it would reset the connection, and the
-        answer with it."""
         if self._transport and not self._transport.is_closing():
             self._transport.write(b"".join((response.head(keep_alive=False), *response.body)))
-            if self._transport.can_write_eof():         # not where it is encrypted
-                self._transport.write_eof()
-            self.watch(_LINGER_SECS)
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing more is said, and what the client goes on to send is read for a while, and not looked at: closing
+        before it would reset the connection, and the answer with it."""
+        assert self._transport is not None
+        self._refused = True
+        if not self._transport.can_write_eof():         # it is encrypted
+            self._transport.close()
+            return
+        self._transport.write_eof()
+        if self._waiting:
+            self._drop_waiting()
+            self._transport.resume_reading()
+        self.watch(_LINGER_SECS)
+
+    def _drop_waiting(self) -> None:
+        for waiting in self._waiting:
+            self._limits.inflight.end(waiting.held)
+        self._waiting.clear()
 
     def watch(self, secs: float | None) -> None:
         """Closes the connection if nothing more has come in so many seconds; None: whatever it takes.

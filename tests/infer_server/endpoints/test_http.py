@@ -253,6 +253,25 @@ def test_what_comes_behind_a_request_is_answered_behind_it_whatever_it_is(server
     assert re.findall(rb"HTTP/1.1 (\d+)", answers) in ([b"200", b"100", b"200"], [b"200", b"200"])
 
 
+@pytest.mark.parametrize("model", ["affine", "large"])
+def test_what_comes_behind_the_last_request_of_a_connection_does_not_reset_its_answer(
+        server: RunningServer, model: str) -> None:
+    values = np.ones((1, 4 if model == "affine" else 1 << 18), np.float32)
+    head = json.dumps({"inputs": [{"name": "x", "shape": values.shape, "datatype": "FP32",
+                                   "parameters": {"binary_data_size": values.nbytes}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    last = post(f"/v2/models/{model}/infer", head + values.tobytes(), CLOSE,
+                f"Inference-Header-Content-Length: {len(head)}")
+    for behind in (bytes(1 << 20), last, post("/v2/models/large/infer", bytes(1 << 20))[:1 << 19]):
+        before = server.server.repository.find(model).statistics.snapshot().success.count
+        with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
+            connection.sendall(last + behind)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))      # ConnectionResetError: it was
+        assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1 ") == 1
+        assert answer.endswith((values * 2 + 1).tobytes())
+        assert server.server.repository.find(model).statistics.snapshot().success.count == before + 1
+
+
 def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
     request = HttpRequest("POST", "/", body=gzip.compress(bytes(9 << 20)))
     counted: list[int] = []
