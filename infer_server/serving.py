@@ -96,8 +96,8 @@ class Call(ABC):
         Raises MemoryLimitError."""
 
     @abstractmethod
-    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
-        """The arrays of the inputs, which fit the model; on these GPUs the very tensors of clients."""
+    def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
+        """The arrays of the inputs, which fit the model; in the memory of these devices the very tensors of clients."""
 
     @abstractmethod
     def encoder(self, served: Served) -> Callable[[Arrays], Any]:

@@ -141,6 +141,12 @@ class Memory:
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
 
 
+class ChangingArray(np.ndarray[Any, np.dtype[Any]]):
+    """An array that others may write while it is read: a client's shared memory. The SLACK bytes behind it may be read,
+    too."""
+    address = 0             # where it begins, if who made it has said so: numpy takes 3 us to say it
+
+
 def array_at(memory: NDArray[np.uint8], offset: int, view: TensorView, items: int) -> NDArray[Any]:
     """`items` batch slots of a tensor as a numpy array: [items, *shape], or shape if it has no batch axis.
 

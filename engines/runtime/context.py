@@ -12,6 +12,7 @@ from engines.backends.device import BindsArrays, Execution, Show, ShowsOutputs, 
 from engines.errors import ConfigError, InputError
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
+from engines.plan.arena import ChangingArray
 from engines.plan.plan import Plan, Step, TensorView
 from engines.runtime.rerun import Rerun
 from engines.runtime.results import Results
@@ -69,8 +70,8 @@ class ExecutionContext:
         try:
             for name, array in arrays.items():
                 # Of one plan either is possible: where items are lent, no output is.
-                if array.nbytes < LENT_BYTES or not (self._lends(self._inputs[name], array)
-                                                     or self._lends_items(name, 0, array)):
+                if array.nbytes < LENT_BYTES or isinstance(array, ChangingArray) or not (
+                        self._lends(self._inputs[name], array) or self._lends_items(name, 0, array)):
                     np.copyto(self.input(name, batch), array)
             for name, view in self._large_outputs:
                 array = self._results.array((batch, *view.shape) if view.batched else view.shape,
@@ -158,20 +159,19 @@ class ExecutionContext:
                 self._lender.take_back()
 
     def _place(self, name: str, pieces: Sequence[Any], batch: int) -> None:
-        first, slots = 0, self.input(name, batch)
-        axes = (slice(None),) * self._inputs[name].batch_axis
+        first, slots, axis = 0, self.input(name, batch), self._inputs[name].batch_axis
+        before, behind = slots.shape[:axis], slots.shape[axis + 1:]
         for piece in pieces:
             if isinstance(piece, int):
                 first += piece
                 continue
-            items = piece.shape[len(axes)]
-            room = slots[(*axes, slice(first, first + items))]
-            if piece.dtype != room.dtype or piece.shape != room.shape:
+            end = first + piece.shape[axis]
+            if piece.dtype != slots.dtype or end > batch or piece.shape != (*before, end - first, *behind):
                 raise InputError(f"{self.plan.name}: {piece.dtype}{list(piece.shape)} is given for input '{name}' from "
                                  f"item {first} on, in a batch of {slots.dtype}{list(slots.shape)}")
             if not self._lends_items(name, first, piece):
-                np.copyto(room, piece)
-            first += items
+                np.copyto(slots[(*(slice(None),) * axis, slice(first, end))], piece)
+            first = end
 
     def _binds(self) -> BindsArrays:
         if self._binder is None:

@@ -132,7 +132,9 @@ class EngineExecutor:
                 if isinstance(tensor, GpuTensor):
                     stays = tensor.gpu == self._gpu
                 else:
-                    stays = reader is not None and reader.takes(name, tensor := tensor.reshape(room.shape))
+                    if tensor.shape != room.shape:
+                        tensor = tensor.reshape(room.shape)
+                    stays = reader is not None and reader.takes(name, tensor)
                 if not stays:
                     copy_into(room, _array(tensor))
                 pieces.append(tensor if stays else request.items)

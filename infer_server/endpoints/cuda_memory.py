@@ -40,8 +40,11 @@ class CudaRegion(Region):
         except EngineError as error:
             raise self._failed(error) from error
 
-    def on_gpu(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any], gpus: Set[int]) -> GpuTensor | None:
-        return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype) if self.device_id in gpus else None
+    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+              devices: Set[int | None]) -> GpuTensor | None:
+        if self.device_id not in devices:
+            return None
+        return GpuTensor(self.device_id, self.memory, offset, tuple(shape), dtype)
 
     def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom:
         return GpuRoom(self.device_id, self.memory, offset, byte_size, dtype)

@@ -2,9 +2,10 @@
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md
 
-Bytes are copied by reads and writes of the region's file, never through a mapping: a client may cut its file short at
-any time, and touching a mapped page beyond the end of a file kills the process (SIGBUS). Nothing beyond what was
-registered is read or written.
+Tensors of the host's memory are read where the region's file is mapped, if it can be (mapped_memory.py): without a copy
+by an engine that may work there, with one for all else. They are written by writes of the file, as they are read where
+it is not mapped, or no longer: a client may cut its file short at any time. Nothing beyond what was registered is read
+or written.
 """
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from engines.plan.arena import ChangingArray
+from infer_server.endpoints.mapped_memory import Mapping, guard, mapped
 from infer_server.errors import (
     ExecutionError,
     InvalidRequestError,
     MemoryLimitError,
     NotServedError,
     RegionExistsError,
+    ServeError,
     UnknownRegionError,
 )
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.protocol.parameters import Reference
 
 OFF = "client shared memory is not allowed: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
@@ -50,8 +55,13 @@ class Region(ABC):
     def write(self, offset: int, data: memoryview) -> None:
         """Raises InvalidRequestError, ExecutionError."""
 
-    def on_gpu(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any], gpus: Set[int]) -> GpuTensor | None:
-        """A tensor there, if that is on one of these GPUs."""
+    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+              devices: Set[int | None]) -> GpuTensor | ChangingArray | None:
+        """A tensor where it lies, if that is on one of these GPUs, or in the host's memory and None is among them."""
+        return None
+
+    def lack(self, offset: int, byte_size: int) -> ServeError | None:
+        """To be asked when a tensor was read there: why it was not all there."""
         return None
 
     def room(self, offset: int, byte_size: int, dtype: np.dtype[Any]) -> GpuRoom | None:
@@ -75,12 +85,32 @@ class SystemRegion(Region):
     key: str
     offset: int                         # into the client's object
     descriptor: int = field(repr=False)
+    mapping: Mapping | None = field(repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
 
+    def there(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any],
+              devices: Set[int | None]) -> ChangingArray | None:
+        if None not in devices or self.mapping is None or self.mapping.is_lost:
+            return None
+        tensor = ChangingArray(shape, dtype, self.mapping.bytes, offset)
+        tensor.address = self.mapping.address + offset
+        return tensor
+
+    def lack(self, offset: int, byte_size: int) -> ServeError | None:
+        lost = self.mapping is not None and self.mapping.is_lost        # it may be longer again by now
+        if lost or os.fstat(self.descriptor).st_size < self.offset + offset + byte_size:    # zeros end its last page
+            return self._shrunk()
+        return None
+
     def read(self, offset: int, byte_size: int) -> bytes:
         self.check(offset, byte_size)
+        if self.mapping and not self.mapping.is_lost:
+            data = bytes(self.mapping.bytes[offset:offset + byte_size])
+            if error := self.lack(offset, byte_size):
+                raise error
+            return data
         data = os.pread(self.descriptor, byte_size, self.offset + offset)
         if len(data) < byte_size:       # a read of memory ends early at the end of the file, and nowhere else
             raise self._shrunk()
@@ -112,6 +142,10 @@ class Place:
     def read(self) -> memoryview:
         return memoryview(self.region.read(self.offset, self.byte_size))
 
+    def lack(self) -> ServeError | None:
+        """See Region."""
+        return self.region.lack(self.offset, self.byte_size)
+
     def write(self, data: memoryview, tensor: str) -> None:
         if data.nbytes > self.byte_size:
             raise InvalidRequestError(f"shared memory size specified with the request for output '{tensor}' "
@@ -127,6 +161,8 @@ class Regions:
 
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
+        if allowed:
+            guard()                     # is compiled now, and not while requests wait
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -135,7 +171,8 @@ class Regions:
         if offset < 0 or byte_size <= 0:
             raise InvalidRequestError(f"failed to register shared memory region '{name}': a byte_size of {byte_size} "
                                       f"at {offset}; expected 1 or more at 0 or more")
-        self.add(SystemRegion(name, byte_size, key, offset, _opened(name, key, offset + byte_size)))
+        descriptor = _opened(name, key, offset + byte_size)
+        self.add(SystemRegion(name, byte_size, key, offset, descriptor, mapped(descriptor, offset, byte_size)))
 
     def check_room(self, name: str, kind: str) -> None:
         """Before a region of that name is opened. Raises NotServedError, RegionExistsError, InvalidRequestError,
@@ -168,17 +205,15 @@ class Regions:
     def _those(self, kind: type[R], name: str) -> list[R]:
         return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
 
-    def place(self, name: str, offset: int, byte_size: int) -> Place:
+    def place(self, reference: Reference) -> Place:
         """Raises NotServedError, UnknownRegionError; InvalidRequestError: not all of it is within the region."""
         self._check_allowed()
-        region = self._find(name)
+        name, offset, byte_size = reference
+        region = self._regions.get(name)
+        if region is None:
+            raise UnknownRegionError(f"Unable to find shared memory region: '{name}'")
         region.check(offset, byte_size)
         return Place(region, offset, byte_size)
-
-    def _find(self, name: str) -> Region:
-        if name not in self._regions:
-            raise UnknownRegionError(f"Unable to find shared memory region: '{name}'")
-        return self._regions[name]
 
     def _check_allowed(self) -> None:
         if not self.allowed:

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.plan.arena import ChangingArray
+from infer_server.batching.request import Arrays
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.errors import InvalidRequestError
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
-from infer_server.protocol.parameters import NONE, Parameters, natural, typed
+from infer_server.protocol.parameters import NONE, Parameters, Reference, natural, reference_of
 from infer_server.serving import Served
 
-_REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _MOST_CLASSES = 1_000_000               # elements of an item that are sorted
 
 
@@ -30,25 +31,48 @@ class Asked(NamedTuple):
     parameters: Parameters
 
 
-def places(inputs: Iterable[Asked], regions: Regions) -> dict[int, Place]:
-    """Which inputs lie in shared memory, by their positions. Raises ServeErrors."""
-    found = {i: place_of(*tensor, regions) for i, tensor in enumerate(inputs) if tensor.parameters}
-    return {i: place for i, place in found.items() if place}
+class Elsewhere(NamedTuple):
+    """Inputs that lie in shared memory."""
+    arrays: dict[int, memoryview | GpuTensor | ChangingArray]       # by their positions
+    lent: list[Place]                   # that are read while the request is executed
 
 
-def read(found: Mapping[int, Place], tensors: Sequence[InputTensor], hold: Callable[[int], None],
-         gpus: Set[int]) -> dict[int, memoryview | GpuTensor]:
-    """What lies in those places: a copy, or on these GPUs the very tensor, but of texts and of truths, whose bytes are
-    looked at. hold: takes the bytes of the copies. Raises ServeErrors."""
-    there: dict[int, memoryview | GpuTensor] = {}
-    for i, place in found.items():
+def read(references: Mapping[int, Reference], tensors: Sequence[InputTensor], regions: Regions,
+         hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
+    """What lies there: a copy, or in the memory of these devices (see Model.reached) the very tensor, but of texts and
+    of truths, whose bytes are looked at. hold: takes the bytes of the copies. Raises ServeErrors."""
+    found = Elsewhere({}, [])
+    copied: dict[int, Place] = {}
+    for i, reference in references.items():
+        place, datatype = regions.place(reference), tensors[i].datatype
         check_bytes(tensors[i], place.byte_size)
-        datatype = tensors[i].datatype
-        if gpus and datatype.name not in ("BYTES", "BOOL") and (
-                tensor := place.region.on_gpu(place.offset, tensors[i].shape, datatype.array, gpus)):
-            there[i] = tensor
-    hold(sum(place.byte_size for i, place in found.items() if i not in there))
-    return {i: there[i] if i in there else place.read() for i, place in found.items()}
+        tensor = None
+        if devices and datatype.name not in ("BYTES", "BOOL"):
+            tensor = place.region.there(place.offset, tensors[i].shape, datatype.array, devices)
+        if tensor is None:
+            copied[i] = place
+            continue
+        found.arrays[i] = tensor
+        if isinstance(tensor, ChangingArray):
+            found.lent.append(place)
+    if copied:
+        hold(sum(place.byte_size for place in copied.values()))
+        found.arrays.update({i: place.read() for i, place in copied.items()})
+    return found
+
+
+def if_whole(lent: Sequence[Place], encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+    """`encode`, for a response to tensors that were read in these places: the ServeError that they were not all
+    there."""
+    if not lent:
+        return encode
+
+    def checked(computed: Arrays) -> Any:
+        for place in lent:
+            if error := place.lack():
+                return error
+        return encode(computed)
+    return checked
 
 
 def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
@@ -57,17 +81,6 @@ def rooms(outputs: Iterable[Output]) -> dict[str, GpuRoom]:
         output.place.offset, output.place.byte_size, output.datatype.array)
         for output in outputs if output.place and not output.classes}
     return {name: room for name, room in found.items() if room}
-
-
-def place_of(name: str, parameters: Parameters, regions: Regions) -> Place | None:
-    """Where a tensor lies in shared memory; None: in the message. Raises ServeErrors."""
-    what = f"'{name}': "
-    region = typed(parameters, _REGION, str, None, what)
-    if region is None:
-        return None
-    if _BYTES not in parameters:
-        raise InvalidRequestError(f"{what}parameter '{_BYTES}' is missing beside '{_REGION}'")
-    return regions.place(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,8 @@ def _output(spec: TensorSpec, parameters: Parameters, regions: Regions, served: 
     if classes and (spec.datatype.array.kind not in "iuf" or spec.datatype.name in ("FP16", "BF16")):
         raise InvalidRequestError(f"'{spec.name}': class result not available for output due to unsupported type "
                                   f"'{spec.datatype.name}'")
-    return Output(spec, classes, place_of(spec.name, parameters, regions), served.batched,
+    reference = reference_of(spec.name, parameters)
+    return Output(spec, classes, regions.place(reference) if reference else None, served.batched,
                   served.labels.get(spec.name, ()))
 
 

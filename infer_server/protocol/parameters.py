@@ -1,9 +1,9 @@
 """Parameters of a request, of a tensor or of a model's loading: plain values by name, whatever message brought them."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer_server.errors import InvalidRequestError
 
@@ -11,6 +11,7 @@ Parameters = Mapping[str, Any]          # bool, int, float or str; JSON also bri
 NONE: Parameters = MappingProxyType({})
 
 _MOST_DIGITS = 20                       # of a number of 64 bits
+_REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _RESERVED = "triton_"
 _OF_TRITON = ("triton_enable_empty_final_response",)
 
@@ -56,6 +57,30 @@ def natural(parameters: Parameters, name: str, default: int = 0, what: str = "")
     if value < 0:
         raise InvalidRequestError(f"{what}parameter '{name}': expected 0 or more, got {value}")
     return value
+
+
+class Reference(NamedTuple):
+    """A tensor that lies in shared memory, as its parameters say."""
+    region: str
+    offset: int
+    byte_size: int
+
+
+def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, Reference]:
+    """Those of tensors, each with its name, by position. Raises InvalidRequestError."""
+    found = {i: reference_of(*tensor) for i, tensor in enumerate(tensors) if tensor[1]}
+    return {i: reference for i, reference in found.items() if reference}
+
+
+def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
+    """None: it comes in the message. Raises InvalidRequestError."""
+    what = f"'{tensor}': "
+    region = typed(parameters, _REGION, str, None, what)
+    if region is None:
+        return None
+    if _BYTES not in parameters:
+        raise InvalidRequestError(f"{what}parameter '{_BYTES}' is missing beside '{_REGION}'")
+    return Reference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
 
 
 def check_reserved(parameters: Parameters) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from infer_server.errors import MalformedMessageError
+from infer_server.protocol.parameters import Reference, from_messages, references_of
 from protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -55,8 +56,12 @@ class Form:
 
     def __post_init__(self) -> None:
         self.has_contents = any(tensor.HasField("contents") for tensor in self.header.inputs)
-        self.inputs_have_parameters = any(tensor.parameters for tensor in self.header.inputs)
         self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
+
+    @functools.cached_property
+    def references(self) -> Mapping[int, Reference]:
+        """The inputs that lie in shared memory, by their positions. Raises InvalidRequestError."""
+        return references_of((tensor.name, from_messages(tensor.parameters)) for tensor in self.header.inputs)
 
 
 class InferRequest(NamedTuple):

@@ -40,8 +40,8 @@ class Model(ABC):
     memory_bytes: int = 0               # about what it holds; 0 where that is not known
     device_bytes: Mapping[int | None, int] = MappingProxyType({})   # the same by GPU; None: in the host's memory
     gpus: Sequence[Gpu] = ()            # that instances of it execute on
-    reached: Set[int] = frozenset()     # of them, by number, those whose instances take tensors in a client's memory on
-                                        # that GPU where they lie
+    reached: Set[int | None] = frozenset()      # devices, GPUs by number, in whose memory instances take tensors where
+                                        # their clients have them; None: the host's, which clients may write meanwhile
     load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 

@@ -14,7 +14,8 @@ from infer_server.batching.request import Arrays, AwaitedReply, Outputs, paramet
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, wanted
+from infer_server.endpoints.shared_memory import Place
+from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
@@ -51,6 +52,7 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront
 class GrpcCall(Call):
     """A ModelInferRequest; its response is the serialised ModelInferResponse."""
     protocol = "gRPC"
+    _lent: Sequence[Place] = ()         # where inputs are read while it is executed; known after contents()
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
@@ -87,20 +89,21 @@ class GrpcCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
-        if not self._message.form.inputs_have_parameters:
+    def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
+        if not (references := self._message.form.references):
             return decode_inputs(self._message, tensors)
-        found = places(map(_asked, self._message.header.inputs), self._front.regions)
-        return decode_inputs(self._message, tensors, read(
-            found, tensors, functools.partial(self._front.inflight.hold, self._held), gpus))
+        found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),
+                     devices)
+        self._lent = found.lent
+        return decode_inputs(self._message, tensors, found.arrays)
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return functools.partial(_encoded, served, self.id)
+            return if_whole(self._lent, functools.partial(_encoded, served, self.id))
         outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
-        return functools.partial(_encoded_as_wanted, served, outputs, self.id)
+        return if_whole(self._lent, functools.partial(_encoded_as_wanted, served, outputs, self.id))
 
 
 def _encoded(served: Served, request_id: str, computed: Arrays) -> bytes | ServeError:

@@ -84,7 +84,7 @@ class GenerateCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, NDArray[Any]]:
+    def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, NDArray[Any]]:
         return {tensor.name: from_json(tensor, self._values[tensor.name]) for tensor in tensors}
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes]:

@@ -21,9 +21,9 @@ from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
-from infer_server.endpoints.tensors import Asked, Output, places, read, rooms, wanted
+from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
 from infer_server.errors import InvalidRequestError, ServeError
-from infer_server.gpu_tensors import GpuRoom, GpuTensor
+from infer_server.gpu_tensors import GpuRoom
 from infer_server.protocol.codec import (
     InputTensor,
     declared_inputs,
@@ -31,7 +31,7 @@ from infer_server.protocol.codec import (
     from_raw,
 )
 from infer_server.protocol.json_tensors import NO_JSON, from_json, to_json
-from infer_server.protocol.parameters import Parameters, digits
+from infer_server.protocol.parameters import Parameters, Reference, digits, references_of
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.serving import Call, Served
 
@@ -88,7 +88,6 @@ class Form:
         self.parameters: dict[str, Any] = _typed(self.head, "parameters", dict, {})
         self.inputs = _tensors(self.head, "inputs")
         self.outputs = _tensors(self.head, "outputs")
-        self._may_be_elsewhere = any("shared_memory_region" in tensor.parameters for tensor in self.inputs)
         self.encoder: Encoder | None = None     # of the last request, if another may have the same
 
     @functools.cached_property
@@ -96,9 +95,10 @@ class Form:
         """Of each input in the bytes behind the JSON; None: it is not there. Raises InvalidRequestError."""
         return [_typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
 
-    def places(self, regions: Regions) -> dict[int, Place]:
-        """Where inputs lie in shared memory, by their positions. Raises ServeErrors."""
-        return places((tensor.asked() for tensor in self.inputs), regions) if self._may_be_elsewhere else {}
+    @functools.cached_property
+    def references(self) -> Mapping[int, Reference]:
+        """The inputs that lie in shared memory, by their positions. Raises InvalidRequestError."""
+        return references_of(tensor.asked() for tensor in self.inputs)
 
     def encoder_of(self, served: Served, regions: Regions) -> Encoder:
         """Raises ServeErrors."""
@@ -124,6 +124,7 @@ class Form:
 class HttpCall(Call):
     """An inference request; its response is an HttpResponse."""
     protocol = "HTTP"
+    _lent: Sequence[Place] = ()         # where inputs are read while it is executed; known after contents()
 
     def __init__(self, request: HttpRequest, model: str, version: str, front: Front, held: OpenCall) -> None:
         """Raises InvalidRequestError: the body is no inference request."""
@@ -152,14 +153,16 @@ class HttpCall(Call):
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
-    def contents(self, tensors: Sequence[InputTensor], gpus: Set[int]) -> Mapping[str, Any]:
+    def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
         at = 0
-        found = self._said.places(self._front.regions)
-        placed = read(found, tensors, lambda count: self._front.inflight.hold(self._held, count), gpus) if found else {}
+        placed: Mapping[int, Any] = {}
+        if references := self._said.references:
+            placed, self._lent = read(references, tensors, self._front.regions,
+                                      functools.partial(self._front.inflight.hold, self._held), devices)
         for i, (tensor, given, size) in enumerate(zip(tensors, self._said.inputs, self._said.sizes, strict=True)):
             if i in placed:
-                arrays[tensor.name] = there if isinstance(there := placed[i], GpuTensor) else from_raw(tensor, there)
+                arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
                 continue
             if size is None:
                 arrays[tensor.name] = from_json(tensor, given.data)
@@ -178,7 +181,8 @@ class HttpCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
         encode = self._said.encoder_of(served, self._front.regions)
         self.lengthy, self.rooms = bool(self._coding) or encode.has_places, encode.rooms
-        return functools.partial(_compressed, encode, self._coding) if self._coding else encode
+        return if_whole(self._lent, functools.partial(_compressed, encode, self._coding)
+                        if self._coding else encode)
 
 
 def _compressed(encode: Encoder, coding: str, computed: Arrays) -> HttpResponse | ServeError:

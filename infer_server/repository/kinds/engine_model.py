@@ -76,8 +76,9 @@ class EngineModel(QueuedModel):
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
         if not (config.ragged or config.sequences):     # which are put together on the host
-            self.reached = {device for context, device in zip(contexts, config.devices, strict=True)
-                            if device is not None and isinstance(context, PlacesTensors) and context.binds_arrays}
+            self.reached = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
+                                    if device is not None and isinstance(context, PlacesTensors)
+                                    and context.binds_arrays)}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {
             device: plan_bytes + config.devices.count(device) * each.threads * each.arena_bytes

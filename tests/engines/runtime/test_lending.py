@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.runtime.execution import LoadedPlan
-from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.backends.llvm.runtime.lending import CALM, Lendable, address_of
 from engines.errors import InputError
 from engines.ir.graph import Array
-from engines.plan.arena import PAGE
+from engines.lowering import problems
+from engines.lowering.problems.problem import Problem
+from engines.plan.arena import PAGE, ChangingArray
 from engines.plan.plan import SLACK, IoTensor, Plan
 from engines.runtime import context
+from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine
 from engines.runtime.results import MOST_BYTES, Results
 from tests.engines.tiny import halo_plan, mix_plan, mix_reference
@@ -164,6 +168,42 @@ def test_only_what_reads_one_item_after_the_other_takes_them_apart() -> None:
     assert not taken(plan.with_machine(outputs=(replace(output, buffer=0), *plan.machine.outputs[1:])))
     whole = replace(plan.machine.inputs[0], batched=False, shape=(24, 10))
     assert not taken(replace(plan.with_machine(inputs=(whole,)), inputs=(IoTensor("x", "int32", (24, 10)),)))
+
+
+def test_what_others_may_write_meanwhile_is_lent_to_steps_that_only_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def context_of(family: str) -> ExecutionContext:
+        plan = mix_plan(READS, OUTPUTS)
+        return Engine(plan.with_machine(steps=tuple(
+            replace(step, tactic=f"{family}: default") for step in plan.machine.steps))).create_context()
+
+    x = some_input(4)
+    at_the_end = somewhere(x, PAGE - x.nbytes)
+    pieces = [ChangingArray(x.shape, x.dtype, at_the_end.data) for _ in range(2)]
+    pieces[1].address = at_the_end.ctypes.data
+    copied: list[Array] = []
+    copy = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda to, array: copied.append(array) or copy(to, array))
+    for family, lent in (("pointwise", True), ("top_k", False), ("of tomorrow", False)):
+        own = context_of(family)
+        for piece in pieces:
+            assert own.takes("x", piece) == lent and not own.takes("x", at_the_end) and own.takes("x", x)
+            own.execute_with(4, {"x": [piece]})
+            assert_right({f"t{i}": own.output(f"t{i}", 4) for i in OUTPUTS}, x)
+            assert len(copied) == (not lent)
+            assert_right(own.run({"x": piece}, 4), x)
+            copied.clear()
+
+
+def test_steps_that_only_compute_are_of_families_that_there_are() -> None:
+    def below(problem: type[Problem]) -> Iterator[type[Problem]]:
+        for kind in problem.__subclasses__():
+            yield from (kind, *below(kind))
+
+    for module in pkgutil.iter_modules(problems.__path__):
+        importlib.import_module(f"{problems.__name__}.{module.name}")
+    families = {getattr(kind, "family", "") for kind in below(Problem)}
+    assert families > CALM
+    assert {"top_k", "lookup", "gather_elements", "scatter", "nest", "suppression", "recurrence"} <= families - CALM
 
 
 def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_before() -> None:

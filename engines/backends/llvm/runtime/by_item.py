@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.runtime.abi import StepRow
-from engines.backends.llvm.runtime.lending import Lendable, address_of
-from engines.ir.graph import Array
+from engines.backends.llvm.runtime.lending import Lendable
 from engines.plan.plan import TensorView
 
 Words = NDArray[np.int64]
@@ -43,16 +42,12 @@ class ItemTables:
             found = self._steps[first, last] = rows.reshape(-1, rows.shape[-1])
         return found
 
-    def lend(self, view: TensorView, first: int, array: Array) -> bool:
-        """Let an array stand in for the items of an input from slot `first` on. False: it cannot."""
-        places, begin = self._lendable.items.get(view.buffer), address_of(array)
-        if places is None or begin is None:
-            return False
-        for slot, item in enumerate(range(begin, begin + array.nbytes, view.item_stride), first):
-            for operand, offset in places:
+    def lend(self, view: TensorView, first: int, begin: int, byte_size: int) -> None:
+        """Let so many bytes at an address stand in for the items of an input from slot `first` on."""
+        for slot, item in enumerate(range(begin, begin + byte_size, view.item_stride), first):
+            for operand, offset in self._lendable.items[view.buffer]:
                 self._lent.append((slot, operand, self._words[slot, operand]))
                 self._words[slot, operand] = item + offset
-        return True
 
     def take_back(self) -> None:
         """Every item lies in its own slot again."""

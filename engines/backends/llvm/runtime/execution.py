@@ -310,13 +310,15 @@ class SerialExecution:
         return self._arena.lend(view, array)
 
     def takes(self, view: TensorView, array: Array | None = None) -> bool:
-        return view.buffer in self._program.lendable.items and (array is None or address_of(array) is not None)
+        return self._program.lendable.takes(view, array)
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
         # Asked first: the tables are made of the addresses that stand there, which another input's may be lent ones.
-        lent = self.takes(view, array) and self._arena.items.lend(view, first, array)
-        self._apart |= lent
-        return lent
+        begin = self._program.lendable.address(view, array)
+        if begin is not None:
+            self._arena.items.lend(view, first, begin, array.nbytes)
+            self._apart = True
+        return begin is not None
 
     def take_back(self) -> bool:
         self._arena.take_back()

@@ -14,11 +14,16 @@ from numpy.typing import NDArray
 
 from engines.ir.dtypes import memory_dtype
 from engines.ir.graph import Array
-from engines.plan.arena import PAGE
+from engines.plan.arena import PAGE, ChangingArray
 from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
 Places = tuple[tuple[int, int], ...]        # (an operand's number, how many bytes from the buffer's beginning it lies)
+# Families of problems whose kernels compute with the values that they read, and nothing else. In others a value decides
+# where memory is touched or how often: an index, a count, an order. Those check it, and read it again.
+CALM = frozenset({"contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool",
+                  "product", "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce",
+                  "halo_fill"})
 
 
 class Lendable:
@@ -45,6 +50,24 @@ class Lendable:
                 if view.batched and self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)
                 and view.end(1) == view.item_stride
                 and all(_reads_by_item(step, view) for step in machine.steps)}
+
+    @cached_property
+    def calm(self) -> frozenset[int]:
+        """Those of them that others may write while they are read: at worst, the answer is none. No step that reads one
+        takes its values for more than operands; see CALM."""
+        steps = self._plan.machine.steps
+        return frozenset(buffer for buffer in self.items if all(
+            step.tactic.partition(":")[0] in CALM
+            for step in steps if any(operand.buffer == buffer for operand in step.operands)))
+
+    def takes(self, view: TensorView, array: Array | None) -> bool:
+        """See TakesItems."""
+        return view.buffer in self.items and (array is None or self.address(view, array) is not None)
+
+    def address(self, view: TensorView, array: Array) -> int | None:
+        """Of an array that may be items of an input; None: it may not."""
+        buffers = self.calm if isinstance(array, ChangingArray) else self.items
+        return address_of(array) if view.buffer in buffers else None
 
     @cached_property
     def readers(self) -> frozenset[int]:
@@ -94,9 +117,12 @@ def _reads_by_item(step: Step, view: TensorView) -> bool:
 def address_of(array: Array) -> int | None:
     """Where an array begins, aligned or not, for kernels expect nothing of addresses. None: they cannot work in it, for
     its elements are not in one piece, or SLACK behind them, which is read too, may not be there: it is if it is on the
-    page of the last one."""
+    page of the last one, or if the array says so."""
     if not array.flags.c_contiguous:
         return None
+    if isinstance(array, ChangingArray) and array.address:
+        return array.address
     begin: int = array.__array_interface__["data"][0]
     end = begin + array.nbytes
-    return begin if (end - 1) // PAGE == (end + SLACK - 1) // PAGE else None
+    is_there = isinstance(array, ChangingArray) or (end - 1) // PAGE == (end + SLACK - 1) // PAGE
+    return begin if is_there else None

@@ -1,0 +1,129 @@
+"""A handler of SIGBUS as machine code, for files that are mapped and that others may cut short.
+
+A touch of a mapped page behind the end of its file is SIGBUS, which ends the process. The handler puts zeros in the
+place of the whole mapping, marks it and returns: what was reading reads on, and who set it to work finds the mark. So
+do libwayland with the buffers of its clients (wl_shm) and the JVM with mapped files.
+
+    on_bus_error(signal, info, context)     the handler
+        if an access to memory failed, within a range of the table:
+            map zeros over the range; mark it
+        else:
+            put back what was there before; raise the signal again, if the access does not by itself
+    place(row, begin, end)                  make a row of the table stand for a range, unmarked; (0, 0): for none
+
+It interrupts any instruction, on any thread, on several at once: so it takes no lock, and calls nothing but sigaction,
+raise and the bare system call mmap, which are async-signal-safe. Two that meet in one range both map zeros, which is
+the same. A row is read while it may be written: `end` is written first and last, and read before and after `begin`.
+Who touches a range keeps it mapped meanwhile, so that what is replaced is never another's memory.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from string import Template
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.errors import ConfigError
+
+ROWS = 8192             # of the table
+_MMAP = {"x86_64": 9, "aarch64": 222}                       # number of the system call
+_PROT_READ = 1
+_MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000               # PRIVATE, FIXED, ANONYMOUS, NORESERVE; on both
+
+
+class Row(IntEnum):
+    """Words of 64 bits of a row."""
+    BEGIN = 0
+    END = 1
+    LOST = 2            # 1: zeros have taken the place of the range
+
+
+@dataclass(frozen=True)
+class Process:
+    """Addresses in this process."""
+    table: int
+    previous: int       # what sigaction said when the handler was installed
+    syscall: int        # functions of the C library
+    sigaction: int
+    raise_: int
+
+
+def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
+    """Both functions as an ELF object for this very process. ConfigError: not on this architecture."""
+    from engines.backends.llvm.codegen.compile import compile_object
+    if architecture not in _MMAP:
+        raise ConfigError(f"no guard for mapped files on {architecture}; there is one for {', '.join(_MMAP)}")
+    addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
+    return compile_object(_CODE.substitute(
+        addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS, end=int(Row.END),
+        lost=int(Row.LOST)), isa)
+
+
+_CODE = Template("""\
+define void @place(ptr %row, i64 %begin, i64 %end) {
+  %end.at = getelementptr i64, ptr %row, i64 $end
+  %lost.at = getelementptr i64, ptr %row, i64 $lost
+  store atomic i64 0, ptr %end.at seq_cst, align 8
+  store atomic i64 0, ptr %lost.at seq_cst, align 8
+  store atomic i64 %begin, ptr %row seq_cst, align 8
+  store atomic i64 %end, ptr %end.at seq_cst, align 8
+  ret void
+}
+
+define void @on_bus_error(i32 %signal, ptr %info, ptr %context) {
+  %code.at = getelementptr i32, ptr %info, i64 2            ; siginfo_t: si_signo, si_errno, si_code; si_addr at 16
+  %code = load i32, ptr %code.at
+  %kind = sub i32 %code, 2
+  %is.access = icmp ult i32 %kind, 3                        ; BUS_ADRERR, BUS_OBJERR, BUS_MCEERR_AR
+  %fault.at = getelementptr i64, ptr %info, i64 2
+  %fault = load i64, ptr %fault.at
+  br i1 %is.access, label %each, label %before
+
+each:
+  %i = phi i64 [0, %0], [%i, %look], [%next, %on]
+  %row = getelementptr [3 x i64], ptr $table, i64 %i
+  br label %look
+
+look:
+  %end.at = getelementptr i64, ptr %row, i64 $end
+  %end = load atomic i64, ptr %end.at acquire, align 8
+  %begin = load atomic i64, ptr %row acquire, align 8
+  %again = load atomic i64, ptr %end.at acquire, align 8
+  %is.whole = icmp eq i64 %end, %again
+  br i1 %is.whole, label %test, label %each
+
+test:
+  %is.behind = icmp uge i64 %fault, %begin
+  %is.before = icmp ult i64 %fault, %end
+  %is.within = and i1 %is.behind, %is.before
+  br i1 %is.within, label %replace, label %on
+
+on:
+  %next = add i64 %i, 1
+  %is.more = icmp ult i64 %next, $rows
+  br i1 %is.more, label %each, label %before
+
+replace:
+  %size = sub i64 %end, %begin
+  %mapped = call i64 (i64, ...) $syscall(i64 $mmap, i64 %begin, i64 %size, i64 $read,
+                                                           i64 $zeros, i64 -1, i64 0)
+  %is.mapped = icmp eq i64 %mapped, %begin
+  br i1 %is.mapped, label %mark, label %before
+
+mark:
+  %lost.at = getelementptr i64, ptr %row, i64 $lost
+  store atomic i64 1, ptr %lost.at release, align 8
+  ret void
+
+before:
+  %put.back = call i32 $sigaction(i32 %signal, ptr $previous, ptr null)
+  br i1 %is.access, label %done, label %raise
+
+raise:
+  %raised = call i32 $raise_(i32 %signal)
+  ret void
+
+done:
+  ret void
+}
+""")
