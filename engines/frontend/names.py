@@ -34,6 +34,14 @@ def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
+def nodes_in(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """These, and those of the graphs in them."""
+    for node in nodes:
+        yield node
+        for graph in graphs_in(node):
+            yield from nodes_in(graph.node)
+
+
 def _refuse_unmade(model: str, graph: onnx.GraphProto, known: Set[str]) -> None:
     """A branch that no trial takes is checked, too; what the graph itself reads is said when it is imported."""
     for node in graph.node:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from onnx import helper, inliner, numpy_helper
 
 from engines.errors import ModelError, PlanCorruptError
 from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_size
-from engines.frontend.names import check_branches, check_names, graphs_in
+from engines.frontend.names import check_branches, check_names, graphs_in, nodes_in
 from engines.frontend.opsets import check_opset, with_functions_of_its_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
 
@@ -232,13 +233,25 @@ def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
 
 
 def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
+    _check_calls(name, proto)
     if any(function.attribute_proto for function in proto.functions):
         proto = _with_defaults(proto)
     proto = with_functions_of_its_opset(name, proto)
     try:
         return inliner.inline_local_functions(proto)
-    except Exception as error:      # a function that calls itself, or one that is not there
+    except Exception as error:      # one that is not there, or that is given what it does not take
         raise ModelError(f"{name}: its functions cannot be written out: {error}") from error
+
+
+def _check_calls(name: str, proto: onnx.ModelProto) -> None:
+    """Raises ModelError: a function calls itself, by way of others perhaps. The inliner of onnx 1.19 ends the process."""
+    calls = {(of.domain, of.name, of.overload): {(node.domain, node.op_type, node.overload) for node in nodes_in(of.node)}
+             for of in proto.functions}
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        around = " calls ".join(".".join(filter(None, of)) for of in error.args[1][::-1])
+        raise ModelError(f"{name}: its functions cannot be written out, for one calls itself: {around}") from error
 
 
 def _with_defaults(proto: onnx.ModelProto) -> onnx.ModelProto:

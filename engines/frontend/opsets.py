@@ -1,13 +1,12 @@
 """The opset of a model: any that the onnx package here knows. Functions may be of another one than their model."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cache
 
 import onnx
 
 from engines.errors import ModelError
-from engines.frontend.names import graphs_in
+from engines.frontend.names import nodes_in
 
 UNSAID_OPSET = 9        # of a domain that the file names none of
 _DOMAINS = ("", "ai.onnx")      # ONNX's own
@@ -40,7 +39,7 @@ def with_functions_of_its_opset(model: str, proto: onnx.ModelProto) -> onnx.Mode
     copy.CopyFrom(proto)
     for function in copy.functions:
         for entry in _own(function):
-            for node in _nodes(function.node):
+            for node in nodes_in(function.node):
                 if node.domain in _DOMAINS and not _means_the_same(node.op_type, entry.version, opset):
                     raise ModelError(
                         f"{model}: its function {function.domain}.{function.name} is written in opset {entry.version}, "
@@ -52,13 +51,6 @@ def with_functions_of_its_opset(model: str, proto: onnx.ModelProto) -> onnx.Mode
 
 def _own(function: onnx.FunctionProto) -> list[onnx.OperatorSetIdProto]:
     return [entry for entry in function.opset_import if entry.domain in _DOMAINS]
-
-
-def _nodes(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for graph in graphs_in(node):
-            yield from _nodes(graph.node)
 
 
 @cache
