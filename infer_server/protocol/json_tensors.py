@@ -20,12 +20,12 @@ def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
         raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
     if not isinstance(data, list):
         raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
-    values = flat(data)
+    values, found = _flat(data)
     count = math.prod(tensor.shape)
     if len(values) != count:
         raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
-    if others := set(map(type, values)) - kinds.get(datatype.array.kind, {int}):
+    if others := found - kinds.get(datatype.array.kind, {int}):
         raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")
     if datatype.name == "BYTES":
         return shaped(tensor, object_array([value.encode() for value in values]))
@@ -47,8 +47,14 @@ def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
 
 def flat(data: list[Any]) -> list[Any]:
     """A nested list as one. Raises InvalidRequestError: it is nested deeper than any tensor."""
+    return _flat(data)[0]
+
+
+def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
+    """The same, and the types of its elements."""
     for _ in range(MAX_RANK):
-        if not any(isinstance(value, list) for value in data):
-            return data
+        types = set(map(type, data))            # the quickest look at all of a list
+        if list not in types:
+            return data, types
         data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
     raise InvalidRequestError(f"'data': lists within lists, more than {MAX_RANK} deep")
