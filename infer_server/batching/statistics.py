@@ -107,18 +107,15 @@ class Statistics:
             device = c.devices.setdefault(e.gpu, Executions())
             device.items += e.items
             device.batches += 1
-            queued = self._latencies["queue"]
-            c.queue.count += requests
-            for since_ns in enqueued_ns:
-                waited_ns = e.started_ns - since_ns
-                c.queue.ns += waited_ns
-                queued.add(waited_ns, 1, e.encoded_ns)
-                self._answered(e.encoded_ns - since_ns, e.encoded_ns)
+            waited_ns = [e.started_ns - since_ns for since_ns in enqueued_ns]
+            c.queue.add(requests, sum(waited_ns))
+            self._latencies["queue"].add(waited_ns, 1, e.encoded_ns)
+            self._answered([e.encoded_ns - since_ns for since_ns in enqueued_ns], e.encoded_ns)
             for phase, total, of_size, ns in (
                     ("compute_input", c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
                     ("compute_infer", c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
                     ("compute_output", c.compute_output, batch.compute_output, e.encoded_ns - e.computed_ns)):
-                self._latencies[phase].add(ns, requests, e.encoded_ns)
+                self._latencies[phase].add((ns,), requests, e.encoded_ns)
                 total.count += requests
                 total.ns += ns * requests
                 of_size.count += 1
@@ -129,22 +126,21 @@ class Statistics:
         with self._lock:
             if hit:
                 self._counters.cache_hit.add(1, ns)
-                self._answered(ns, time.monotonic_ns())
+                self._answered((ns,), time.monotonic_ns())
             else:
                 self._counters.cache_miss.add(1, ns)
 
     def answered(self, enqueued_ns: Sequence[int], now_ns: int) -> None:
         """Counts requests whose last responses came after the execution that began them."""
         with self._lock:
-            for since_ns in enqueued_ns:
-                self._answered(now_ns - since_ns, now_ns)
+            self._answered([now_ns - since_ns for since_ns in enqueued_ns], now_ns)
 
-    def _answered(self, ns: int, now_ns: int) -> None:
-        success = self._counters.success
-        success.count += 1
-        success.ns += ns
-        self._counters.answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
-        self._latencies["request"].add(ns, 1, now_ns)
+    def _answered(self, times_ns: Sequence[int], now_ns: int) -> None:
+        self._counters.success.add(len(times_ns), sum(times_ns))
+        answered = self._counters.answered
+        for ns in times_ns:
+            answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
+        self._latencies["request"].add(times_ns, 1, now_ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
         """Counts a request that ended without an answer, `ns` after it was received."""

@@ -5,7 +5,7 @@ of two halves of a window are kept; the older half is forgotten when the newer i
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _HALF_NS = 30_000_000_000
 _BITS = 4                   # of a time, behind the first
@@ -19,13 +19,15 @@ class Latencies:
         self._before: dict[int, int] = {}
         self._since_ns = 0
 
-    def add(self, ns: int, count: int, now_ns: int) -> None:
-        """`count` things took `ns`."""
+    def add(self, times_ns: Iterable[int], count: int, now_ns: int) -> None:
+        """`count` things took each of these times."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
-        shift = ns.bit_length() - 1 - _BITS
-        bucket = ns if shift <= 0 else (shift << _BITS) + (ns >> shift)
-        self._recent[bucket] = self._recent.get(bucket, 0) + count
+        recent = self._recent
+        for ns in times_ns:
+            shift = ns.bit_length() - 1 - _BITS
+            bucket = ns if shift <= 0 else (shift << _BITS) + (ns >> shift)
+            recent[bucket] = recent.get(bucket, 0) + count
 
     def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
         """The times in ns below which those shares of all lie; `wanted` ascends. nan: there is none."""

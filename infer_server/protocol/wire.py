@@ -78,9 +78,13 @@ class InferRequest(NamedTuple):
 
 def split_request(data: bytes) -> InferRequest:
     """Splits a serialised ModelInferRequest. No length in it is trusted. Raises MalformedMessageError."""
+    last = _last_of(len(data))
+    if last and (known := last[0].read(data)):
+        return known
     view = memoryview(data)
     size = len(data)
     raw_inputs: list[memoryview] = []
+    tensors: list[tuple[int, int]] = []     # where they begin and end
     header: list[memoryview | bytes] = []   # the stretches between the tensors
     packed: dict[int, Packed] = {}
     request_id = b""
@@ -100,6 +104,7 @@ def split_request(data: bytes) -> InferRequest:
         if tag == _RAW_INPUT:
             header.append(view[stretch:position])
             raw_inputs.append(view[begin:end])
+            tensors.append((begin, end))
             stretch = end
         elif tag == _INPUT:
             if end - begin >= _MANY_BYTES and (taken := _take_packed(data, view, begin, end)):
@@ -114,9 +119,39 @@ def split_request(data: bytes) -> InferRequest:
         position = end
     header.append(view[stretch:])
     try:
-        return InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
+        request = InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
+        if request.form.is_kept and not (request_id or packed):
+            last[:] = (_layout(data, tensors, request.form),)
+        return request
     except (DecodeError, UnicodeDecodeError) as error:
         raise _malformed(str(error)) from error
+
+
+class _Layout(NamedTuple):
+    """Where a message without an id has its tensors, and what it has beside them. Messages of a client are mostly alike
+    but for their tensors' bytes: then they are not walked."""
+    tensors: Sequence[tuple[int, int]]
+    between: Sequence[tuple[int, bytes]]
+    form: Form
+
+    def read(self, data: bytes) -> InferRequest | None:
+        """A message as long as that one; None: it is another beside its tensors, too."""
+        for begin, piece in self.between:
+            if not data.startswith(piece, begin):
+                return None
+        view = memoryview(data)
+        return InferRequest(self.form, [view[begin:end] for begin, end in self.tensors])
+
+
+def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: Form) -> _Layout:
+    begins, ends = (0, *(end for _, end in tensors)), (*(begin for begin, _ in tensors), len(data))
+    return _Layout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _last_of(size: int) -> list[_Layout]:
+    """The layout of the last message of so many bytes, if that has one."""
+    return []
 
 
 def _form(header: bytes) -> Form:

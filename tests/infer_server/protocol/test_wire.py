@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from infer_server.errors import InvalidRequestError
+from infer_server.protocol import wire
 from infer_server.protocol.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
 from infer_server.protocol.wire import Form, InferRequest, join_response, split_request
 from protos import inference
@@ -39,6 +40,31 @@ def test_requests_that_differ_in_their_tensors_and_their_ids_alone_have_one_form
              for raw in ((b"ab",), (b"cd",)) for id in ("", "7")}
     assert len(forms) == 1 and forms.pop().is_kept
     assert split_request(message((b"abc",)).SerializeToString()).form.header.inputs[0].shape == [3]
+
+
+def test_a_message_as_long_as_the_one_before_is_split_as_if_it_were_the_first() -> None:
+    def told(split: InferRequest) -> tuple[object, ...]:
+        return split.form, split.id, [bytes(raw) for raw in split.raw_inputs], dict(split.packed)
+
+    named, typed = message((b"abc", b"def")), message((b"abc", b"def"))
+    named.model_name = "n"
+    typed.inputs[0].name = "y0"
+    referred = message((b"abc", b"def"))
+    referred.ClearField("raw_input_contents")
+    every = [each.SerializeToString() for each in (
+        message((b"abc", b"def")), message((b"uvw", b"xyz")), message((b"ab", b"cdef")), named, typed, referred,
+        message((b"abc", b""), id="i"), message((b"abc", b""), id="j"))]
+    every.append(every[0][:-5] + b"\x3a\x00" + b"\x3a\x01d")      # three tensors in as many bytes
+    first = []
+    for data in every:
+        wire._last_of.cache_clear()
+        first.append(told(split_request(data)))
+    assert len(set(map(len, every))) < len(every) - 3
+    order = random.Random(0)
+    for at in order.choices(range(len(every)), k=500):
+        assert told(split_request(every[at])) == first[at]
+    again = bytes(bytearray(every[1]))
+    assert all(raw.obj is again for raw in split_request(again).raw_inputs)
 
 
 def test_a_form_of_many_bytes_is_not_kept() -> None:
