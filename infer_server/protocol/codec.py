@@ -22,6 +22,7 @@ from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
+_FEW_BYTES = 4096           # which are copied as quickly as looked at
 _NOWHERE: Mapping[int, Any] = MappingProxyType({})
 
 
@@ -137,11 +138,13 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
 
 
 def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
-    """The raw contents of an array, without a copy if it is contiguous."""
+    """The raw contents of an array, without a copy if it is large and contiguous."""
     if datatype.name == "BYTES":
         return memoryview(b"".join(struct.pack("<I", len(value)) + value for value in map(_as_bytes, array.flat)))
     if array.dtype != datatype.array:
         array = array.view(datatype.array) if datatype.name == "BF16" else array.astype(datatype.array)
+    if array.nbytes < _FEW_BYTES:
+        return memoryview(array.tobytes())
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     return array.reshape(-1).view(np.uint8).data
