@@ -24,6 +24,9 @@ from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 from tests.infer_server.test_in_place import Float32s, client_of, inputs_of, pictures, write_plan
 
 FULL = 8                        # items of a batch, which waits until it has so many
+# Models whose requests are looked at twice: as a key and as an input, ...
+COPIED = {"cached": "max_batch_size: 8 response_cache { enable: true }",
+          "in_sequence": """max_batch_size: 8 sequence_batching { direct { } }"""}
 PROTOCOLS = pytest.mark.parametrize("protocol", [tritonclient.grpc, tritonclient.http])
 
 
@@ -33,6 +36,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_plan(path)
     (path.parents[1] / "config.pbtxt").write_text(f"""
         max_batch_size: {FULL} dynamic_batching {{ max_queue_delay_microseconds: {int(TIMEOUT_SECS * 1e6)} }}""")
+    for name, config in COPIED.items():
+        other = path.parents[2] / name
+        (other / "1").mkdir(parents=True)
+        (other / "1" / "model.plan").write_bytes(path.read_bytes())
+        (other / "config.pbtxt").write_text(config)
     return path
 
 
@@ -108,6 +116,12 @@ def wait_until_queued(server: RunningServer, requests: int) -> None:
     while server.server.repository.find("pictures").pending != requests and time.monotonic() < end:
         time.sleep(0.001)
     assert server.server.repository.find("pictures").pending == requests
+
+
+def test_only_models_that_read_a_request_once_read_it_in_its_clients_memory(plan: Path) -> None:
+    with serving(plan.parents[2], load_plan, allow_client_shm=True) as running:
+        found = {name: running.server.repository.find(name).reached for name in ("pictures", *COPIED)}
+    assert found == {"pictures": {None}, **dict.fromkeys(COPIED, frozenset())}
 
 
 @PROTOCOLS
