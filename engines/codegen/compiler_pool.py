@@ -77,6 +77,16 @@ class CompilerPool:
             self._workers.put(worker)
 
 
+def compile_apart(text: str, program: Sequence[str]) -> bytes:
+    """The object of a text, compiled in a process of its own: who wants nothing else has no use for a compiler in its
+    memory. program: see CompilerPool. Raises RuntimeError."""
+    worker = _Worker(program)
+    try:
+        return worker.compile(text)
+    finally:
+        worker.stop()
+
+
 class _Worker:
     """One process."""
 

@@ -31,7 +31,7 @@ class Guard:
     """The handler, installed: the process has one disposition of a signal, and so one guard."""
 
     def __init__(self) -> None:
-        """Raises EngineError: there is none for this machine; OSError: the system does not let it be."""
+        """Raises EngineError: there is none for this machine; OSError, RuntimeError: the system does not let it be."""
         from engines.backends.llvm.codegen import bus_guard
         from engines.backends.llvm.codegen.isa import isa_named
         from engines.backends.llvm.runtime.elf import LoadedCode
@@ -138,7 +138,7 @@ def guard() -> Guard | None:
     """The process's; None, said in the log: clients' memory is read by system calls instead."""
     try:
         return Guard()
-    except (EngineError, OSError, AttributeError) as error:     # the last: of a C library without syscall()
+    except (EngineError, OSError, RuntimeError, AttributeError) as error:   # the last: no syscall() in the C library
         log.warning("shared memory of clients is copied by system calls, for it cannot be mapped safely: %s", error)
         return None
 

@@ -23,6 +23,7 @@ from enum import IntEnum
 from string import Template
 
 from engines.backends.llvm.codegen.isa import Isa
+from engines.codegen.compiler_pool import compile_apart
 from engines.errors import ConfigError
 
 ROWS = 8192             # of the table
@@ -49,14 +50,14 @@ class Process:
 
 
 def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
-    """Both functions as an ELF object for this very process. ConfigError: not on this architecture."""
-    from engines.backends.llvm.codegen.compile import compile_object
+    """Both functions as an ELF object for this very process, compiled in another. Raises ConfigError: not on this
+    architecture; RuntimeError: there was no memory for it."""
     if architecture not in _MMAP:
         raise ConfigError(f"no guard for mapped files on {architecture}; there is one for {', '.join(_MMAP)}")
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
-    return compile_object(_CODE.substitute(
-        addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS, end=int(Row.END),
-        lost=int(Row.LOST)), isa)
+    text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
+                            end=int(Row.END), lost=int(Row.LOST))
+    return compile_apart(text, ("engines.backends.llvm.codegen.compile", isa.name))
 
 
 _CODE = Template("""\
