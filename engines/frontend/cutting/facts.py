@@ -83,9 +83,12 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
 
 
 def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.ModelProto:
-    """A copy that has small weights, which may be shapes, and the types of the others, as of inputs."""
+    """A copy that has small weights, which may be shapes, and the types of the others, as of inputs; and those of the
+    strings that operators make of which ONNX knows nothing."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    copy.graph.value_info.extend(helper.make_tensor_value_info(name, onnx.TensorProto.STRING, None)
+                                 for node in copy.graph.node if node.op_type == "Tokenizer" for name in node.output)
     known = {value.name for value in copy.graph.input}
     for name, array in weights.items():
         if array.size <= _SHAPES:

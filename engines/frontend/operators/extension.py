@@ -29,7 +29,7 @@ _FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)", "tensor(bfloat1
 # What a variable, which is a letter and perhaps a number, may be.
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "T": _FLOATS, "F": _FLOATS[:1], "Q": _EIGHT_BITS, "I": ("tensor(int32)",), "L": ("tensor(int64)",),
-    "B": ("tensor(bool)",), "N": ("tensor(int32)", "tensor(int64)"),
+    "B": ("tensor(bool)",), "S": ("tensor(string)",), "N": ("tensor(int32)", "tensor(int64)"),
     "X": (*_FLOATS, *_EIGHT_BITS, "tensor(bool)",
           *(f"tensor({sign}int{bits})" for sign in ("", "u") for bits in (4, 16, 32, 64)))}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.errors import EngineError, PlanError
 from engines.ir.graph import Node
-from engines.runtime.host import selection, sequences
+from engines.runtime.host import selection, sequences, text
 from engines.runtime.host.encoders import ENCODERS
 
 Run = Callable[..., tuple[Any, ...]]
@@ -43,6 +43,8 @@ def _ours(op: str, node: Node) -> Run | None:
     domain = node.attrs.get("onnx_domain", "")
     if domain == "ai.onnx.ml" and op in ENCODERS:
         return ENCODERS[op](node.attrs)
+    if domain == "com.microsoft" and op in text.OPERATORS:
+        return text.OPERATORS[op](node.attrs)
     return partial(OPERATORS[op], node.attrs) if not domain and op in OPERATORS else None
 
 

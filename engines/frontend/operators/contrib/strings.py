@@ -1,0 +1,12 @@
+"""Operators on strings: what they may be. The host evaluates them (engines/runtime/host/text.py)."""
+from __future__ import annotations
+
+from engines.errors import GraphError
+from engines.frontend.operators.extension import contrib
+from engines.frontend.operators.normalise import Call
+from engines.ir.graph import Node
+
+
+@contrib("Tokenizer", "X:S", "mark:int! mincharnum:int! pad_value:string! separators:strings tokenexp:string")
+def _tokenizer(call: Call) -> list[Node]:
+    raise GraphError("a graph has no strings")
