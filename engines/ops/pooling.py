@@ -32,7 +32,8 @@ class _Pool(LayoutOp, abstract=True):
 
 
 class MaxPool(_Pool):
-    """Padding never wins."""
+    """Padding never wins. With indices a window begins with its first pixel, in whose place comes what is greater: of
+    NaN it is NaN, as in ONNX Runtime."""
     stored = Stored.ALIKE
 
     @classmethod
@@ -48,23 +49,24 @@ class MaxPool(_Pool):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array | tuple[Array, ...]:
-        y = reduce(np.maximum, cls.taps(node, x, _lowest(x.dtype))).copy()
         if len(node.outputs) < 2 or not node.outputs[1]:
-            return y
+            return np.asarray(reduce(np.maximum, cls.taps(node, x, _lowest(x.dtype)))).copy()
         if node.attrs.get("channels_last"):
             raise GraphError("the second output (indices) is defined for channels first only")
-        return y, _indices(node, x, y)
+        return _with_indices(node, x)
 
 
-def _indices(node: Node, x: Array, y: Array) -> Array:
-    """Where in the flattened x each maximum is, the first of equals; storage_order 1 flattens images by column."""
+def _with_indices(node: Node, x: Array) -> tuple[Array, Array]:
+    """The maxima, and where in the flattened x each is, the first of equals; storage_order 1 flattens by column."""
     order = "F" if node.attrs.get("storage_order") else "C"
     image = np.arange(x[0, 0].size).reshape(x.shape[2:], order=order)       # type: ignore[call-overload]
     numbers = image + (np.arange(len(x) * x.shape[1]) * image.size).reshape(*x.shape[:2], *[1] * image.ndim)
-    result = np.full(y.shape, -1, np.int64)
-    for tap, number in zip(MaxPool.taps(node, x, _lowest(x.dtype)), MaxPool.taps(node, numbers, -1), strict=True):
-        result = np.where((result < 0) & (tap == y) & (number >= 0), number, result)
-    return result
+    taps = [*zip(MaxPool.taps(node, x, _lowest(x.dtype)), MaxPool.taps(node, numbers, -1), strict=True)]
+    y, found = taps[0]
+    for tap, number in taps[1:]:
+        beats = (number >= 0) & ((found < 0) | (tap > y))
+        y, found = np.where(beats, tap, y), np.where(beats, number, found)
+    return y.copy(), found.astype(np.int64)
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:

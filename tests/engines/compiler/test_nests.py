@@ -234,6 +234,22 @@ def test_long_ranges_are_kernels_and_right() -> None:
     assert_kernels_and_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), feeds)
 
 
+@pytest.mark.parametrize("window", [
+    {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}, {"kernel_shape": [2, 2], "strides": [2, 2]},
+    {"kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "dilations": [2, 2], "storage_order": 1}], ids=str)
+def test_a_window_with_indices_begins_with_its_first_pixel_even_if_that_is_no_number(window: dict[str, Any]) -> None:
+    """Beside the image there is no maximum, not even of windows in which nothing is greater than what stands there."""
+    session = pytest.importorskip("onnxruntime").InferenceSession
+    x = floats(3, 2, 6, 6)
+    x[0], x[1, :, ::2, ::2], x[2, :, 1:4] = -np.inf, np.nan, np.nan
+    case = Case(node("MaxPool", "x", "y i", **window), (x,))
+    expected = session(model_of(case).SerializeToString()).run(None, {"x": x})
+    meant = reference.run(Builder(BuildConfig(timing=False)).graph(model_of(case)), {"x": x})
+    for result, wanted in zip(meant.values(), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
+    assert_compiled_and_right(case)
+
+
 @pytest.mark.parametrize("shapes", [[(7, 9), (9,)], [(5, 7, 9), (1, 7, 9)], [(5, 1, 9), (5, 7, 1)]], ids=str)
 def test_a_norm_has_other_scales_for_each_row(shapes: list[tuple[int, ...]]) -> None:
     constants = {name: floats(*shape, seed=seed) for seed, (name, shape) in enumerate(zip("sb", shapes, strict=True))}

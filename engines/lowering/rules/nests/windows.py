@@ -71,6 +71,15 @@ class Sliding:
         return [place * stride + tap * dilation - before for place, stride, tap, dilation, (before, _) in zip(
             self.places, window.strides, self.taps, window.dilations, window.pads, strict=True)]
 
+    def begins(self) -> list[Term]:
+        """What the first tap that sees the image sees along each axis."""
+        found = []
+        for place, stride, dilation, (before, _) in zip(self.places, self.window.strides, self.window.dilations,
+                                                        self.window.pads, strict=True):
+            start = place * stride - before
+            found.append(start + ((start * -1 + (dilation - 1)) // dilation).at_least(0) * dilation)
+        return found
+
     def inside(self, places: Sequence[Term]) -> list[Term]:
         """The tests of whether a place is in the image; none where that is known."""
         tests = []
@@ -163,21 +172,30 @@ def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
         return [*s.before, s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
     if s.last:
         raise Refused("the numbers of pixels are those of channels first")
-    return [*s.before, s.w.call(s.w.reduce("max", pixel), _numbers(s, node, s.w.reduce("first_max", pixel)))]
+    begins = s.begins()
+    first, most = s.pixel(s.channel, begins, fill), s.w.reduce("max", pixel)
+    beats = most > first        # of which nothing is true where the first pixel is NaN
+    found = [s.w.where(beats, later, begin)
+             for later, begin in zip(_seen_by(s, s.w.reduce("first_max", pixel)), begins, strict=True)]
+    return [*s.before, s.w.call(s.w.where(beats, most, first), _number(s, node, found))]
 
 
-def _numbers(s: Sliding, node: Node, tap: Term) -> Term:
-    """Which element of the flattened x a tap sees; storage_order 1 flattens images by column."""
-    sizes, digits = [s.size(axis) for axis in range(s.rank)], []
+def _seen_by(s: Sliding, tap: Term) -> list[Term]:
+    """What a tap sees along each axis, by its number."""
+    seen = []
     for axis in reversed(range(s.rank)):
-        digits.append(tap % s.window.kernel[axis])
+        place = tap % s.window.kernel[axis] * s.window.dilations[axis] + s.places[axis] * s.window.strides[axis]
+        seen.append(place - s.window.pads[axis][0])
         tap = tap // s.window.kernel[axis]
+    return seen[::-1]
+
+
+def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
+    """Which element of the flattened x it is; storage_order 1 flattens images by column."""
+    sizes = [s.size(axis) for axis in range(s.rank)]
     number = s.w.constant(0, "i64")
-    order = range(s.rank) if not node.attrs.get("storage_order") else reversed(range(s.rank))
-    digits.reverse()
-    for axis in order:
-        place = digits[axis] * s.window.dilations[axis] + s.places[axis] * s.window.strides[axis]
-        number = number * sizes[axis] + (place - s.window.pads[axis][0])
+    for axis in range(s.rank) if not node.attrs.get("storage_order") else reversed(range(s.rank)):
+        number = number * sizes[axis] + places[axis]
     image = s.item * s.w.extent(s.x, 1) + s.channel
     return image * math.prod(sizes) + number
 
