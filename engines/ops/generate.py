@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+@cache
+def random_numbers(process: int) -> np.random.Generator:
+    """Of one process, for any of its threads: to seed others takes longer than to draw, and a fork that went on with
+    its parent's would draw the same."""
+    return np.random.default_rng()
+
+
 class Multinomial(Op):
     """`sample_size` categories drawn for each row of x [N, categories], of logarithms of what each weighs; int32, or
     int64 where `dtype` says so.
@@ -82,7 +91,7 @@ class Multinomial(Op):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
-        drawn = x[:, None].astype(np.float64) + np.random.default_rng().gumbel(
+        drawn = x[:, None].astype(np.float64) + random_numbers(os.getpid()).gumbel(
             size=(len(x), node.attrs.get("sample_size", 1), x.shape[1]))
         return np.asarray(drawn.argmax(-1), cls._dtype(node))
 

@@ -1,9 +1,13 @@
 """Samples and regions of images, and draws of categories, are what ONNX Runtime takes."""
+import os
+
 import numpy as np
 import onnx
 import pytest
 
 from engines.errors import ModelError
+from engines.ir.graph import Node
+from engines.ops import OPS
 from tests.engines.frontend.one_node import check, imported, normal
 
 
@@ -62,3 +66,18 @@ def test_categories_are_drawn_as_often_as_they_weigh(dtype):
     assert drawn.dtype == dtype and drawn.shape == (2, number)
     counts = [np.bincount(row, minlength=3) / number for row in drawn]
     np.testing.assert_allclose(counts, weights, atol=0.03)      # eight standard deviations
+
+
+def test_each_run_draws_anew_and_a_fork_draws_other_numbers_than_its_parent():
+    node, even = Node("Multinomial", ("x",), ("y",), {"sample_size": 64}), np.zeros((1, 2), np.float32)
+    first = OPS["Multinomial"].compute(node, even)
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, OPS["Multinomial"].compute(node, even).tobytes())
+        os._exit(0)
+    second = OPS["Multinomial"].compute(node, even)
+    of_child = np.frombuffer(os.read(read, first.nbytes), np.int32)
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
+    assert len({drawn.tobytes() for drawn in (first, second, of_child)}) == 3
