@@ -75,12 +75,15 @@ class GpuContraction(GpuKernel[Contraction]):
         _Writer(self, module, name, tactic).write()
 
     def blocks_beside(self, tile: Tile) -> int:
-        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. On sm_75 it would
-        spill to make room for a few more of small parts; so many have 168 registers a thread, and with 128 one spills.
+        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. Of halves, and of
+        small parts of bytes on sm_75, it would spill to make room for a few more; so many have 168 registers a thread,
+        or what there is at most.
         """
-        rows, couts = tile.part
-        small = self.gpu.int8_k == 16 and self.problem.precision == "int8" and rows * couts <= 32 * 32
-        return REGISTERS // (168 * tile.threads) if small else 0
+        sums, bytes_ = math.prod(tile.part), self.problem.precision == "int8"
+        if tile.grouped or not self.gpu.multiplies_together(self.problem.precision) or (
+                bytes_ and (self.gpu.int8_k != 16 or sums > 32 * 32)):
+            return 0
+        return REGISTERS // ((168 if sums <= 64 * 32 else 255) * tile.threads)
 
     def channels_together(self, tile: Tile) -> int:
         """Channels of a thread that are all there or all absent, and are stored at once."""
