@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
 from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.nest.program import Writer
@@ -251,6 +252,17 @@ def attention(precision: str, queries: int = 5, keys: int = 37, columns: tuple[i
     return problem, [*factors, hidden], {"numbers": (scale, *zeros), **constants}
 
 
+def attention_by_parts(kind: type[AttentionPeaks | AttentionSums | JoinedAttention], precision: str) -> Case:
+    """Of one query, in three parts, the last of fewer keys."""
+    whole, inputs, constants = attention(precision, 1, 150, (64, 32))
+    peaks, sums = AttentionPeaks(whole, 3), AttentionSums(whole, 3)
+    if sums.integers:
+        inputs = [*inputs, *peaks.reference(inputs, constants)]
+    if kind is JoinedAttention:
+        inputs = [*sums.reference(inputs, constants), *inputs[-1:]][:3]
+    return kind(whole, 3), inputs[:4] if kind is AttentionPeaks else inputs, constants
+
+
 def recurrence(precision: str) -> Case:
     """A GRU of two stages, both ways, items of lengths of their own; states between -1 and 1."""
     layer = Layer(node_of("GRU", "bidirectional"), 37, precision, 11, lengths=True, states=True)
@@ -288,6 +300,10 @@ FAMILIES: Mapping[str, Family] = {
     "attention of many": Family(partial(attention, queries=70, keys=150, columns=(64, 32)), _INT8, True),
     "attention of many, masked": Family(
         partial(attention, queries=20, keys=128, columns=(32, 64), masked=True), _INT8, True),
+    "attention of one query": Family(partial(attention, queries=1, keys=150, columns=(64, 32)), _INT8, True),
+    "attention's peaks": Family(partial(attention_by_parts, AttentionPeaks), ("int8",)),
+    "attention's sums": Family(partial(attention_by_parts, AttentionSums), _INT8, True),
+    "attention of parts": Family(partial(attention_by_parts, JoinedAttention), _INT8, True),
     "recurrence": Family(recurrence, ("int16", "int8", "fp32"), True),
     "lstm": Family(partial(lstm, False), ("int16", "int8", "fp32"), True),
     "lstm, rounded": Family(partial(lstm, True), ("int8",)),

@@ -1,30 +1,41 @@
-"""Contractions of few tiles are cut along K where the model of cost.py says that it pays: at batch 1 a layer of 7 x 7
-pixels has blocks for a tenth of a large GPU.
+"""What is too little work for a GPU is cut, where the model of cost.py says that it pays:
 
-    contraction  ->  the sums of each part of its channels, in a buffer of their own;  what these add up to, the program
+    a contraction of few tiles      along K: at batch 1 a layer of 7 x 7 pixels has blocks for a tenth of a large GPU
+        the sums of each part of its channels, in a buffer of their own;  what these add up to, the program
+    an attention of few queries     along its keys: a decoder has one query, and thousands of keys
+        in INT8 the largest score of each part;  each part's sums;  what these come to
 
 Parts are added in order, so that results are the same in every run; in INT8 they are those of one sum.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.kernel import cheapest, kernel_for
+from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
 from engines.backends.cuda.kernels.partial import constants_of_parts, in_parts
-from engines.ir.graph import BATCH
+from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import AnyCall, Call, name_of
 from engines.lowering.calls.placement import Placement
 from engines.lowering.lower import Lowered
 from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.matmul import Attention
+from engines.lowering.problems.problem import Problem
+from engines.lowering.problems.view import View
 from engines.plan.arena import CACHE_LINE
 
 PARTS = (2, 4, 8, 16)
 LEAST = 64                  # bytes of a tap's channels in a part
 TILE = 32 * 64              # pixels x couts of the smallest
+PARTS_OF_KEYS = (2, 4, 8, 16, 32, 64)
+LEAST_KEYS = 64             # of a part
+QUERIES = 16                # at most: more are multiplied together by blocks
+
+Place = Callable[[str, View], Placement]        # of what the calls of one problem hand to each other
 
 
 def aligned(placement: Placement) -> int:
@@ -40,24 +51,29 @@ class Splitting:
     batch: int
 
     def of(self, lowered: Lowered) -> Lowered:
-        """The same, with some contractions in two calls."""
+        """The same, with some calls in several."""
         calls = [each for call in lowered.calls for each in self._calls(lowered, call)]
         return replace(lowered, calls=tuple(calls))
 
     def _calls(self, lowered: Lowered, call: AnyCall) -> Sequence[AnyCall]:
-        if not isinstance(call, Call) or type(call.problem) is not Contraction:
+        if not isinstance(call, Call) or type(call.problem) not in CUTS:
             return (call,)
-        times = {parts: sum(map(self._seconds, two)) for parts in self._possible(call.problem, call.outputs[0])
-                 for two in [_in_two(call, parts, Placement(0, 0, call.problem.y, call.outputs[0].items))]}
+        cut, items = CUTS[type(call.problem)], call.outputs[0].items
+        times = {parts: sum(map(self._seconds, cut(call, parts, lambda name, view: Placement(0, 0, view, items))))
+                 for parts in self._possible(call.problem, self._items(call.outputs[0]))}
         parts = min(times, key=times.__getitem__, default=1)
         if parts == 1 or times[parts] >= self._seconds(call):
             return (call,)
-        sums, _ = in_parts(call.problem, parts)
-        return _in_two(call, parts, lowered.placements.scratch(f"{name_of(call)}.parts", sums.y, call.outputs[0].items))
+        return cut(call, parts, lambda name, view: lowered.placements.scratch(f"{name_of(call)}.{name}", view, items))
 
-    def _possible(self, problem: Contraction, y: Placement) -> Iterator[int]:
+    def _possible(self, problem: Problem, items: int) -> Iterator[int]:
         """In how many parts, where one alone leaves multiprocessors idle."""
-        if problem.groups == 1 and self._items(y) * math.prod(problem.y.shape) < TILE * self.card.multiprocessors:
+        if isinstance(problem, Attention):
+            if problem.queries <= QUERIES and items * problem.heads * problem.queries < 4 * self.card.multiprocessors:
+                yield from (parts for parts in PARTS_OF_KEYS if problem.keys >= parts * LEAST_KEYS)
+            return
+        assert isinstance(problem, Contraction)
+        if problem.groups == 1 and items * math.prod(problem.y.shape) < TILE * self.card.multiprocessors:
             for parts in PARTS:
                 share = problem.cin * problem.x.size / parts
                 if share >= LEAST and not share % LEAST:
@@ -74,10 +90,30 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _in_two(call: Call, parts: int, between: Placement) -> tuple[Call, Call]:
+def _contraction(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
-    node = replace(call.node, name=f"{name_of(call)}.parts")
-    between = replace(between, view=first.y)
-    return (Call(node, first, (x,), (between,), constants_of_parts(first, call.constants)),
+    between = place("parts", first.y)
+    return (Call(_named(call, "parts"), first, (x,), (between,), constants_of_parts(first, call.constants)),
             Call(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
+
+
+def _attention(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
+    assert isinstance(call.problem, Attention)
+    sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
+    found = [place(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
+                                                 ("peaks", sums.peaks))]
+    last = Call(call.node, joined, tuple(found), call.outputs, call.constants)
+    if not sums.integers:
+        return Call(_named(call, "parts"), sums, call.inputs, tuple(found), call.constants), last
+    *others, peaks = found
+    return (Call(_named(call, "peaks"), AttentionPeaks(call.problem, parts), call.inputs, (peaks,), call.constants),
+            Call(_named(call, "parts"), sums, (*call.inputs, peaks), tuple(others), call.constants), last)
+
+
+def _named(call: Call, part: str) -> Node:
+    return replace(call.node, name=f"{name_of(call)}.{part}")
+
+
+CUTS: Mapping[type[Problem], Callable[[Call, int, Place], tuple[Call, ...]]] = {
+    Contraction: _contraction, Attention: _attention}

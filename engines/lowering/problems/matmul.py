@@ -146,32 +146,31 @@ class Attention(Problem):
         scale, *zeros = constants["numbers"]
         return np.asarray([scale * LOG2_E / float(self.units), *zeros], np.float32)
 
-    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+    def scores(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> Floats:
+        """x of the equations, of q, k and perhaps the mask among the inputs."""
         scale, *zeros = self.numbers(constants)
-        factors = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
-        mask = factors[3] if self.mask else None
+        q, k, _, *masks = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=False))
         if self.precision == "int8":
-            return self._exact_meaning(factors, scale, zeros, mask, constants["program"])
-        q, k, v = (x - np.float32(zero) for x, zero in zip(factors, zeros, strict=False))
+            q, k = (part.astype(np.float64) - zero for part, zero in ((q, int(zeros[0])), (k, MIDDLE)))
+            sums = (q @ k.swapaxes(-1, -2)).astype(np.float32)
+            return fma(sums, scale, masks[0]) if masks else sums * scale
+        q, k = (part - np.float32(zero) for part, zero in ((q, zeros[0]), (k, zeros[1])))
         x = _product(q, k.swapaxes(-1, -2)) * scale
-        x = x if mask is None else x + mask
-        peak = reduced_rows("max", x)
-        p = exp2(NUMPY, less_peak(x, peak) * self.units, "float32")
-        mean = _product(p, v) * share_of(peak, reduced_rows("sum", p))
-        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
+        return x + masks[0] if masks else x
 
-    def _exact_meaning(self, factors: Sequence[Floats], scale: np.float32, zeros: Sequence[np.float32],
-                       mask: Floats | None, program: Sequence[Floats]) -> tuple[Array, ...]:
-        q, k, v = (x.astype(np.float64) for x in factors[:3])
-        sums = ((q - int(zeros[0])) @ (k - MIDDLE).swapaxes(-1, -2)).astype(np.float32)
-        x = sums * scale if mask is None else fma(sums, scale, mask)
-        peak = reduced_rows("max", x)
-        p = np.rint(exp2(NUMPY, less_peak(x, peak) * self.units, "uint8"))
-        mixed = (p.astype(np.float64) @ (v - MIDDLE)).astype(np.float32)
-        mean = mixed * share_of(peak, p.sum(-1, dtype=np.float64, keepdims=True).astype(np.float32))
-        if self.mask:
-            mean = mean + np.where(peak > -np.inf, np.float32(0), zeros[2] - np.float32(MIDDLE))
-        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], program)),)
+    def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        x, v_zero = self.scores(inputs, constants), self.numbers(constants)[3]
+        v, peak = load_meaning(self.v.dtype, inputs[2]), reduced_rows("max", x)
+        if self.precision == "int8":
+            p = np.rint(exp2(NUMPY, less_peak(x, peak) * self.units, "uint8"))
+            mixed = (p.astype(np.float64) @ (v.astype(np.float64) - MIDDLE)).astype(np.float32)
+            mean = mixed * share_of(peak, p.sum(-1, dtype=np.float64, keepdims=True).astype(np.float32))
+            if self.mask:
+                mean = mean + np.where(peak > -np.inf, np.float32(0), v_zero - np.float32(MIDDLE))
+        else:
+            p = exp2(NUMPY, less_peak(x, peak) * self.units, "float32")
+            mean = _product(p, v - np.float32(v_zero)) * share_of(peak, reduced_rows("sum", p))
+        return (store_meaning(self.y.dtype, self.program.meaning(mean, [], constants["program"])),)
 
 
 def _product(a: Floats, b: Floats) -> Floats:

@@ -28,6 +28,7 @@ from engines.backends.cuda.kernels.access import (
     pixel_offset,
     run_program,
     store_channels,
+    store_stored,
     to_float,
     together,
     words_of_bytes,
@@ -353,6 +354,16 @@ class OneQuery:
                     results = run_program(gpu, problem.program, means, [], numbers)
                     at = y + offset_in(problem.y, self.row) + wide(column) * problem.y.strides[-1]
                     store_channels(gpu, problem.y, results, at)
+
+    def store_sums(self, view: View, base: int, to: Value, row: Value, columns: Columns, there: Value) -> None:
+        """The sums themselves, in that row of the view."""
+        width = view.shape[-1]
+        step = together([(view, base)], width, self.cut.v.each)
+        for place, some in self._pieces(columns):
+            for n in range(0, len(some), step):
+                with self.f.when(there & self.first & (place + n).below(width)):
+                    at = to + (wide(row) * width + wide(place + n)) * view.size
+                    store_stored(view, some[n:n + step], at)
 
 
 def _over(value: Value, combine: Callable[[Value, Value], Value], first: int, end: int) -> Value:

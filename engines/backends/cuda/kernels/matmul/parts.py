@@ -1,0 +1,136 @@
+"""Attention by parts of its keys: a block for a part of a query's; a thread for a few neighbouring columns of what they
+come to.
+"""
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from engines.backends.cuda.codegen.gpu import WARP, Gpu
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.cost import LAUNCH, Card
+from engines.backends.cuda.kernels.access import load_stored
+from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
+from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
+from engines.backends.cuda.kernels.matmul import one_query
+from engines.backends.cuda.kernels.matmul.one_query import Cut, OneQuery, cut_of
+from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
+from engines.backends.cuda.kernels.matmul.powers import power
+from engines.backends.cuda.kernels.matmul.query_tiles import mean_of
+from engines.codegen.ir_builder import Function, Value
+from engines.codegen.row_formulas import seen, share, taken_off
+from engines.codegen.types import ELEMENTS, FLOAT
+from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.problems.problem import Array
+from engines.lowering.problems.view import View
+
+WARPS = 4               # of a block
+
+P = TypeVar("P", AttentionPeaks, AttentionSums)
+
+
+class _ByParts(GpuKernel[P]):
+    """A block for each part of each query of all heads and items, in the order of its results."""
+
+    @cached_property
+    def cut(self) -> Cut:
+        return cut_of(self.problem.whole, self.aligned, WARPS)
+
+    def grid(self, tactic: Tactic) -> Grid:
+        return Grid(math.prod(self.problem.peaks.shape), 1, WARPS * WARP, shared_bytes=self.cut.shared_bytes)
+
+    def cost(self, tactic: Tactic, card: Card, items: int) -> float:
+        """In INT8 the peaks are half of what a whole one does, the sums the other."""
+        rows = math.prod(self.problem.peaks.shape) * items
+        whole = one_query.seconds(self.problem.whole, self.cut, card, rows, items, self.problem.parts) - LAUNCH
+        return whole / (2 if self.problem.integers else 1) + LAUNCH
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        return (self.problem.whole.numbers(constants),)
+
+    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+        problem, inputs = self.problem, len(self.problem.inputs)
+        _, operands, rows = begin_kernel(module, name, WARPS * WARP, inputs + 1 + len(problem.outputs))
+        block, thread = special(rows.f, "ctaid.x"), special(rows.f, "tid.x")
+        row = block.at_most(rows - 1)
+        query = OneQuery(problem.whole, self.gpu, self.cut,
+                         [*operands[:len(problem.whole.inputs)], operands[inputs]], row.divided(problem.parts), thread,
+                         row.remainder(problem.parts) * problem.keys, problem.keys)
+        self.write(query, row, operands[inputs - 1], operands[inputs + 1:], block.below(rows))
+
+    @abstractmethod
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
+        """last: of its inputs."""
+
+    def store(self, query: OneQuery, value: Value, row: Value, there: Value, to: Value) -> None:
+        with query.f.when(there & query.thread.compare("eq", 0)):
+            query.f.store(value, to + wide(row) * 4, 4)
+
+
+@solves(AttentionPeaks)
+class PeaksOfParts(_ByParts[AttentionPeaks]):
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
+        self.store(query, query.peak(), row, there, results[0])
+
+
+@solves(AttentionSums)
+class SumsOfParts(_ByParts[AttentionSums]):
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
+        sums, totals, *peaks = results
+        if self.problem.integers:
+            total, columns = query.bytes_below(_largest(self.gpu, self.problem.parts, last, query.row))
+        else:
+            peak, total, columns = query.floats()
+            self.store(query, peak, row, there, peaks[0])
+        self.store(query, total, row, there, totals)
+        query.store_sums(self.problem.sums, self.aligned[len(self.problem.inputs)], sums, row, columns, there)
+
+
+@solves(JoinedAttention)
+class JoinedByThread(ProgramKernel[JoinedAttention]):
+    tables = 2
+
+    @property
+    def program(self) -> EpilogueProgram:
+        return self.problem.program
+
+    @property
+    def vectors(self) -> Sequence[tuple[View, int]]:
+        (sums, base), *_, y = super().vectors
+        return [(sums, base), y]
+
+    def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Scale and zero points, then the program's constants."""
+        return (self.problem.whole.numbers(constants), *super().pack(tactic, constants))
+
+    def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
+        problem, gpu, whole = self.problem, self.gpu, self.problem.whole
+        sums_at, totals_at, peaks_at, numbers, *_ = operands
+        element = ELEMENTS[problem.totals.dtype]
+        peak = _largest(gpu, problem.parts, peaks_at, pixel)
+        acc = dict.fromkeys(range(-1, self.each), f.constant(0, element))
+        for turn in f.loop("part", problem.parts, acc=acc):
+            row = wide(pixel * problem.parts) + turn
+            at = sums_at + (row * problem.y.shape[-1] + wide(channel)) * 4
+            found = [f.load(element, totals_at + row * 4, 4, "total"), *load_stored(problem.sums, at, self.each)]
+            if not problem.integers:
+                less = power(gpu, whole, f.load(FLOAT, peaks_at + row * 4, 4, "peak"), taken_off(peak))
+                found = [value * less for value in found]
+            acc.update({n: before + more for (n, before), more in zip(acc.items(), found, strict=True)})
+        total, *columns = acc.values()
+        part = share(peak, gpu.to_float(total) if problem.integers else total)
+        v_zero = f.load(FLOAT, numbers + 12, 4, "number")
+        means = [mean_of(gpu, whole, value, part, seen(peak), v_zero) for value in columns]
+        self.finish(operands, pixel, channel, means, (), 4)
+
+
+def _largest(gpu: Gpu, parts: int, peaks: Value, query: Value) -> Value:
+    """Of a query's parts."""
+    f, peak = query.f, {"": query.f.constant(-math.inf, FLOAT)}
+    for part in f.loop("peak", parts, peak=peak):
+        at = peaks + (wide(query * parts) + part) * 4
+        peak[""] = gpu.larger(peak[""], f.load(FLOAT, at, 4, "peak"))
+    return peak[""]
