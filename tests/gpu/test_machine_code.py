@@ -4,13 +4,14 @@ from __future__ import annotations
 import re
 import subprocess
 
+import numpy as np
 import pytest
 
 from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
 from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import dense_view
@@ -41,6 +42,20 @@ def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_mul
         _, report = assemble.report_of(text_of(way), GPUS[target])
     except FileNotFoundError as missing:
         pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+def test_the_cubin_of_a_convolution_of_halves_spills_nothing() -> None:
+    """Told nothing of the room that it has, the assembler would, to make room for another block."""
+    b, residual = ProgramBuilder(True), dense_view("float16", (7, 7, 64))
+    shifted = b.add("add", b.operand(), b.constant(np.ones(64)))
+    b.add("max", b.constant(np.zeros(1)), b.add("add", shifted, b.accumulator))
+    problem = Contraction(dense_view("float16", (9, 9, 64)), residual, (residual,), b.program(), "fp16", (3, 3))
+    way = Way(GpuContraction(problem, GPUS["sm_75"], (64, 64, 64)), Tile(32, 64, (1, 2), 64, 2))
+    try:
+        _, report = assemble.report_of(text_of(way), GPUS["sm_75"])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for sm_75: install the extra 'cuda' ({missing})")
     assert "0 bytes spill stores, 0 bytes spill loads" in report
 
 

@@ -151,12 +151,11 @@ class Attention(Problem):
         scale, *zeros = self.numbers(constants)
         q, k, _, *masks = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=False))
         if self.precision == "int8":
-            q, k = (part.astype(np.float64) - zero for part, zero in ((q, int(zeros[0])), (k, MIDDLE)))
-            sums = (q @ k.swapaxes(-1, -2)).astype(np.float32)
-            return fma(sums, scale, masks[0]) if masks else sums * scale
-        q, k = (part - np.float32(zero) for part, zero in ((q, zeros[0]), (k, zeros[1])))
-        x = _product(q, k.swapaxes(-1, -2)) * scale
-        return x + masks[0] if masks else x
+            exact = (q.astype(np.float64) - int(zeros[0])) @ (k.astype(np.float64) - MIDDLE).swapaxes(-1, -2)
+            sums: Floats = exact.astype(np.float32)
+            return np.asarray(fma(sums, scale, masks[0]) if masks else sums * scale, np.float32)
+        x = _product(q - np.float32(zeros[0]), (k - np.float32(zeros[1])).swapaxes(-1, -2)) * scale
+        return np.asarray(x + masks[0] if masks else x, np.float32)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, v_zero = self.scores(inputs, constants), self.numbers(constants)[3]

@@ -154,7 +154,8 @@ def _halves(gpu: Gpu, dtype: str, low: Value, high: Value) -> Value:
         return word
     halves = [_stored(gpu, dtype, value) for value in (low, high)]
     bits = [half if half.type == I16 else half.f.cast("bitcast", half, I16, "bits") for half in halves]
-    return pick_bytes(*(half.f.cast("zext", half, I32, "low") for half in bits), 0x5410)
+    low, high = (half.f.cast("zext", half, I32, "low") for half in bits)
+    return pick_bytes(low, high, 0x5410)
 
 
 # ---- programs

@@ -44,6 +44,7 @@ from engines.lowering.problems.problem import Array
 
 REGISTERS = 1 << 16     # of a multiprocessor
 MOST = 16               # channels of a thread that go through the program together
+FEW = 8                 # ... beside the sums of the largest parts by quads, which fill its registers
 
 
 @solves(Contraction, BlockedProduct, PartialSums)
@@ -76,20 +77,22 @@ class GpuContraction(GpuKernel[Contraction]):
 
     def blocks_beside(self, tile: Tile) -> int:
         """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. Of halves, and of
-        small parts of bytes on sm_75, it would spill to make room for a few more; so many have 168 registers a thread,
-        or what there is at most.
+        small parts of bytes on sm_75, it would spill to make room for a few more. So many have 168 registers a thread
+        (of these bytes one spills with 128), fewer where sums are few, or what there is at most.
         """
         sums, bytes_ = math.prod(tile.part), self.problem.precision == "int8"
         if tile.grouped or not self.gpu.multiplies_together(self.problem.precision) or (
                 bytes_ and (self.gpu.int8_k != 16 or sums > 32 * 32)):
             return 0
-        return REGISTERS // ((168 if sums <= 64 * 32 else 255) * tile.threads)
+        registers = 255 if sums > 64 * 32 else 168 if bytes_ or sums > 32 * 32 else 128
+        return REGISTERS // (registers * tile.threads)
 
     def channels_together(self, tile: Tile) -> int:
         """Channels of a thread that are all there or all absent, and are stored at once."""
         problem, (_, *others) = self.problem, self.aligned_views()
         of_group = [(view, base if problem.groups == 1 else problem.cout * view.size) for view, base in others]
-        return together([*others, *of_group], problem.cout, min(tile.lanes, MOST))
+        full = self.gpu.by_quads(problem.precision) and math.prod(tile.part) > 64 * 32
+        return together([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
 
 
 class _Writer:

@@ -29,7 +29,7 @@ from engines.lowering.problems.view import View
 
 WARPS = 4               # of a block
 
-P = TypeVar("P", AttentionPeaks, AttentionSums)
+P = TypeVar("P", bound=AttentionPeaks | AttentionSums)
 
 
 class _ByParts(GpuKernel[P]):
