@@ -15,6 +15,7 @@ from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import across, elements, shared, wide
 from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
 from engines.backends.cuda.kernels.recurrent.sharing import (
+    PIECE,
     SIZES,
     Place,
     Seat,
@@ -30,7 +31,6 @@ from engines.codegen.types import I8, I16, I32, vector
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
-PIECE = 16              # bytes that a thread takes at once
 ONES = 0x01010101
 BESIDE = 72             # registers of a thread beside its weights
 
@@ -134,7 +134,7 @@ class _Products(StepProducts):
                 self.kept.append(elements(piece))
             else:
                 f.store(piece, self._beyond + (n - self.tactic.registers) * seat.threads * PIECE, PIECE)
-        self._clear(rows, count * pieces.row_bytes // PIECE)
+        self.clear(rows, count * pieces.row_bytes)
         if self.problem.rounds:
             one = f.constant(ONES, I32)
             for gate in range(self.problem.cells[0].gates):
@@ -143,15 +143,6 @@ class _Products(StepProducts):
                     for word in self._piece(gate, i):
                         total = dot_signed(total, one, word)
                 self.totals[gate] = self._added_up(total)
-
-    def _clear(self, rows: Value, count: int) -> None:
-        """Zeros behind the last unit, too."""
-        f, threads = self.f, self.seat.threads
-        nothing = Value(f, vector(4, I32), "zeroinitializer")
-        for first in range(0, count, threads):
-            place = self.seat.thread + first
-            with f.when(place.below(count)):
-                f.store(nothing, rows + place * PIECE, PIECE)
 
     def _piece(self, gate: int, i: int) -> list[Value]:
         n = gate * self.pieces.of_gate + i

@@ -12,12 +12,13 @@ from typing import NamedTuple
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.backends.cuda.kernels.kernel import Tactic
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.types import FLOAT, I1, I32
+from engines.codegen.types import FLOAT, I1, I32, vector
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, Stage
 
 SIZES = {"int8": 1, "int16": 2, "fp32": 4}
-ACTIVATION = 36         # instructions, counted in SASS; the most of them divide
+PIECE = 16              # bytes of weights or of a state that a thread takes at once
+ACTIVATION = 36         # instructions, counted in SASS
 
 Sums = dict[int, list[Value]]       # by gate, of each place
 
@@ -126,6 +127,14 @@ class StepProducts(ABC):
     @abstractmethod
     def begin(self, rows: Value, count: int) -> None:
         """Before the first state is put into one of so many rows: all threads take part."""
+
+    def clear(self, rows: Value, size: int) -> None:
+        """So many bytes of shared memory, behind the last unit, too, become zeros."""
+        nothing = Value(self.f, vector(4, I32), "zeroinitializer")
+        for first in range(0, size // PIECE, self.seat.threads):
+            place = self.seat.thread + first
+            with self.f.when(place.below(size // PIECE)):
+                self.f.store(nothing, rows + place * PIECE, PIECE)
 
     @abstractmethod
     def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:

@@ -22,6 +22,7 @@ from engines.backends.cuda.codegen.gpu import WARP, Gpu
 from engines.backends.cuda.codegen.module import again, elements, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
 from engines.backends.cuda.kernels.recurrent.sharing import (
+    PIECE,
     SIZES,
     Place,
     Seat,
@@ -38,10 +39,10 @@ from engines.lowering.problems.recurrence import Recurrence, Stage
 
 UNITS, ITEMS = 16, 8    # of a product
 TURN = 2 * STEP         # bytes of k that are taken at once
-PIECE = 16              # bytes of a lane for a product
 ONES = 0x01010101
 BESIDE = 56             # registers of a thread beside those of its places
-CUTS = ((8, 1), (16, 1), (8, 2))        # items of a block and tiles of a warp: more places of a lane spill
+TOGETHER = (8, 16)      # items of a block: of more a lane's places spill
+BY_ONE = 16             # warps of a block, if a tile each is enough; else they have two
 
 # By precision, one after the other: what is multiplied together, types of weights and states, then which byte of each.
 Products = Sequence[tuple[str, int, int]]
@@ -116,7 +117,7 @@ class Tiled(Sharing):
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * places)
         registers = BESIDE + places * (cell.gates + cell.kept + 3) + 4 * self.registers
-        return Work(instructions, products, loads * self.kept_bytes(problem) + states * WARP * PIECE * threads // WARP,
+        return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
@@ -139,8 +140,8 @@ class Tiled(Sharing):
 def tilings(problem: Recurrence, gpu: Gpu) -> Iterator[Tiled]:
     """All that may be worth it, of so far no weights kept."""
     if problem.precision in ("int8", "int16") and gpu.by_warp("int8"):
-        for items, tiles in CUTS:
-            yield Tiled(items, tiles)
+        for items in TOGETHER:
+            yield Tiled(items, 1 if problem.hidden <= BY_ONE * UNITS else 2)
 
 
 class _Products(StepProducts):
@@ -184,7 +185,7 @@ class _Products(StepProducts):
                 self.kept.append(elements(piece))
             else:
                 f.store(piece, self._beyond(n), PIECE)
-        self._clear(rows, count * self.tactic.row_bytes(self.problem) // PIECE)
+        self.clear(rows, count * self.tactic.row_bytes(self.problem))
         if self.problem.rounds:
             ones = [f.constant(ONES, I32)] * 2
             self.totals = self._multiplied(range(self.gates), lambda turn, byte: [[ones, ones]] * self.eights)
@@ -204,14 +205,6 @@ class _Products(StepProducts):
         if n < len(self.kept):
             return self.kept[n]
         return elements(self.f.load(vector(4, I32), self._beyond(n), PIECE, "piece"))
-
-    def _clear(self, rows: Value, count: int) -> None:
-        """Zeros behind the last unit, too."""
-        nothing = Value(self.f, vector(4, I32), "zeroinitializer")
-        for first in range(0, count, self.seat.threads):
-            place = self.seat.thread + first
-            with self.f.when(place.below(count)):
-                self.f.store(nothing, rows + place * PIECE, PIECE)
 
     # ---- a step
     def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
