@@ -180,6 +180,24 @@ def nest(_: str) -> Case:
     return problem, [x, np.broadcast_to(z[:, :1, :1], z.shape)], {}
 
 
+def long_nest(inside: bool, _: str) -> Case:
+    """Of many inner turns: reductions of every kind of number, one of what another has found, where an extreme is; or
+    y[i, j, k] of x[i, j, k] and the greatest of all j and k. Of a block, threads share both loops, or one."""
+    inner = (5, 700) if inside else (20, 100)
+    w = Writer((3,), inner)
+    x = w.read(0, "f32")
+    most = w.reduce("max", x)
+    results = [x - most] if inside else [
+        w.reduce("sum", x - most), w.reduce("sum", x.to("f64")), w.reduce("last_min", x),
+        w.reduce("max", x > 900), w.reduce("product", x.to("i32") & 3 | 1), w.reduce("first_max", x.to("i64"))]
+    dtypes = ("float32",) if inside else ("float32", "float64", "int64", "bool", "int32", "int64")
+    shape = (3, *inner) if inside else (3,)
+    problem = Nest((gapped("float32", (3, *inner)),), tuple(gapped(dtype, shape) for dtype in dtypes), (3,), inner,
+                   w.program(*results), inside)
+    x, = inputs_of(problem)
+    return problem, [np.rint(x * 100)], {}
+
+
 def scatter(parts: int, _: str) -> Case:
     """Updates that meet, of few parts that threads share, or of a part for each thread."""
     x, updates = gapped("float32", (6, parts)), dense_view("float32", (9, parts))
@@ -316,7 +334,8 @@ FAMILIES: Mapping[str, Family] = {
     "cumulative": Family(cumulative), "cumulative product": Family(cumulative_product),
     "top k": Family(partial(top_k, "float32")),
     "top k of integers": Family(partial(top_k, "int64")),
-    "nest": Family(nest), "scatter": Family(partial(scatter, 2)),
+    "nest": Family(nest), "nest of many turns": Family(partial(long_nest, False)),
+    "nest of many turns, stored inside": Family(partial(long_nest, True)), "scatter": Family(partial(scatter, 2)),
     "scatter of many parts": Family(partial(scatter, 1100)), "extreme": Family(extreme)}
 
 

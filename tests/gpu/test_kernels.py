@@ -148,6 +148,19 @@ def test_what_lies_behind_the_last_k_of_a_product_is_not_multiplied() -> None:
     check(way, GpuRunner(GPUS["sm_80"]), [a, b, residual], constants, TOLERANCE["fp16"])
 
 
+@pytest.mark.parametrize(("case", "shared"), [("nest of many turns", {1: 16, 2: 32}),
+                                              ("nest of many turns, stored inside", {2: 512})])
+def test_a_nest_equals_its_reference_however_many_threads_an_element_has(case: str, shared: dict[int, int]) -> None:
+    """One, a warp, a block: of many turns that is the cheapest."""
+    problem, inputs, constants = CASES[f"{case}, fp32"][0]()
+    found = every_way(problem, GPUS["sm_80"])
+    assert [way.tactic.threads for way in found] == [1, 32, 512]
+    assert found[2].kernel.shared_loops(found[2].tactic) == shared
+    assert cheapest(found[0].kernel, CARDS["sm_80"], 1) == found[2].tactic
+    for way in found:
+        check(way, GpuRunner(GPUS["sm_80"]), inputs, constants)
+
+
 @pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
                                            ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:
@@ -268,6 +281,21 @@ def test_a_planted_fault_of_an_attention_is_found(what: str, change: tuple[str, 
 def test_a_planted_fault_of_a_recurrent_layer_on_tensor_cores_is_found(what: str, change: tuple[str, str]) -> None:
     problem, inputs, constants = CASES["recurrence, int16"][0]()
     way = Way(way_of(problem, GPUS["sm_80"]).kernel, Tiled(8, 1, 5, 1))
+    broken = re.sub(*change, text_of(way))
+    assert broken != text_of(way), "what is to be broken is not there any more"
+    with pytest.raises((Fault, AssertionError)):
+        check(way, GpuRunner(GPUS["sm_80"]), inputs, constants, text=broken)
+
+
+@pytest.mark.parametrize(("what", "change"), {
+    "no barrier": PLANTED["no barrier"],
+    "lanes that are asked twice": (r"(shfl\.sync\.bfly\.b32\s+\S+ \S+) 16,", r"\1 8,"),
+    "a warp's number in the place of another's": (r"(ld\.shared\S*\s+\S+ )\[shared\+48\]", r"\1[shared+32]"),
+    "what every thread stores": (r"setp\.ne\.b32\s+(%p\d+), %r1, 0;", r"setp.ne.b32 \1, %r1, %r1;"),
+}.items())
+def test_a_planted_fault_of_a_nest_that_a_block_shares_is_found(what: str, change: tuple[str, str]) -> None:
+    problem, inputs, constants = CASES["nest of many turns, fp32"][0]()
+    *_, way = every_way(problem, GPUS["sm_80"])
     broken = re.sub(*change, text_of(way))
     assert broken != text_of(way), "what is to be broken is not there any more"
     with pytest.raises((Fault, AssertionError)):

@@ -11,11 +11,14 @@ from engines.backends.cuda.codegen import assemble
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.kernels.contraction.contraction import GpuContraction
 from engines.backends.cuda.kernels.contraction.tile import Tile
+from engines.backends.cuda.kernels.recurrent.warps import Tiled
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.cuda.runner import Way, every_way, text_of
+from tests.engines.backends.test_recurrence import Case as Layer
+from tests.engines.backends.test_recurrence import node_of
 from tests.gpu.cases import product
 from tests.gpu.network import Plans
 
@@ -98,6 +101,26 @@ def loops(sass: str) -> list[list[str]]:
     return [[line for line in lines[labels[target]:at + 1] if not line.startswith(".L_")]
             for at, line in enumerate(lines)
             for target in re.findall(r"BRA.*`\((\.L_\w+)\)", line) if labels.get(target, at) < at]
+
+
+@pytest.mark.parametrize(("target", "units", "precision", "most"), [
+    ("sm_75", 64, "int16", 950), ("sm_80", 64, "int16", 800), ("sm_80", 256, "int8", 800),
+    ("sm_80", 512, "int8", 1700)])
+def test_the_sass_of_a_step_of_a_recurrent_layer_is_so_many_instructions(
+        target: str, units: int, precision: str, most: int) -> None:
+    """Of an LSTM, for 8 items and the 16 units of a warp, or 32 where it has two tiles: four or eight updates of a
+    lane, of 150 instructions at least. What the model may choose of more items spills nothing either."""
+    case = Layer(node_of("LSTM"), units, precision, 1)
+    ways = [way for way in every_way(case.spec, GPUS[target]) if isinstance(way.tactic, Tiled)]
+    reports = []
+    for way in ways:
+        try:
+            cubin, report = assemble.report_of(text_of(way), GPUS[target])
+            reports.append((max(map(len, loops(assemble.sass_of(cubin)))), report))
+        except FileNotFoundError:
+            pytest.skip("no assembler or disassembler: install the extra 'cuda'")
+    assert reports and all("0 bytes spill stores, 0 bytes spill loads" in report for _, report in reports)
+    assert ways[0].tactic.items == 8 and 600 * ways[0].tactic.tiles <= reports[0][0] <= most
 
 
 @pytest.mark.parametrize(("target", "product", "copy"), [

@@ -13,12 +13,12 @@ def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
     """All that is done inside the outer loops."""
     frame = code.reduced(frame, wanted)
     if nest.inside:
-        code.over(frame, code.loops.inner, wanted, lambda inside: _store(code, inside, nest, targets))
+        code.over(frame, code.loops.inner, wanted, lambda inside: store_results(code, inside, nest, targets))
     else:
-        _store(code, frame, nest, targets)
+        store_results(code, frame, nest, targets)
 
 
-def _store(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
+def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
     cut, words = code.loops.cut, code.words
     for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
         steps = {loop: stride for loop, stride in enumerate(view.strides)}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import I1, I32, I64, pointer, vector
+from engines.codegen.types import DOUBLE, I1, I32, I64, pointer, vector
 
 GLOBAL, SHARED = pointer(1), pointer(3)
 ALL_LANES = -1      # of a warp, as a mask
@@ -53,6 +53,10 @@ def barrier(f: Function) -> None:
 def across(value: Value, distance: int) -> Value:
     """The number of the lane whose own number differs from this one's by that bit; all of the warp ask together."""
     f = value.f
+    if value.type == I1:
+        return f.cast("trunc", across(f.cast("zext", value, I32, "bit"), distance), I1, "other")
+    if value.type == DOUBLE:
+        return f.cast("bitcast", across(f.cast("bitcast", value, I64, "bits"), distance), DOUBLE, "other")
     if value.type == I64:
         halves = f.cast("bitcast", value, vector(2, I32), "halves")
         return f.cast("bitcast", vector_of([across(half, distance) for half in elements(halves)]), value.type, "other")

@@ -1,47 +1,154 @@
-"""Nests of any loops: a thread for each element of the outer loops, which goes through the inner ones.
+"""Nests of any loops: threads for each element of the outer loops, which go through the inner ones.
 
-    thread: its outer indices; for each pass: for the inner loops: accumulators += term; y = result
+    threads of an element: its outer indices; for each pass: for the inner loops: accumulators += term; y = result
 
-Neighbours along the innermost outer loop are neighbouring threads. A reduction of a whole tensor to a few elements is
-right, and slow: nothing shares it out.
+One thread an element: neighbours along the innermost outer loop are neighbouring threads. A warp or a block an element,
+where the inner loops are long: neighbours along an inner one are (together.py).
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
-from engines.backends.cuda.kernels.elementwise.threads import THREADS
+from engines.backends.cuda.cost import ISSUE, LAUNCH, THREADS, Card
+from engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.codegen.ir_builder import Value
+from engines.backends.cuda.kernels.nest.together import SLOT, CodeTogether, Share
+from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Frame
 from engines.codegen.nest.order import Cut, Loops
-from engines.codegen.nest.results import write_element
+from engines.codegen.nest.results import store_results, write_element
 from engines.lowering.nest.program import ITEM
 from engines.lowering.problems.nest import Nest
+from engines.lowering.problems.view import View
+
+SEVERAL = (32, 512)             # threads of an element, if not one
+FEW = 8                         # of those, one has a turn of the inner loops at least
+WAIT, SECTOR = 30, 32           # cycles of a turn beside its operations; bytes that come from memory at least
+EXCHANGE = 100                  # cycles of a reduction of a warp; of a block as many again for each warp's share
+
+
+@dataclass(frozen=True)
+class Sharers(Tactic):
+    """threads: of an element."""
+    threads: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads an element" if self.threads > 1 else "a thread an element"
 
 
 @solves(Nest)
 class NestByThreads(GpuKernel[Nest]):
-    def grid(self, tactic: Tactic) -> Grid:
-        return Grid(math.prod(self.problem.loops), THREADS, THREADS)
+    def tactics(self) -> Sequence[Sharers]:
+        turns = math.prod(self.problem.reduced)
+        return [Sharers(), *(Sharers(threads) for threads in SEVERAL if FEW * turns >= threads)]
 
-    def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
+    def grid(self, tactic: Sharers) -> Grid:
+        elements = math.prod(self.problem.loops)
+        if tactic.threads == 1:
+            return Grid(elements, BLOCK, BLOCK)
+        step = max(BLOCK // tactic.threads, 1)
+        return Grid(elements, step, step * tactic.threads, shared_bytes=self._warps(tactic) // 2 * 2 * SLOT)
+
+    @staticmethod
+    def _warps(tactic: Sharers) -> int:
+        """Of the threads of an element, if it is more than one warp."""
+        return tactic.threads // WARP if tactic.threads > WARP else 0
+
+    # ---- what it costs
+    def shared_loops(self, tactic: Sharers) -> dict[int, int]:
+        """Inner loop -> how many threads share its turns: that with the most neighbours to read takes lanes, another
+        the warps, if it is long enough."""
+        problem, first = self.problem, len(self.problem.loops)
+        if tactic.threads == 1:
+            return {}
+        inner = range(first, first + len(problem.reduced))
+        extents = dict(zip(inner, problem.reduced, strict=True))
+        along = max(inner, key=lambda loop: (min(extents[loop], WARP), -self._read(loop), loop))
+        others = [loop for loop in inner if loop != along and extents[loop] >= tactic.threads // WARP]
+        if extents[along] >= tactic.threads or not others:
+            return {along: tactic.threads}
+        return {along: WARP, max(others, key=extents.__getitem__): tactic.threads // WARP}
+
+    def _read(self, loop: int) -> int:
+        """Bytes that come for a turn of all sources, where neighbouring threads are neighbours along the loop."""
+        return sum(_brought(view, view.strides[loop]) for view in self._reads())
+
+    def _reads(self) -> list[View]:
+        program = self.problem.program
+        read = [int(one.what or 0) for one in program.operations if one.op == "read"]
+        return [self.problem.sources[number] for number in dict.fromkeys(read)]
+
+    def cost(self, tactic: Sharers, card: Card, items: int) -> float:
+        problem, sharing = self.problem, self.shared_loops(tactic)
+        elements, turns = items * math.prod(problem.loops), math.prod(problem.reduced)
+        extents = (*problem.loops, *problem.reduced)
+        mine = turns
+        for loop, threads in sharing.items():
+            mine = mine // extents[loop] * -(-extents[loop] // threads)
+        program = problem.program
+        passes = sum(one.op == "reduce" for one in program.operations)
+        picks = sum(one.op == "pick" for one in program.operations)
+        along = max(sharing, key=lambda loop: sharing[loop], default=len(problem.loops) - 1)
+        moved = elements * turns * ((self._read(along) if along >= 0 else SECTOR) + picks * SECTOR)
+        rows, _ = self.grid(tactic).blocks(items)
+        exchanged = EXCHANGE * passes * (bool(sharing) + self._warps(tactic) / 8) * -(-rows // card.multiprocessors)
+        seconds = by_turns(card, mine, len(program.operations), rows * self.grid(tactic).threads)
+        return max(card.moving(problem.bytes * items), moved / card.l2 + LAUNCH, seconds + exchanged / card.hertz)
+
+    # ---- code
+    def emit(self, module: GpuModule, name: str, tactic: Sharers) -> None:
         problem, outer = self.problem, self.problem.loops
-        views = (*problem.sources, *problem.targets)
-        f, addresses, rows = begin_kernel(module, name, THREADS, len(views))
+        views, grid = (*problem.sources, *problem.targets), self.grid(tactic)
+        f, addresses, rows = begin_kernel(module, name, grid.threads, len(views))
         loops = Loops(problem.program, problem.sources, (*outer, *problem.reduced), len(outer), Cut())
-        code, wanted = Code(f, self.gpu, loops), problem.program.needed(problem.program.results)
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
-        with f.when(thread.below(rows)):
-            item, indices = unravelled(thread, outer)
+        thread = special(f, "tid.x")
+        code = self._code(f, loops, tactic, thread)
+        row = special(f, "ctaid.x") * grid.row_step + thread.divided(tactic.threads)
+        wanted = problem.program.needed(problem.program.results)
+        with f.when(row.below(rows)):           # the threads of an element are in it together
+            item, indices = unravelled(row, outer)
             bases = [address + item * view.item for address, view in zip(addresses, views, strict=True)]
             split = len(problem.sources)
             frame = Frame(tuple(bases[:split]), tuple(bases), {ITEM: item})
             code.fill(frame, wanted)
             for loop, index in enumerate(indices):
                 frame = code.enter(frame, loop, index, 1, wanted)
-            write_element(code, frame, problem, bases[split:], wanted)
+            if tactic.threads == 1 or problem.inside:
+                write_element(code, frame, problem, bases[split:], wanted)
+                return
+            frame = code.reduced(frame, wanted)
+            with f.when((thread & tactic.threads - 1).compare("eq", 0)):
+                store_results(code, frame, problem, bases[split:])
+
+    def _code(self, f: Function, loops: Loops, tactic: Sharers, thread: Value) -> Code:
+        if tactic.threads == 1:
+            return Code(f, self.gpu, loops)
+        return CodeTogether(f, self.gpu, loops, _shares(self.shared_loops(tactic), thread), self._warps(tactic), thread)
+
+
+def by_turns(card: Card, turns: int, operations: int, threads: int) -> float:
+    """Seconds of a launch whose threads take so many turns of so many operations each."""
+    busy = turns * threads * operations / ISSUE / card.multiprocessors
+    waits = max(threads / (THREADS * card.multiprocessors), 1) * turns * (WAIT + operations)
+    return max(busy, waits) / card.hertz + LAUNCH
+
+
+def _shares(threads: Mapping[int, int], thread: Value) -> dict[int, Share]:
+    """Of each loop: the first has the lowest bits of the thread's number."""
+    shares, rest = {}, thread
+    for loop, count in threads.items():
+        shares[loop] = Share(wide(rest & count - 1), count)
+        rest = rest.divided(count)
+    return shares
+
+
+def _brought(view: View, stride: int) -> int:
+    """Bytes for each of neighbouring threads that read so far from each other."""
+    return min(max(abs(stride), 0), SECTOR) if stride else 1
 
 
 def unravelled(number: Value, shape: Sequence[int]) -> tuple[Value, list[Value]]:

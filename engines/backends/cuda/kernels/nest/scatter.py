@@ -11,10 +11,11 @@ import math
 from functools import cached_property
 
 from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
-from engines.backends.cuda.kernels.nest.nest import unravelled
+from engines.backends.cuda.kernels.nest.nest import by_turns, unravelled
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Frame
 from engines.codegen.nest.order import Cut, Loops
@@ -54,6 +55,13 @@ class ScatterByThreads(GpuKernel[Scatter]):
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.parts) * self.sharers, THREADS, THREADS)
+
+    def cost(self, tactic: Tactic, card: Card, items: int) -> float:
+        """A thread takes the updates of its part one after the other."""
+        problem, threads = self.problem, items * math.prod(self.parts) * self.sharers
+        turns = math.prod(problem.loops) // math.prod(self.parts)
+        return max(card.moving(problem.bytes * items),
+                   by_turns(card, turns, len(problem.program.operations), threads))
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem = self.problem
