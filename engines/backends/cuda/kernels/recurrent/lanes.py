@@ -42,6 +42,7 @@ class Kept(Sharing):
     parts: int
     registers: int
     items = 1
+    serial = 2              # most are of one update
 
     def __str__(self) -> str:
         return f"{self.parts} lanes a unit, {self.registers} pieces in registers"

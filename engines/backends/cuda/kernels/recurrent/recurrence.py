@@ -34,7 +34,6 @@ MOST = 248              # registers of a thread
 FOUR_WARPS = 4 * WARP   # of which registers are given to as many threads
 PRODUCT, SCHEDULERS = 16 * 8 * 32, 4    # multiply-adds of one of a warp, which has a part of a multiprocessor's cores
 WAIT = 500              # cycles of a step in which nothing is issued: states in shared memory, exchanges, the update
-SERIAL = 2              # cycles from one instruction of a thread to the next
 
 
 @solves(Recurrence)
@@ -89,7 +88,7 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
                             card.shared // grid.shared_bytes, turns))
         products = work.products * PRODUCT / card.products["int8"]      # of a warp, on all of a multiprocessor
         busy = max(work.instructions * grid.threads / ISSUE, moved, products * grid.threads / WARP)
-        step = max(busy * beside, moved + work.instructions * SERIAL + products * SCHEDULERS + WAIT)
+        step = max(busy * beside, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
         cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // beside)
         return max(card.moving(problem.bytes * items), cycles / card.hertz + LAUNCH)
 

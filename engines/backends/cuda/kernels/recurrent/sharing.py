@@ -45,10 +45,12 @@ class Work(NamedTuple):
 
 class Sharing(Tactic, ABC):
     """items: of a block, which has the weights once for all. lanes: those of a warp with the same items, as the bits in
-    which their numbers differ. ahead: x is loaded a step before it is needed."""
+    which their numbers differ. ahead: x is loaded a step before it is needed. serial: cycles from one instruction of a
+    thread to the next, fewer where many of them do not wait for each other."""
     items: int
     lanes: Sequence[int] = (16, 8, 4, 2, 1)
     ahead = True
+    serial = 1
 
     @abstractmethod
     def threads(self, problem: Recurrence) -> int:
