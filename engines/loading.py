@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from engines.runtime.program_engine import AnyEngine, ProgramEngine, SegmentEngine, SegmentMaker, Watch
 
 
+ON_TRIAL = "on trial"
+
+
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "",
                 specialisations: int = 16, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
@@ -69,14 +72,15 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
                   cpus: Sequence[int] | None = None, name: str = "", specialise: str = "",
                   specialisations: int = 16, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
                   segment: bool = False) -> SegmentEngine:
-    """Of a plan that is no program. segment: it is a part of one (see Policy)."""
+    """Of a plan that is no program. on_target_mismatch: ON_TRIAL is "relower" without a word, for a build for another
+    machine that tries what it makes. segment: it is a part of a program (see Policy)."""
     if mismatch := device_of(plan.machine.backend, gpu).mismatch(plan):
         if plan.stripped and not (plan.open and plan.open.model):
             raise PlanTargetError(f"{name}: {mismatch}; it is stripped (--strip), so it cannot be compiled again here: "
                                   "build it here, or without --strip")
         if on_target_mismatch == "refuse":
             raise PlanTargetError(f"{name}: {mismatch}; build it here, or load it with on_target_mismatch='relower'")
-        plan = _relower(plan, f"{name}: {mismatch}")
+        plan = _relower(plan, f"{name}: {mismatch}", quietly=on_target_mismatch == ON_TRIAL)
     if plan.open is None:
         engine = Engine(plan, threads, cpus, gpu=gpu)
         if not plan.stripped:
@@ -90,10 +94,11 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
 
 def program_engine(plan: Plan, threads: int = 1, engine: Callable[[Plan], SegmentEngine] | None = None,
                    maker: Callable[[], SegmentMaker] | None = None, watch: Watch | None = None) -> ProgramEngine:
-    """The engine of a program. engine: makes those of its segments; maker: gives what compiles more of them; watch:
-    called with all that they are fed."""
+    """The engine of a program. engine: makes those of its segments, on trial unless it is given; maker: gives what
+    compiles more of them; watch: called with all that they are fed."""
     from engines.runtime.program_engine import ProgramEngine
-    return ProgramEngine(plan, engine or (lambda part: _graph_engine(part, threads, specialise="wait", segment=True)),
+    return ProgramEngine(plan, engine or (lambda part: _graph_engine(
+        part, threads, ON_TRIAL, name=part.name, specialise="wait", segment=True)),
                          maker or (lambda: _segment_maker(plan)), threads, watch)
 
 
@@ -151,9 +156,10 @@ def _with_room(plan: Plan, items: int) -> Plan:
     return larger
 
 
-def _relower(plan: Plan, why: str) -> Plan:
-    import logging  # a plan that fits needs none, and starts a few milliseconds sooner
-    logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
+def _relower(plan: Plan, why: str, quietly: bool) -> Plan:
+    if not quietly:
+        import logging  # a plan that fits needs none, and starts a few milliseconds sooner
+        logging.getLogger(__name__).warning("%s; compiling its graph again for this machine", why)
     try:
         from engines.compiler.specialise import relower
     except ImportError as error:

@@ -23,7 +23,7 @@ from engines.frontend.extents import likely_extents
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named, memory_dtype
 from engines.ir.graph import Array, TensorType
-from engines.loading import engine_of, program_engine
+from engines.loading import ON_TRIAL, engine_of, program_engine
 from engines.plan.extents import extents_of
 from engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
 from engines.runtime.program_engine import NO_TENSORS, ProgramEngine
@@ -125,7 +125,7 @@ def _with_general_kernels(plan: Plan, tried: Mapping[str, Array], say: Say) -> t
     """The segments with kernels that take extents at run time: what they are made of when the program runs on inputs of
     other extents and numbers than those that it was tried on. As they are, where it does not run on such."""
     assert plan.program is not None
-    engine = engine_of(plan, specialise="off")
+    engine = engine_of(plan, on_target_mismatch=ON_TRIAL, specialise="off")
     assert isinstance(engine, ProgramEngine)
     open_inputs = [io for io in plan.inputs if any(isinstance(extent, str) for extent in io.shape)]
     reason: EngineError | None = None

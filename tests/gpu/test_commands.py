@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
+from engines import build_engine
+from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.file import write_plan
 from infer_server.cli import inspect_engine, profile, run_engine
@@ -58,3 +61,19 @@ def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
         said = capsys.readouterr().out
         assert said.startswith("P40 (sm_61), as its data sheet has it: G MAC/s in int8 19968")
         assert "each step alone 0." in said
+
+
+def test_a_program_that_is_built_for_another_machine_is_tried_on_this_one_without_a_word(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
+    monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
+    model = small_model([node("Relu", "x", "h"), node("NonZero", "h", "i"), node("Cast", "i", "f", to=1),
+                         node("Exp", "f", "y")], {"x": [4, 8]}, ["y"])
+    onnx.save(model, tmp_path / "m.onnx")
+    build = build_engine(tmp_path / "m.onnx", target="sm_80", cache=False)
+    assert build.plan.program and {part.machine.target for part in build.plan.within()} == {"sm_80"}
+    assert not caplog.text
+    x = np.eye(4, 8, dtype=np.float32)
+    np.testing.assert_allclose(build.engine().run({"x": x})["y"], np.exp(np.stack(np.nonzero(x)).astype(np.float32)),
+                               rtol=1e-6)
+    assert "made for 'sm_80', a GPU, but there is no NVIDIA driver here" in caplog.text

@@ -73,6 +73,8 @@ def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_thei
     np.testing.assert_array_equal(contexts[0].output(name, 3), values[1:])
     for context in contexts:
         context.close()
+        with pytest.raises(InputError, match="the context is closed"):
+            context.execute(1)
     del contexts, context       # and with them what was asked of their slots
     assert here.pinned_bytes == 0 and len(here.allocated) == 1      # the constants
     del engine

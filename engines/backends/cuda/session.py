@@ -202,7 +202,7 @@ class _Assembler:
     def _made_for(self) -> dict[str, Any]:
         """Of the machine, as a plan says it, and what is expected of it there."""
         chosen = self.chosen
-        expected = {"items": chosen.items, "seconds": chosen.seconds, "timed": bool(chosen.timed_on)}
+        expected: dict[str, Any] = {"items": chosen.items, "seconds": chosen.seconds, "timed": bool(chosen.timed_on)}
         if not chosen.timed_on:
             expected["steps_us"] = [round(node.time_us, 3) for node in chosen.times()]
         return {"architecture": self.gpu.name, "model": chosen.timed_on or CARDS[self.gpu.name].name,

@@ -138,7 +138,7 @@ def cuMemcpy2DAsync_v2(cuda: Libcuda, copy: RowCopy, stream: int | None) -> None
             copy.WidthInBytes <= min(pitches) and max(pitches) < 1 << 31):
         raise Refused(INVALID)
     _on_the_gpu(cuda, copy.dstDevice, copy.dstPitch, copy.srcDevice, copy.srcPitch, copy.WidthInBytes, copy.Height,
-                     stream)
+                stream)
 
 
 def _on_the_gpu(cuda: Libcuda, to: int, to_step: int, source: int, source_step: int, width: int, rows: int,
@@ -151,8 +151,6 @@ def _on_the_gpu(cuda: Libcuda, to: int, to_step: int, source: int, source_step: 
         for there, here in pairs:
             there[:] = here
     cuda.stream(stream).put(copy)
-
-
 
 
 def host_bytes(address: int, size: int) -> Array:

@@ -261,7 +261,7 @@ class CudaStream:
 
     def copy_rows(self, to: int, to_step: int, source: int, source_step: int, width: int, rows: int) -> None:
         copy = RowCopy(srcMemoryType=_ON_DEVICE, srcDevice=source, srcPitch=source_step, dstMemoryType=_ON_DEVICE,
-                        dstDevice=to, dstPitch=to_step, WidthInBytes=width, Height=rows)
+                       dstDevice=to, dstPitch=to_step, WidthInBytes=width, Height=rows)
         if rows > 1:
             self._driver("cuMemcpy2DAsync_v2", byref(copy), self._handle)
         else:       # of any width

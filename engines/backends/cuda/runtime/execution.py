@@ -85,6 +85,7 @@ class CudaExecution:
     def __init__(self, loaded: LoadedPlan) -> None:
         """Raises PlanError: there is not so much memory, or the GPU is lost."""
         self._loaded, self._gpu, machine = loaded, loaded.gpu, loaded.plan.machine
+        self._is_closed = False
         self._graphs: dict[Key, Recorded] = {}
         self._bound: dict[TensorView, DeviceTensor] = {}
         self._placed: dict[TensorView, Sequence[DeviceTensor | int]] = {}
@@ -161,7 +162,10 @@ class CudaExecution:
             self._placed.clear()
 
     def run(self, batch: int) -> None:
-        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own. InputError: fewer items are bound."""
+        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own. InputError: fewer items are bound, or
+        it is closed."""
+        if self._is_closed:
+            raise InputError(f"{self._loaded.plan.name}: the context is closed, and has nothing on the GPU any more")
         try:
             self._gpu.use()
             for view, tensor in self._bound.items():
@@ -200,6 +204,7 @@ class CudaExecution:
             raise self._failed(error) from error
 
     def close(self) -> None:
+        self._is_closed = True
         self._held.release()
 
     # ---- what runs
