@@ -8,6 +8,7 @@ from tqdm import tqdm
 from calibration.accuracy.verify import OutputErrors, Verification, verify
 from calibration.data.items import Feed
 from calibration.workflow import Calibration
+from engines.backends import device_of
 from engines.compiler.builder import BuildConfig
 from engines.compiler.ranges import Notify
 from engines.plan.file import read_plan
@@ -19,16 +20,16 @@ HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR
 def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration | None, notify: Notify,
                  warn: Notify) -> bool:
     """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
-    data = None
+    data, read = None, read_plan(plan)
     if calibration and calibration.data:
-        read = read_plan(plan)
         data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None)
     found = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
                    progress=_bar)
     source = data.source if data else "generated inputs"
     notify(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
     if not found.faults:
-        notify(f"{plan}: verified")
+        elsewhere = device_of(read.machine.backend).mismatch(read)
+        notify(f"{plan}: verified" + f", as it is compiled for this machine: {elsewhere}" * bool(elsewhere))
         return True
     warn("\n".join([f"{plan}: NOT verified", *(f"  {fault}" for fault in found.faults), f"  {found.advice}"]))
     return False

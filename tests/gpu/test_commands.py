@@ -13,6 +13,7 @@ from engines import build_engine
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
 from engines.compiler.builder import BuildConfig, Builder
 from engines.plan.file import write_plan
+from infer_server.cli import build_engine as build_command
 from infer_server.cli import inspect_engine, profile, run_engine
 from tests.engines.compiler.small_models import node, small_model
 from tests.gpu.emulated import EmulatedGpu, install
@@ -63,10 +64,23 @@ def test_a_profile_is_of_the_gpu_and_by_the_time_on_the_wall(
         assert "each step alone 0." in said
 
 
-def test_a_program_that_is_built_for_another_machine_is_tried_on_this_one_without_a_word(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
     monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
+
+
+def test_a_plan_that_is_verified_without_its_gpu_is_said_to_be(
+        no_driver: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(small_model([node("Exp", "x", "y")], {"x": ["N", 8]}, ["y"]), tmp_path / "m.onnx")
+    assert build_command.main([str(tmp_path / "m.onnx"), "-o", str(tmp_path / "m.plan"), "--target", "sm_80",
+                               "--no-cache", "--verify"]) == 0
+    said = capsys.readouterr().err
+    assert "m.plan: verified, as it is compiled for this machine: made for 'sm_80', a GPU, but there is no" in said
+
+
+def test_a_program_that_is_built_for_another_machine_is_tried_on_this_one_without_a_word(
+        no_driver: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = small_model([node("Relu", "x", "h"), node("NonZero", "h", "i"), node("Cast", "i", "f", to=1),
                          node("Exp", "f", "y")], {"x": [4, 8]}, ["y"])
     onnx.save(model, tmp_path / "m.onnx")
