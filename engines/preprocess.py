@@ -245,6 +245,8 @@ def opened(file: str | Path | BinaryIO, formats: tuple[str, ...] | None = None, 
             if most_pixels and image.width * image.height > most_pixels:
                 raise ValueError(f"{image.width}x{image.height} are more than {most_pixels} pixels")
             image.load()
+            if image.mode.startswith("I"):      # of 16 bits: Pillow's own conversion cuts off what is above 255
+                return Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
             # A palette with transparency becomes RGB by way of RGBA only.
             return image.convert("RGBA") if "transparency" in image.info else image.copy()
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:

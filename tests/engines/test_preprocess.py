@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from engines.errors import CalibrationError, ConfigError
-from engines.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess
+from engines.preprocess import IMAGENET, PRESETS, USUAL_SIZE, Preprocess, load_preprocess, opened
 
 NCHW = ("batch", 3, 32, 32)
 
@@ -66,6 +66,13 @@ def test_pictures_of_any_mode_are_read(tmp_path):
         path = tmp_path / f"{mode}.tiff"
         Image.new(mode, (9, 9)).save(path)
         assert IMAGENET.apply(path, NCHW).shape == (1, 3, 32, 32)
+
+
+def test_a_gray_picture_of_16_bits_is_the_same_in_8(tmp_path):
+    gray = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    for bits, values in ((8, gray.astype(np.uint8)), (16, gray * 257)):
+        Image.fromarray(values).save(tmp_path / f"{bits}.png")
+    assert np.array_equal(opened(tmp_path / "16.png"), opened(tmp_path / "8.png"))
 
 
 def test_a_palette_with_transparency_is_read_without_a_warning(tmp_path):

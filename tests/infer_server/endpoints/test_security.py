@@ -78,10 +78,18 @@ def test_without_the_secret_no_call_over_http_succeeds(restricted: RunningServer
             ("POST", "/v2/repository/models/m/load"), ("POST", "/v2/repository/models/m/unload"),
             ("GET", "/v2/trace/setting"), ("POST", "/v2/models/m/trace/setting"), ("POST", "/v2/logging"),
             ("GET", "/v2/systemsharedmemory/status"), ("POST", "/v2/systemsharedmemory/region/r/register"),
-            ("POST", "/v2/systemsharedmemory/unregister"), ("POST", "/v2/cudasharedmemory/unregister")):
+            ("POST", "/v2/systemsharedmemory/unregister"), ("POST", "/v2/cudasharedmemory/unregister"),
+            # and spelled otherwise
+            ("HEAD", "/v2/models/m"), ("GET", "/?x"), ("GET", "/v2/"), ("POST", "/v2/models/m/%69nfer"),
+            ("POST", "/v2/models/m/infer?x=1"), ("POST", "/%76%32/repository/models/m/unload"),
+            ("POST", "/v2/repository/x/models/m/unload"), ("POST", "/v2/repository/models/m/unload?key=sesame"),
+            ("POST", "http://x/v2/repository/models/m/unload")):
         for headers in ({}, {"key": "Sesame"}):
             found, body = ask(method, path, **headers)
-            assert found == 403 and "'key'" in json.loads(body)["error"], path
+            assert found == 403 and (method == "HEAD" or "'key'" in json.loads(body)["error"]), path
+    for path in ("//v2/repository/models/m/unload", "/V2/repository/models/m/unload",
+                 "/v2/./repository/models/m/unload", "/v2/repository/models/m/unload/"):
+        assert ask("POST", path)[0] == 404, path
     assert ask("GET", "/v2/models/m", Key="sesame")[0] == 200
 
 
