@@ -19,7 +19,7 @@ from tritonclient.utils import shared_memory as shm
 
 import protos
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
 CLIENTS = (tritonclient.grpc, tritonclient.grpc.aio, tritonclient.http, tritonclient.http.aio)
 X = np.array([[1, 2, 3, 4]], np.float32)
@@ -89,6 +89,22 @@ def registered(client: Caller) -> bool:
     return listed and KEY not in str(client.settings("get_system_shared_memory_status"))
 
 
+def inferred_in_shared_memory(client: Caller) -> bool:
+    """Whether an inference takes its input from a region, and leaves its output there."""
+    handle = shm.create_shared_memory_region("r", KEY, 32)
+    shm.set_shared_memory_region(handle, [X])
+    client.register_system_shared_memory("r", KEY, 32)
+    given = client.library.InferInput("x", [1, 4], "FP32")
+    given.set_shared_memory("r", 16)
+    asked = client.library.InferRequestedOutput("y")
+    asked.set_shared_memory("r", 16, offset=16)
+    client.infer("affine", [given], outputs=[asked])
+    found = shm.get_contents_as_numpy(handle, np.float32, [1, 4], offset=16).tolist()
+    client.unregister_system_shared_memory("r")
+    shm.destroy_shared_memory_region(handle)
+    return bool(found == [[3, 5, 7, 9]])
+
+
 def reloaded(client: Caller) -> bool:
     client.unload_model("affine")
     gone = not client.is_model_ready("affine")
@@ -104,7 +120,8 @@ CALLS: dict[str, Callable[[Caller], Any]] = {
     "ServerMetadata": lambda client: "infer-server" in str(client.settings("get_server_metadata")),
     "ModelMetadata": lambda client: "FP32" in str(client.settings("get_model_metadata", "affine")),
     "ModelConfig": lambda client: "max_batch_size" in str(client.settings("get_model_config", "affine")),
-    "ModelInfer": lambda client: client.infer("affine", [client.input()]).as_numpy("y").tolist() == [[3, 5, 7, 9]],
+    "ModelInfer": lambda client: client.infer("affine", [client.input()]).as_numpy("y").tolist() == [
+        [3, 5, 7, 9]] and inferred_in_shared_memory(client),
     "ModelStreamInfer": lambda client: client.stream() == [[[3, 5, 7, 9]]] * (2 * client.is_grpc),
     "ModelStatistics": lambda client: "inference_count" in str(client.settings("get_inference_statistics", "affine")),
     "RepositoryIndex": lambda client: "READY" in str(client.settings("get_model_repository_index")),
@@ -125,11 +142,12 @@ CALLS: dict[str, Callable[[Caller], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module", params=FRONTS + WORKERS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     repository: Path = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
-    with serving(repository, allow_client_shm=True, explicit_control=True, load_models=None) as running:
+    with serving(repository, allow_client_shm=True, explicit_control=True, load_models=None,
+                 grpc_front=request.param) as running:
         yield running
 
 
