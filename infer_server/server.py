@@ -77,7 +77,8 @@ class ServerOptions:
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
     exit_timeout_secs: float = 30.0             # for what was accepted to be answered
     response_cache_bytes: int = 64 << 20        # of the responses of models that ask for a cache
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 256 << 20         # over gRPC
+    max_body_bytes: int = 256 << 20            # over HTTP
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
@@ -131,7 +132,7 @@ class Server:
         self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
-        self._listeners = Listeners(Limits(options.max_message_bytes, self._inflight))
+        self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight))
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
@@ -229,8 +230,8 @@ class Server:
 
         return FrontSettings(
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
-            options.max_message_bytes, options.max_inflight_bytes, options.send_timeout_secs, fast=self._is_fast,
-            tells_metadata=self._tracer is not None or "inference" in options.grpc_secrets,
+            options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
+            fast=self._is_fast, tells_metadata=self._tracer is not None or "inference" in options.grpc_secrets,
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 
     def _host(self, what: str) -> str:

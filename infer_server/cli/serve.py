@@ -174,6 +174,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         rate_limit=dict(parsed.rate_limit_resource) if parsed.rate_limit == "execution_count" else None,
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
+        max_body_bytes=parsed.http_max_input_size or parsed.max_message_mib << 20,
         max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
         **ports_of(parsed), **access_of(parsed))
 

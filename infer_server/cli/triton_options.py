@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infer_server.cli.common import boolean
+from infer_server.cli.common import boolean, positive
 from infer_server.version import NAME
 
 # Options that tune what is otherwise here: they are taken, and said to change nothing.
@@ -57,6 +57,8 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=True, help=argparse.SUPPRESS)
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="the log is appended to it (default: stderr)")
     parser.add_argument("--response-cache-byte-size", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--http-max-input-size", type=positive, metavar="BYTES",
+                        help="largest body of a request over HTTP (default: as --max-message-mib)")
 
 
 def without_effect(given: argparse.Namespace) -> list[str]:

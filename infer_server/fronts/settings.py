@@ -20,7 +20,8 @@ class FrontSettings:
     grpc: Door | None                   # None: there is no such port
     http: Door | None
     others: str                         # the path of the socket where all calls over gRPC but ModelInfer are served
-    max_message_bytes: int
+    max_message_bytes: int              # over gRPC
+    max_body_bytes: int                 # over HTTP
     max_inflight_bytes: int
     send_timeout_secs: float
     fast: bool = False                  # ModelInfer on pygrpc-native

@@ -234,7 +234,8 @@ class RequestReader:
         incoming, most, inflight = self._incoming, self._limits.message_bytes, self._limits.inflight
         if count > most:
             raise RefusedError(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                                              f"a body of {count} bytes; at most {most} are taken (--max-message-mib)"))
+                                              f"a body of {count} bytes; at most {most} are taken (--max-message-mib, "
+                                              "--http-max-input-size)"))
         try:
             if incoming.held is None:
                 incoming.held = inflight.begin(self._receiver, count)

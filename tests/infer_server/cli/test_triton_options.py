@@ -24,7 +24,7 @@ TRITONS = {
         "grpc-http2-max-pings-without-data", "grpc-http2-min-recv-ping-interval-without-data",
         "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-keepalive-time", "grpc-keepalive-timeout",
         "grpc-max-connection-age", "grpc-max-connection-age-grace", "grpc-max-response-pool-size", "grpc-port",
-        "http-port", "http-thread-count", "log-verbose", "metrics-interval-ms", "metrics-port",
+        "http-max-input-size", "http-port", "http-thread-count", "log-verbose", "metrics-interval-ms", "metrics-port",
         "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size", "repository-poll-secs",
         "response-cache-byte-size", "sagemaker-port", "sagemaker-thread-count", "vertex-ai-port",
         "vertex-ai-thread-count"), "8"),
@@ -73,6 +73,9 @@ def test_options_under_tritons_names_are_those_of_ours() -> None:
     assert given.model_repository == ["/a"] and options.response_cache_bytes == 7 and options.poll_secs == 15
     assert options.hosts == {"http": "::1"} and options.closed == {"metrics"} and options.name == "x"
     assert without_effect(given) == ["--log-format"]
+    assert (options.max_message_bytes, options.max_body_bytes) == (256 << 20, 256 << 20)
+    options = _options(parser.parse_args(["--http-max-input-size=100", "--max-message-mib=1"]))
+    assert (options.max_message_bytes, options.max_body_bytes) == (1 << 20, 100)
     for text, level in (([], "INFO"), (["--log-verbose=1"], "DEBUG"), (["--log-info=false"], "WARNING"),
                         (["--log-info=false", "--log-warning=false"], "ERROR"), (["--log-level=error"], "ERROR")):
         assert log_level(parser.parse_args(text)) == level and level in logging.getLevelNamesMapping()

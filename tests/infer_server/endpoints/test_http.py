@@ -48,7 +48,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_model(repository, "gated", gate="http")
     write_model(repository, "a model")
     (write_model(repository, "corrupt") / "1" / "model.plan").write_bytes(b"\0not a plan")
-    with serving(repository, max_message_bytes=1 << 21, explicit_control=True, load_models=None,
+    with serving(repository, max_body_bytes=1 << 21, explicit_control=True, load_models=None,
                  grpc_front=request.param) as running:
         yield running
 
