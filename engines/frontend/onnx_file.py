@@ -244,9 +244,10 @@ def _without_functions(name: str, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_calls(name: str, proto: onnx.ModelProto) -> None:
-    """Raises ModelError: a function calls itself, by way of others perhaps. The inliner of onnx 1.19 ends the process."""
-    calls = {(of.domain, of.name, of.overload): {(node.domain, node.op_type, node.overload) for node in nodes_in(of.node)}
-             for of in proto.functions}
+    """Raises ModelError: a function calls itself, by way of others perhaps. onnx 1.19's inliner ends the process."""
+    calls = {(function.domain, function.name, function.overload):
+             {(node.domain, node.op_type, node.overload) for node in nodes_in(function.node)}
+             for function in proto.functions}
     try:
         TopologicalSorter(calls).prepare()
     except CycleError as error:
