@@ -13,7 +13,7 @@ import pytest
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.contraction.tile import Tile
-from engines.backends.cuda.kernels.kernel import cheapest, kernel_for
+from engines.backends.cuda.kernels.kernel import cheapest
 from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
 from engines.backends.cuda.kernels.recurrent.lanes import Kept
 from engines.backends.cuda.kernels.recurrent.warps import Tiled

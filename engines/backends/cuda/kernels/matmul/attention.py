@@ -24,7 +24,6 @@ from engines.lowering.problems.problem import Array
 
 WARPS = 4               # of a block
 BESIDE = 2              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
-
 WAITING = 64            # bytes that a lane of a tile waits for at once, about
 
 
