@@ -154,13 +154,8 @@ def _halves(gpu: Gpu, dtype: str, low: Value, high: Value) -> Value:
         return word
     halves = [_stored(gpu, dtype, value) for value in (low, high)]
     bits = [half if half.type == I16 else half.f.cast("bitcast", half, I16, "bits") for half in halves]
-<<<<<<< HEAD
-    low, high = (half.f.cast("zext", half, I32, "low") for half in bits)
-    return pick_bytes(low, high, 0x5410)
-=======
     a, b = (half.f.cast("zext", half, I32, "low") for half in bits)
     return pick_bytes(a, b, 0x5410)
->>>>>>> b8f59cf4 (The types and imports of the GPU's kernels pass mypy and ruff again)
 
 
 # ---- programs
