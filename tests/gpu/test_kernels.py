@@ -25,6 +25,8 @@ from engines.lowering.problems.problem import Problem
 from engines.lowering.problems.view import View, dense_view
 from tests.engines.backends.cuda.runner import GpuRunner, Way, every_way, text_of, way_of
 from tests.engines.backends.suite import check
+from tests.engines.backends.test_recurrence import Case as Layer
+from tests.engines.backends.test_recurrence import node_of
 from tests.engines.backends.test_suppression import chosen, spec_of
 from tests.engines.backends.test_suppression import draw as boxes_and_scores
 from tests.gpu.cases import CASES, CONVOLUTIONS, FAMILIES, TOLERANCE, attention, convolution, product
@@ -170,6 +172,14 @@ def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: st
     assert first.tactic.parts > 1
     for tactic in (Kept(4, 2), ThroughCaches(1), ThroughCaches(4)):
         check(Way(first.kernel, tactic), GpuRunner(GPUS[gpu]), inputs, constants, tolerance)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_a_recurrent_layer_whose_last_units_are_three_reads_no_other_states(precision: str) -> None:
+    """The compiler loads four numbers there, of which something has to be written."""
+    layer = Layer(node_of("GRU"), 7, precision, steps=2)
+    kernel = way_of(layer.spec, GPUS["sm_80"]).kernel
+    check(Way(kernel, ThroughCaches(1)), GpuRunner(GPUS["sm_80"]), layer.inputs, layer.constants, TOLERANCE[precision])
 
 
 @pytest.mark.parametrize(("gpu", "case", "tactic"), [

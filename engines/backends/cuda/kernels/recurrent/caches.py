@@ -14,6 +14,7 @@ from engines.backends.cuda.codegen.gpu import WARP
 from engines.backends.cuda.codegen.module import elements, wide
 from engines.backends.cuda.cost import PLAIN
 from engines.backends.cuda.kernels.recurrent.sharing import (
+    PIECE,
     SIZES,
     Place,
     Seat,
@@ -43,7 +44,7 @@ class ThroughCaches(Sharing):
         return whole(problem.hidden, WARP)
 
     def row_bytes(self, problem: Recurrence) -> int:
-        return 4 * problem.hidden * self.items
+        return whole(4 * problem.hidden * self.items, PIECE)
 
     def work(self, problem: Recurrence) -> Work:
         cell, hidden = problem.cells[0], problem.hidden
@@ -57,21 +58,22 @@ class ThroughCaches(Sharing):
         return np.ascontiguousarray(weights.reshape(len(weights), -1, problem.hidden, problem.hidden).swapaxes(2, 3))
 
     def products(self, seat: Seat) -> StepProducts:
-        return _Products(seat, self.items)
+        return _Products(seat, self)
 
 
 class _Products(StepProducts):
-    """A row is [unit][item]."""
+    """A row is [unit][item], then zeros: the compiler may load four numbers where three are needed."""
 
-    def __init__(self, seat: Seat, items: int) -> None:
+    def __init__(self, seat: Seat, tactic: ThroughCaches) -> None:
         super().__init__(seat)
+        self.row_bytes, items = tactic.row_bytes(seat.problem), tactic.items
         surely = seat.threads == seat.problem.hidden
         columns = (seat.f.constant(column, I32) for column in range(items))
         self.places = [seat.place(seat.thread, column, surely=surely) for column in columns]
         self.of_item = [[column] for column in range(items)]
 
     def begin(self, rows: Value, count: int) -> None:
-        """Nothing is kept."""
+        self.clear(rows, count * self.row_bytes)
 
     def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
         self.f.store(state, row + (place.unit * len(self.places) + place.column) * 4, 4)
