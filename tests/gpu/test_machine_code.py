@@ -14,6 +14,7 @@ from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.backends.cuda.kernels.recurrent.warps import Tiled
 from engines.lowering.epilogue.program import EpilogueProgram, ProgramBuilder
 from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.images import Pool
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import dense_view
 from tests.engines.backends.cuda.runner import Way, every_way, text_of
@@ -59,6 +60,18 @@ def test_the_cubin_of_a_convolution_of_halves_spills_nothing() -> None:
         _, report = assemble.report_of(text_of(way), GPUS["sm_75"])
     except FileNotFoundError as missing:
         pytest.skip(f"no assembler for sm_75: install the extra 'cuda' ({missing})")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize("target", ["sm_70", "sm_80"])
+def test_the_cubin_of_a_pool_of_floats_spills_nothing(target: str) -> None:
+    x, y = dense_view("float32", (3, 80, 480)), dense_view("float32", (1, 40, 480))
+    problem = Pool(x, y, (), EpilogueProgram(), "average", (3, 2), (3, 2), (0, 0, 0, 0))
+    way, = every_way(problem, GPUS[target])
+    try:
+        _, report = assemble.report_of(text_of(way), GPUS[target])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
     assert "0 bytes spill stores, 0 bytes spill loads" in report
 
 
