@@ -69,6 +69,12 @@ def test_every_family_equals_its_reference(case: str) -> None:
     check(problem, GpuRunner(GPUS["sm_80"]), inputs, constants, tolerance)
 
 
+def test_halves_are_added_to_floats_on_the_latest_architecture() -> None:
+    """By one instruction, from LLVM 22 on."""
+    problem, inputs, constants = CASES["average, fp16"][0]()
+    check(problem, GpuRunner(GPUS["sm_120"]), inputs, constants)
+
+
 @pytest.mark.parametrize(("gpu", "precision", "ways"), [
     ("sm_61", "int8", 2), ("sm_75", "int8", 3), ("sm_75", "fp16", 3), ("sm_90a", "int8", 3), ("sm_80", "bf16", 3),
     ("sm_70", "fp16", 3)])

@@ -106,6 +106,11 @@ BY_HAND = {
     "setp.eq.s32 %p1, %r1, %r2; not.pred %p2, %p1; @%p2 bra $DONE; mov.u32 %r9, 3;": (4, 4, 3),
     "add.rn.f32 %r9, %r1, %r2;": (word(1), word(2.0 ** -24), word(1)),
     "fma.rn.f32 %r9, %r1, %r1, %r2;": (word(1 + 2.0 ** -12), word(-1), word(2.0 ** -11 + 2.0 ** -24)),
+    "cvt.rn.f16.f32 %rs1, %r1; add.rn.f32.f16 %r9, %rs1, %r2;": (word(1 + 2.0 ** -11), word(2.0 ** -20),
+                                                                 word(1 + 2.0 ** -20)),
+    "cvt.rn.f16.f32 %rs1, %r1; sub.rn.f32.f16 %r9, %rs1, %r2;": (word(3), word(2.0 ** -20), word(3 - 2.0 ** -20)),
+    "cvt.rn.f16.f32 %rs1, %r1; fma.rn.f32.f16 %r9, %rs1, %rs1, %r2;": (
+        word(1 + 2.0 ** -10), word(-1), word(2.0 ** -9 + 2.0 ** -20)),
     "cvt.f64.f32 %rd7, %r1; add.rn.f64 %rd8, %rd7, 0d3FF0000000000000; fma.rn.f64 %rd9, %rd7, 0d4000000000000000, "
     "0d3FF0000000000000; neg.f64 %rd9, %rd9; fma.rn.f64 %rd8, %rd8, %rd8, %rd9; cvt.rn.f32.f64 %r9, %rd8;":
         (word(2.0 ** -30), 0, word(2.0 ** -60)),

@@ -16,11 +16,20 @@ def _operands(run: Run, i: Instruction, count: int, type_: str = "") -> list[Arr
     return [run.get(i.one(n), type_ or i.op[-1]) for n in range(1, count + 1)]
 
 
-def _each(count: int, function: Callable[..., Any]) -> Callable[[Run, Instruction], None]:
+def _addends(run: Run, i: Instruction, count: int) -> list[Array]:
+    """Of sums, from sm_100 on, all but the last may be halves, which become float32."""
+    if [*i.op[-2:]] != ["f32", "f16"]:
+        return _operands(run, i, count)
+    halves = (array.astype(np.float32) for array in _operands(run, i, count - 1))
+    return [*halves, run.get(i.one(count), "f32")]
+
+
+def _each(count: int, function: Callable[..., Any],
+          read: Callable[[Run, Instruction, int], list[Array]] = _operands) -> Callable[[Run, Instruction], None]:
     """An instruction whose operands and result are of one type."""
     def act(run: Run, i: Instruction) -> None:
         with np.errstate(all="ignore"):
-            operands = _operands(run, i, count)
+            operands = read(run, i, count)
             run.put(i.one(0), np.asarray(function(*operands), operands[0].dtype))
     return act
 
@@ -49,8 +58,8 @@ def _remainder(a: Array, b: Array) -> Array:
     return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
 
 
-action("add", modifiers="rn")(_each(2, np.add))
-action("sub", modifiers="rn")(_each(2, np.subtract))
+action("add", modifiers="rn")(_each(2, np.add, _addends))
+action("sub", modifiers="rn")(_each(2, np.subtract, _addends))
 action("min")(_each(2, _least))
 action("max")(_each(2, _greatest))
 action("div", modifiers="rn")(_each(2, _quotient))
@@ -135,7 +144,8 @@ def fused_double(a: Array, b: Array, c: Array) -> Array:
 
 @action("fma", modifiers="rn")
 def _fma(run: Run, i: Instruction) -> None:
-    run.put(i.one(0), {"f32": fused, "f64": fused_double}[i.op[-1]](*_operands(run, i, 3)))
+    a, b, c = _addends(run, i, 3)
+    run.put(i.one(0), (fused if c.dtype == np.float32 else fused_double)(a, b, c))
 
 
 @action("dp4a")
