@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.backends.llvm.runtime.abi import CHUNK_WORDS, LINE_WORDS, ChunkRow, StageRow, StepRow
-from engines.backends.llvm.runtime.execution import LoadedPlan, Segment, Words, words
+from engines.backends.llvm.runtime.execution import LoadedPlan, Words, words
+from engines.backends.llvm.runtime.segments import Segment
 from engines.plan.plan import Footprint, Plan, Step
 
 CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short beside what a late one costs

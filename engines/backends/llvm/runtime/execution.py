@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from engines.backends.llvm.runtime.by_item import ItemTables
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
 from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
@@ -31,25 +31,14 @@ from engines.plan.plan import (
     SHARED,
     SHARED_EXPANDED,
     ExpandedConstant,
-    ItemMajorRun,
     Plan,
     TensorView,
     item_strides,
 )
 from engines.plan.verification import verify
-from engines.runtime.fallback import FallbackStep
 
 Words = NDArray[np.int64]
 EmittedFunction = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Steps first..last - 1: all native, so that one call runs them, or one fallback."""
-    first: int
-    last: int
-    fallback: FallbackStep | None = None
-    by_item: bool = False       # one item after the other; else one step after the other
 
 
 class LoadedPlan:
@@ -66,9 +55,9 @@ class LoadedPlan:
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
-        self.segments = _segments(plan)
+        self.segments = segments_of(plan)
         self.serial_segments = tuple(part for segment in self.segments
-                                     for part in _cut_at_item_major_runs(segment, self.machine.item_major))
+                                     for part in cut_at_item_major_runs(segment, self.machine.item_major))
         operands = [operand for step in self.machine.steps for operand in step.operands]
         # The constants count as four buffers more, after the others.
         more = {kind: len(self.machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
@@ -135,7 +124,7 @@ class LoadedPlan:
         cuts = {step + behind for step in readers for behind in (0, 1)}
         return tuple(part for segment in self.serial_segments for part in (
             [segment] if segment.by_item else (replace(part, by_item=part.first in readers)
-                                               for part in _cut_before([segment], cuts))))
+                                               for part in cut_before([segment], cuts))))
 
     @cached_property
     def shared_layout(self) -> Layout:
@@ -181,41 +170,6 @@ def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
         copy[:len(array)] = array
         array = copy
     return array, array.ctypes.data
-
-
-def _segments(plan: Plan) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
-    for index, step in enumerate(plan.machine.steps):
-        if not step.symbol:
-            if step.fallback is None:
-                raise PlanCorruptError(f"{plan.name}: step '{step.name}' has neither a kernel nor a fallback")
-            segments.append(Segment(index, index + 1, FallbackStep(step.fallback, plan.weights)))
-        elif segments and segments[-1].fallback is None:
-            segments[-1] = Segment(segments[-1].first, index + 1)
-        else:
-            segments.append(Segment(index, index + 1))
-    return tuple(segments)
-
-
-def _cut_at_item_major_runs(segment: Segment, runs: Sequence[ItemMajorRun]) -> Iterator[Segment]:
-    """The segment cut where item-major runs begin and end: what one thread runs."""
-    at = segment.first
-    for run in runs:
-        if segment.first <= run.first and run.last <= segment.last:
-            if at < run.first:
-                yield Segment(at, run.first)
-            yield Segment(run.first, run.last, by_item=True)
-            at = run.last
-    if at < segment.last:
-        yield replace(segment, first=at)
-
-
-def _cut_before(segments: Sequence[Segment], steps: Collection[int]) -> Iterator[Segment]:
-    """The segments cut before each of these steps."""
-    for segment in segments:
-        cuts = [step for step in sorted(steps) if segment.first < step < segment.last]
-        for first, last in pairwise((segment.first, *cuts, segment.last)):
-            yield replace(segment, first=first, last=last)
 
 
 class Arena:
@@ -339,7 +293,7 @@ class SerialExecution:
     def show(self, batch: int, show: Show) -> None:
         self._arena.prepare(batch)
         whole, end = whole_before(self._program.machine), len(self._program.machine.steps)
-        for part in (*_cut_before(self._program.serial_segments, whole), Segment(end, end)):
+        for part in (*cut_before(self._program.serial_segments, whole), Segment(end, end)):
             for view in whole.get(part.first, ()):
                 show(view.name, self._arena.array(view, batch))
             run_segment(self._program, self._arena, part, batch)

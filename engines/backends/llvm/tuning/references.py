@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, Segment, call_of
+from engines.backends.llvm.runtime.execution import Arena, LoadedPlan, call_of
+from engines.backends.llvm.runtime.segments import Segment
 from engines.errors import PlanError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Plan, Step
