@@ -127,8 +127,10 @@ class FastServer:
     def _take_and_look(self, events: list[Any]) -> None:
         """Takes calls, and goes on to receive those that follow soon: a switch between threads costs as much as all the
         rest. Meanwhile the thread waits."""
-        self._loop.call_soon(self._look)
-        self._take_all(events)
+        try:
+            self._take_all(events)
+        finally:
+            self._loop.call_soon(self._look)        # when they are answered, if that takes no more than the next turn
 
     def _look(self) -> None:
         events = self.native.recv_batch_details(_AT_A_TIME, 0) if self._is_looking() else None

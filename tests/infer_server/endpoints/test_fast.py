@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,6 +37,22 @@ class Echo:
     def leave(self, number: int) -> None: ...
 
 
+class LaterEcho(Echo):
+    """Answers in the event loop's next turn, after which it looks: as batches are gathered, and as it is in service."""
+
+    def __init__(self, native: Any, served: Served) -> None:
+        super().__init__(native)
+        self._served = served
+
+    def take(self, number: int, data: bytes, *_: Any) -> None:
+        self._served.is_looking = False
+        asyncio.get_running_loop().call_soon(self._answer, number, data)
+
+    def _answer(self, number: int, data: bytes) -> None:
+        self._served.is_looking = True
+        super().take(number, data)
+
+
 class Observed:
     """The front of pygrpc-native, and how many calls each thread has received."""
 
@@ -54,9 +71,10 @@ class Observed:
 
 
 class Served:
-    def __init__(self) -> None:
+    def __init__(self, answers_later: bool = False) -> None:
         self.is_looking = False
-        self.server = FastServer(NoOther(), Echo, 1 << 20, {}, is_looking=lambda: self.is_looking)
+        self.server = FastServer(NoOther(), partial(LaterEcho, served=self) if answers_later else Echo, 1 << 20, {},
+                                 is_looking=lambda: self.is_looking)
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.native = self.server.native = Observed(self.server.native)     # type: ignore[assignment]
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -79,9 +97,9 @@ class Served:
         await self.server.stop(None)
 
 
-def serving(work: Callable[[Served], Awaitable[None]]) -> None:
+def serving(work: Callable[[Served], Awaitable[None]], answers_later: bool = False) -> None:
     async def run() -> None:
-        served = Served()
+        served = Served(answers_later)
         await served.server.start()
         await work(served)
         await served.stop()
@@ -105,6 +123,14 @@ def test_the_loop_receives_what_comes_while_it_looks_and_the_thread_all_else() -
         assert served.received_by_the_loop() == 19
 
     serving(work)
+
+
+def test_the_loop_looks_when_it_has_answered() -> None:
+    async def work(served: Served) -> None:
+        await served.ask(20)
+        assert served.received_by_the_loop() == 18          # the first told it to look, the second had its thread wait
+
+    serving(work, answers_later=True)
 
 
 def test_no_call_is_lost_between_the_two() -> None:
