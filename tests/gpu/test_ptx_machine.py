@@ -170,6 +170,15 @@ def test_threads_may_write_parts_of_a_word() -> None:
     np.testing.assert_array_equal(got, np.repeat(np.arange(LANES, dtype=np.uint8).view(np.uint32), 4))
 
 
+def test_threads_may_write_parts_of_a_word_one_after_the_other() -> None:
+    """The even ones, then the odd ones."""
+    body = _store_shared("cvt.u16.u32 %rs1, %r1;\nand.b32 %r82, %r90, 1;\nsetp.eq.u32 %p1, %r82, 0;\n"
+                         "@%p1 st.shared.u8 [%r80], %rs1;\n@!%p1 st.shared.u8 [%r80], %rs1;\nbar.sync 0;\n"
+                         "and.b32 %r80, %r80, 124;\nld.shared.u32 %r9, [%r80];\n", 0)
+    got = run(body, np.arange(LANES), shared=128)
+    np.testing.assert_array_equal(got, np.repeat(np.arange(LANES, dtype=np.uint8).view(np.uint32), 4))
+
+
 def test_lanes_exchange_registers() -> None:
     got = run("shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1;\n", np.arange(LANES))
     np.testing.assert_array_equal(got, np.arange(LANES) ^ 16)
@@ -303,6 +312,16 @@ FAULTS = {
                                                           "add.s64 %rd5, %rd3, %rd5;\nst.global.u32 [%rd5], %r1;",
     "overwrites what another thread writes": _store_shared("st.shared.u32 [%r80], %r1;\nxor.b32 %r82, %r80, 4;\n"
                                                            "st.shared.u32 [%r82], %r1;", 2),
+    "st.shared.u8 [%r82], %rs1': overwrites what another thread writes": _store_shared(
+        "cvt.u16.u32 %rs1, %r1;\nst.shared.u8 [%r80], %rs1;\nxor.b32 %r82, %r80, 1;\nst.shared.u8 [%r82], %rs1;", 0),
+    "st.shared.u16 [%r82], %rs1': overwrites what another thread writes": _store_shared(
+        "cvt.u16.u32 %rs1, %r1;\nst.shared.u8 [%r80], %rs1;\nand.b32 %r82, %r80, -2;\nsetp.ne.u32 %p1, %r82, %r80;\n"
+        "@%p1 st.shared.u16 [%r82], %rs1;", 0),
+    "st.shared.u8 [%r83], %rs1': overwrites what another thread writes": _store_shared(
+        "st.shared.u32 [%r80], %r1;\ncvt.u16.u32 %rs1, %r1;\nxor.b32 %r83, %r80, 4;\nst.shared.u8 [%r83], %rs1;", 2),
+    "st.shared.u8 [%r84], %rs1': overwrites what another thread writes": _store_shared(
+        "st.shared.u32 [%r80], %r1;\ncvt.u16.u32 %rs1, %r1;\nst.shared.u8 [%r80], %rs1;\nxor.b32 %r84, %r80, 5;\n"
+        "st.shared.u8 [%r84], %rs1;", 2),
     "[%rd1+2], 4': an address is not a multiple of 4": _store_shared(
         "cp.async.ca.shared.global [%r80], [%rd1+2], 4;", 2),
     "2 registers": "ld.global.v4.u32 {%r1, %r2}, [%rd1];",

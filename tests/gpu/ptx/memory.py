@@ -18,6 +18,7 @@ BASE = 1 << 20          # address of byte 0 of the memory: low addresses are fau
 GAP = 64                # bytes between allocations
 WORD = 4
 _LAUNCHES = 255         # that the stamps of writers tell apart
+_THREADS = 16           # bits of a thread's number
 _SEVERAL = -2           # as a reader or writer: more than one thread
 
 
@@ -91,8 +92,8 @@ class Memory:
 class Shared:
     """The shared memory of the blocks that run together.
 
-    Of threads that write parts of one word in one instruction, those are found that write to equal places, not those
-    whose places overlap otherwise; across instructions, all that touch one word.
+    Of threads that write parts of one word, those are found that write to equal places, not those whose places overlap
+    otherwise in one instruction; of all others, those that touch one word.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
@@ -101,6 +102,8 @@ class Shared:
         self.bytes = np.zeros(blocks * self.size, np.uint8)
         self.epoch = np.zeros(blocks, np.int64)                 # barriers so far
         self.written, self.writer = np.full(words, -1), np.full(words, -1)      # epoch, thread
+        self.in_parts = np.zeros(words, bool)                   # since that barrier by parts of a word alone
+        self.parts = np.full(len(self.bytes), -1)               # of these bytes: epoch and thread
         self.read, self.reader = np.full(words, -1), np.full(words, -1)
         self.on_its_way = np.zeros(words, bool)
         self.unfenced = np.zeros(words, bool)                   # written, and not yet seen by wgmma
@@ -136,17 +139,32 @@ class Shared:
             now = self.epoch[block]
             if np.any((self.read[words] == now) & (self.reader[words] != thread)):
                 raise Fault("overwrites what another thread reads, without a barrier between")
-            if np.any((self.written[words] == now) & (self.writer[words] != thread)) or np.any(self.on_its_way[words]):
+            others = (self.written[words] == now) & (self.writer[words] != thread)
+            if size < WORD:
+                others = others & ~self.in_parts[words] | self._written_in_parts(now, thread, places, size)
+            if np.any(others) or np.any(self.on_its_way[words]):
                 raise Fault("overwrites what another thread writes, without a barrier between")
 
+    def _written_in_parts(self, now: Array, thread: Array, places: Array, size: int) -> Array:
+        """Whether another thread has written to one of these bytes."""
+        found = self.parts[places[:, None] + np.arange(size)]
+        by_another = (found >> _THREADS == now[:, None]) & (found != (now << _THREADS | thread)[:, None])
+        return np.asarray(np.any(by_another, axis=1))
+
     def wrote(self, block: Array, thread: Array, places: Array, size: int) -> None:
+        now = self.epoch[block]
         for words in _words(places, size):
-            self.written[words], self.writer[words] = self.epoch[block], thread
+            again = self.written[words] == now
+            beside = words[again & (self.writer[words] != thread)]
+            self.in_parts[words] = (size < WORD) & (self.in_parts[words] | ~again)
+            self.written[words], self.writer[words] = now, thread
             self.on_its_way[words], self.unfenced[words] = False, True
             others = self.writer[words] != thread
             if np.any(others) and (size >= WORD or len(np.unique(places)) < len(places)):
                 raise Fault(f"two threads write to one {'word' if size >= WORD else 'place'}")
-            self.writer[words[others]] = _SEVERAL       # parts of a word by several threads
+            self.writer[words[others]] = self.writer[beside] = _SEVERAL     # parts of a word by several threads
+        if size < WORD:
+            self.parts[places[:, None] + np.arange(size)] = (now << _THREADS | thread)[:, None]
 
     def set_out(self, places: Array, size: int) -> None:
         """A copy to these places has begun."""
