@@ -179,6 +179,13 @@ def test_threads_may_write_parts_of_a_word_one_after_the_other() -> None:
     np.testing.assert_array_equal(got, np.repeat(np.arange(LANES, dtype=np.uint8).view(np.uint32), 4))
 
 
+def test_what_is_loaded_beside_others_and_read_by_nobody_may_be_anything() -> None:
+    body = _store_shared("st.shared.u32 [%r80], %r1;\nld.shared.v4.u32 {%r9, %r10, %r11, %r12}, [%r80];\n")
+    np.testing.assert_array_equal(run(body, np.arange(LANES), shared=512), np.arange(LANES))
+    with pytest.raises(Fault, match="nothing wrote"):
+        run(body + "add.u32 %r9, %r9, %r12;\n", np.arange(LANES), shared=512)
+
+
 def test_lanes_exchange_registers() -> None:
     got = run("shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1;\n", np.arange(LANES))
     np.testing.assert_array_equal(got, np.arange(LANES) ^ 16)

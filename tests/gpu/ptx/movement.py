@@ -34,11 +34,11 @@ def _ld(run: Run, i: Instruction) -> None:
     size = dtype.itemsize * _count(i, names)
     places = _places(run, i, i.one(1), size)
     shared = i.op[1] == "shared"
-    if shared:
-        run.shared.reads(*run.who, places, size)
-    else:
-        for n in range(len(names)):
+    for n, name in enumerate(names):
+        if not shared:
             run.memory.reads(places + n * dtype.itemsize, run.pick(run.number))
+        elif name not in run.kernel.unread:
+            run.shared.reads(*run.who, places + n * dtype.itemsize, dtype.itemsize)
     source = run.shared.bytes if shared else run.memory.bytes
     for n, name in enumerate(names):
         run.put(name, source.view(dtype)[places // dtype.itemsize + n])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 Operand = str | tuple[str, ...]
@@ -39,6 +40,7 @@ class Kernel:
     code: tuple[Instruction, ...]
     labels: dict[str, int]
     threads: int                        # of a block, at most; 0: any
+    unread: frozenset[str]              # registers that are named but once: of loads of several, LLVM fills the gaps
 
 
 def parse(text: str) -> dict[str, Kernel]:
@@ -57,7 +59,9 @@ def _kernel(name: str, head: str, directives: str, body: str) -> Kernel:
     for line in re.split(r";|(?<=:)\s*\n", body):
         _parse_line(" ".join(line.split()), code, labels, registers)
     limit = re.search(r"\.maxntid (\d+)", directives)
-    return Kernel(name, parameters, registers, tuple(code), labels, int(limit[1]) if limit else 0)
+    named = Counter(register for instruction in code for register in re.findall(r"%\w+", instruction.text))
+    return Kernel(name, parameters, registers, tuple(code), labels, int(limit[1]) if limit else 0,
+                  frozenset(register for register, times in named.items() if times == 1))
 
 
 def _parse_line(line: str, code: list[Instruction], labels: dict[str, int], registers: dict[str, str]) -> None:
