@@ -17,7 +17,7 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.images import Pool
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import dense_view
-from tests.engines.backends.cuda.runner import Way, every_way, text_of
+from tests.engines.backends.cuda.runner import Way, every_way, text_of, way_of
 from tests.engines.backends.test_recurrence import Case as Layer
 from tests.engines.backends.test_recurrence import node_of
 from tests.gpu.cases import product
@@ -73,6 +73,17 @@ def test_the_cubin_of_a_pool_of_floats_spills_nothing(target: str) -> None:
     except FileNotFoundError as missing:
         pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
     assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+def test_a_recurrent_layer_on_tensor_cores_has_all_registers_of_its_threads() -> None:
+    """128 for each of 512: what it spills is for want of more."""
+    layer = Layer(node_of("LSTM"), 256, "int16", steps=28)
+    way = Way(way_of(layer.spec, GPUS["sm_80"]).kernel, Tiled(8, 1, 9, 1))
+    try:
+        _, report = assemble.report_of(text_of(way), GPUS["sm_80"])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler: install the extra 'cuda' ({missing})")
+    assert "Used 128 registers" in report
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

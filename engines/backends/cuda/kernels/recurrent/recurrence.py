@@ -104,6 +104,7 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         problem = self.problem
         count = len(problem.inputs) + 4 + len(problem.outputs)
         f, operands, items = begin_kernel(module, name, self.grid(tactic).threads, count)
+        module.beside[name] = 1         # told none, the assembler spills kilobytes to make room for two blocks
         direction = special(f, "ctaid.y")
         for d in range(self.directions):
             with f.when(direction.compare("eq", d)):
