@@ -40,7 +40,9 @@ class Guard:
             raise ConfigError("pointers of this process have 32 bits")
         self._table = (ctypes.c_int64 * (len(bus_guard.Row) * bus_guard.ROWS))()
         self._lost = bus_guard.Row.LOST
-        self._free = deque(range(0, len(self._table), len(bus_guard.Row)))      # rows of it; its methods are atomic
+        self._nowhere = bus_guard.NOWHERE
+        # Rows of it, the one that has been free the longest first; its methods are atomic.
+        self._free = deque(range(0, len(self._table), len(bus_guard.Row)))
         self._previous = ctypes.create_string_buffer(_SIGACTION_BYTES)
         _sigaction(None, self._previous)
         libc = ctypes.CDLL(None)
@@ -66,13 +68,13 @@ class Guard:
 
     def watch(self, begin: int, end: int) -> int:
         """Guards a range of addresses; the row of its table. Raises IndexError: all are taken."""
-        row = self._free.pop()
+        row = self._free.popleft()
         self._place(ctypes.byref(self._table, row * 8), begin, end)
         return row
 
     def forget(self, row: int) -> None:
         """Before the range is unmapped: what lies there next is not a client's."""
-        self._place(ctypes.byref(self._table, row * 8), 0, 0)
+        self._place(ctypes.byref(self._table, row * 8), *self._nowhere)
         self._free.append(row)
 
     def is_lost(self, row: int) -> bool:

@@ -1,6 +1,7 @@
 """Clients' files are read where they are mapped, and what becomes of the files harms nobody else."""
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.bus_guard import Process, bus_guard_object
+from engines.backends.llvm.codegen.bus_guard import Process, Row, bus_guard_object
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.errors import ConfigError
 from infer_server.endpoints.mapped_memory import Guard, Mapping, guard, mapped
@@ -94,6 +95,16 @@ def test_a_mapping_lasts_as_long_as_its_bytes_and_its_place_in_the_table_no_long
     del tensor
     gc.collect()
     assert len(installed._free) == before and KEY not in Path("/proc/self/maps").read_text()
+
+
+def test_a_row_that_is_free_again_holds_no_address_and_is_used_last(installed: Guard) -> None:
+    row = installed.watch(1 << 40, 1 << 41)
+    installed.forget(row)
+    begin, end = (ctypes.c_uint64(installed._table[row + word]).value for word in (Row.BEGIN, Row.END))
+    assert (begin, end) == ((1 << 64) - 1, 0)
+    next_row = installed.watch(1 << 40, 1 << 41)
+    installed.forget(next_row)
+    assert next_row != row
 
 
 def test_without_room_in_the_table_a_file_is_not_mapped(installed: Guard, file: int,

@@ -6,15 +6,19 @@ do libwayland with the buffers of its clients (wl_shm) and the JVM with mapped f
 
     on_bus_error(signal, info, context)     the handler
         if an access to memory failed, within a range of the table:
-            map zeros over the range; mark it
+            mark the range; map zeros over it
         else:
             put back what was there before; raise the signal again, if the access does not by itself
-    place(row, begin, end)                  make a row of the table stand for a range, unmarked; (0, 0): for none
+    place(row, begin, end)                  make a row of the table stand for a range, unmarked; NOWHERE: for none
 
 It interrupts any instruction, on any thread, on several at once: so it takes no lock, and calls nothing but sigaction,
 raise and the bare system call mmap, which are async-signal-safe. Two that meet in one range both map zeros, which is
-the same. A row is read while it may be written: `end` is written first and last, and read before and after `begin`.
-Who touches a range keeps it mapped meanwhile, so that what is replaced is never another's memory.
+the same; the mark comes first, so that who reads zeros finds it. Who touches a range keeps it mapped meanwhile, so that
+what is replaced is never another's memory.
+
+A row is read while it may be written: `end` is written first and last, and read before and after `begin`. That does
+not tell a range that is gone from the next one with the same end: so no address lies in NOWHERE, whatever end is read
+beside its begin, and who places ranges uses the rows again as late as possible.
 """
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from engines.codegen.compiler_pool import compile_apart
 from engines.errors import ConfigError
 
 ROWS = 8192             # of the table
+NOWHERE = (-1, 0)       # begin, as the highest address, and end
 _MMAP = {"x86_64": 9, "aarch64": 222}                       # number of the system call
 _PROT_READ = 1
 _MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000               # PRIVATE, FIXED, ANONYMOUS, NORESERVE; on both
@@ -105,16 +110,13 @@ on:
   br i1 %is.more, label %each, label %before
 
 replace:
+  %lost.at = getelementptr i64, ptr %row, i64 $lost
+  store atomic i64 1, ptr %lost.at seq_cst, align 8
   %size = sub i64 %end, %begin
   %mapped = call i64 (i64, ...) $syscall(i64 $mmap, i64 %begin, i64 %size, i64 $read,
                                                            i64 $zeros, i64 -1, i64 0)
   %is.mapped = icmp eq i64 %mapped, %begin
-  br i1 %is.mapped, label %mark, label %before
-
-mark:
-  %lost.at = getelementptr i64, ptr %row, i64 $lost
-  store atomic i64 1, ptr %lost.at release, align 8
-  ret void
+  br i1 %is.mapped, label %done, label %before
 
 before:
   %put.back = call i32 $sigaction(i32 %signal, ptr $previous, ptr null)
