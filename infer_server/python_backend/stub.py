@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -236,8 +236,8 @@ def _failed(error: BaseException) -> pb_utils.InferenceResponse:
 
 
 def _end_failed(senders: Sequence[pb_utils.ResponseSender], future: Future[Any]) -> None:
-    """Ends what an asynchronous execute has not, if that has raised something."""
-    if error := future.exception():
+    """Ends what an asynchronous execute has not, if that has raised something or was cancelled."""
+    if error := CancelledError() if future.cancelled() else future.exception():
         response = _failed(error)
         for sender in senders:
             if not sender.is_closed:

@@ -46,7 +46,7 @@ class TritonPythonModel:
         for request in requests:
             (x,) = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
             if x < 0:
-                raise ValueError("a negative number")
+                raise ValueError("a negative number") if x > -2 else asyncio.CancelledError()
             if x > 1:
                 self.met.set()
             await self.met.wait()
@@ -129,7 +129,8 @@ def test_a_decoupled_model_takes_the_next_request_while_it_awaits_something(
 
 def test_what_an_asynchronous_execute_of_a_decoupled_model_raises_ends_its_request(
         client: triton.InferenceServerClient) -> None:
-    assert "ValueError: a negative number" in str(streamed(client, "meets", tensor(-1))[0])
+    for x, error in ((-1, "ValueError: a negative number"), (-2, "CancelledError")):
+        assert error in str(streamed(client, "meets", tensor(x))[0])
     assert streamed(client, "meets", tensor(3)) == [3]
 
 
