@@ -73,7 +73,7 @@ def test_threads_that_meet_the_end_of_a_file_together_all_go_on(installed: Guard
 
         def look(found: Mapping = found, everybody: threading.Barrier = everybody, seen: list[bool] = seen) -> None:
             everybody.wait()
-            seen.append(np.frombuffer(found.bytes, np.uint8).any())
+            seen.append(bool(np.frombuffer(found.bytes, np.uint8).any()))
         threads = [threading.Thread(target=look) for _ in range(4)]
         os.truncate(file, 0)
         for thread in threads:
