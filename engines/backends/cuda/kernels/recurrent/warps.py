@@ -40,7 +40,8 @@ from engines.lowering.problems.recurrence import Recurrence, Stage
 UNITS, ITEMS = 16, 8    # of a product
 TURN = 2 * STEP         # bytes of k that are taken at once
 ONES = 0x01010101
-BESIDE = 56             # registers of a thread beside those of its places
+BESIDE = 56             # registers of a thread beside those of its places, for each byte of a state
+AT_EDGE = 32            # more, where units are missing in the last warp
 TOGETHER = (8, 16)      # items of a block: of more a lane's places spill
 BY_ONE = 16             # warps of a block, if a tile each is enough; else they have two
 
@@ -97,6 +98,10 @@ class Tiled(Sharing):
     def threads(self, problem: Recurrence) -> int:
         return -(-problem.hidden // (UNITS * self.tiles)) * WARP
 
+    def is_full(self, problem: Recurrence) -> bool:
+        """Whether all places are units'."""
+        return problem.hidden % (UNITS * self.tiles) == 0
+
     def pitch(self, problem: Recurrence) -> int:
         """Bytes from an item to the next in shared memory: a chunk more, so that eight are in eight groups of banks."""
         return self.turns(problem) * TURN + PIECE
@@ -116,7 +121,8 @@ class Tiled(Sharing):
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * places)
-        registers = BESIDE + places * (cell.gates + cell.kept + 3) + 4 * self.registers
+        beside = BESIDE * SIZES[problem.precision] + (0 if self.is_full(problem) else AT_EDGE)
+        registers = beside + places * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
@@ -138,10 +144,11 @@ class Tiled(Sharing):
 
 
 def tilings(problem: Recurrence, gpu: Gpu) -> Iterator[Tiled]:
-    """All that may be worth it, of so far no weights kept."""
-    if problem.precision in ("int8", "int16") and gpu.by_warp("int8"):
+    """All that may be worth it, of so far no weights kept. Two tiles of 16 bits would spill."""
+    tiles = 1 if problem.hidden <= BY_ONE * UNITS else 2
+    if gpu.by_warp("int8") and (problem.precision == "int8" or problem.precision == "int16" and tiles == 1):
         for items in TOGETHER:
-            yield Tiled(items, 1 if problem.hidden <= BY_ONE * UNITS else 2)
+            yield Tiled(items, tiles)
 
 
 class _Products(StepProducts):
@@ -153,7 +160,7 @@ class _Products(StepProducts):
         self.lane, self.warp = seat.thread & WARP - 1, seat.thread.binary("lshr", WARP.bit_length() - 1)
         self.gates, self.eights = problem.cells[0].gates, tactic.items // ITEMS
         g, t = self.lane.binary("lshr", 2), self.lane & 3
-        surely = problem.hidden % (UNITS * tactic.tiles) == 0
+        surely = tactic.is_full(problem)
         unit = self.warp * (tactic.tiles * UNITS) + g
         self.places = [seat.place(unit + (tile * UNITS + e // 2 * 8), t * 2 + (n * ITEMS + e % 2), surely=surely)
                        for tile, n, e in self._numbers()]
