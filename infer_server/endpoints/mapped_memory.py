@@ -148,9 +148,15 @@ def guard() -> Guard | None:
 def mapped(descriptor: int, offset: int, byte_size: int) -> Mapping | None:
     """A stretch of a client's file; None: it is to be read by system calls."""
     guarding = guard()
-    if guarding is None or not guarding.is_installed:
-        return None
+    if guarding is None:
+        return None                     # the log has it
     try:
-        return Mapping(guarding, descriptor, offset, byte_size)
-    except (OSError, IndexError):
-        return None
+        if guarding.is_installed:
+            return Mapping(guarding, descriptor, offset, byte_size)
+        why = "another handler of SIGBUS was installed"
+    except OSError as error:
+        why = str(error)
+    except IndexError:
+        why = "too many are mapped"
+    log.warning("a region of shared memory is copied by system calls, for it is not mapped: %s", why)
+    return None

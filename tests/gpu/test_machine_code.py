@@ -23,16 +23,31 @@ from tests.engines.backends.test_recurrence import node_of
 from tests.gpu.cases import product
 from tests.gpu.network import Plans
 
+NO_SPILLS = "0 bytes spill stores, 0 bytes spill loads"
+
+
+def assembled(ptx: str, target: str) -> tuple[bytes, str]:
+    """A cubin, and what the assembler says of it; the test is skipped where there is none."""
+    try:
+        return assemble.report_of(ptx, GPUS[target])
+    except FileNotFoundError as missing:
+        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+
+
+def disassembled(cubin: bytes) -> str:
+    """Its SASS; the test is skipped where there is no disassembler."""
+    try:
+        return assemble.sass_of(cubin)
+    except FileNotFoundError as missing:
+        pytest.skip(f"no disassembler: install the extra 'cuda' ({missing})")
+
 
 @pytest.mark.parametrize("target", ["sm_61", "sm_80", "sm_90a"])
 def test_the_cubin_of_a_network_spills_nothing(target: str, plans: Plans) -> None:
     *_, code = plans(target).machine.code       # the PTX
-    try:
-        _, report = assemble.report_of(code.decode(), GPUS[target])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
+    _, report = assembled(code.decode(), target)
     spills = [line for line in report.splitlines() if "spill" in line]
-    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+    assert spills and all(NO_SPILLS in line for line in spills)
 
 
 @pytest.mark.parametrize(("target", "dtype", "precision"), [
@@ -42,11 +57,8 @@ def test_the_cubin_of_a_product_of_few_features_spills_nothing_where_threads_mul
     x, y = dense_view(dtype, (1, 1, 28)), dense_view(dtype, (1, 1, 64))
     problem = Contraction(x, y, (), EpilogueProgram(), precision, (1, 1))
     way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(64, 64, (2, 2), 64, 2))
-    try:
-        _, report = assemble.report_of(text_of(way), GPUS[target])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    _, report = assembled(text_of(way), target)
+    assert NO_SPILLS in report
 
 
 def test_the_cubin_of_a_convolution_of_halves_spills_nothing() -> None:
@@ -56,11 +68,8 @@ def test_the_cubin_of_a_convolution_of_halves_spills_nothing() -> None:
     b.add("max", b.constant(np.zeros(1)), b.add("add", shifted, b.accumulator))
     problem = Contraction(dense_view("float16", (9, 9, 64)), residual, (residual,), b.program(), "fp16", (3, 3))
     way = Way(GpuContraction(problem, GPUS["sm_75"], (64, 64, 64)), Tile(32, 64, (1, 2), 64, 2))
-    try:
-        _, report = assemble.report_of(text_of(way), GPUS["sm_75"])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for sm_75: install the extra 'cuda' ({missing})")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    _, report = assembled(text_of(way), "sm_75")
+    assert NO_SPILLS in report
 
 
 @pytest.mark.parametrize("target", ["sm_70", "sm_80"])
@@ -68,21 +77,15 @@ def test_the_cubin_of_a_pool_of_floats_spills_nothing(target: str) -> None:
     x, y = dense_view("float32", (3, 80, 480)), dense_view("float32", (1, 40, 480))
     problem = Pool(x, y, (), EpilogueProgram(), "average", (3, 2), (3, 2), (0, 0, 0, 0))
     way, = every_way(problem, GPUS[target])
-    try:
-        _, report = assemble.report_of(text_of(way), GPUS[target])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    _, report = assembled(text_of(way), target)
+    assert NO_SPILLS in report
 
 
 def test_a_recurrent_layer_on_tensor_cores_has_all_registers_of_its_threads() -> None:
     """128 for each of 512: what it spills is for want of more."""
     layer = Layer(node_of("LSTM"), 256, "int16", steps=28)
     way = Way(way_of(layer.spec, GPUS["sm_80"]).kernel, Tiled(8, 1, 9, 1))
-    try:
-        _, report = assemble.report_of(text_of(way), GPUS["sm_80"])
-    except FileNotFoundError as missing:
-        pytest.skip(f"no assembler: install the extra 'cuda' ({missing})")
+    _, report = assembled(text_of(way), "sm_80")
     assert "Used 128 registers" in report
 
 
@@ -92,12 +95,9 @@ def test_the_sass_of_the_loop_over_k_is_little_more_than_its_products(target: st
     view, program = dense_view("uint8", (16, 16, 256)), EpilogueProgram()
     problem = Contraction(view, dense_view("uint8", (14, 14, 256)), (), program, "int8", (3, 3))
     way = Way(GpuContraction(problem, GPUS[target], (256, 256)), Tile(128, 128, (2, 2), 64, 4))
-    try:
-        cubin, report = assemble.report_of(text_of(way), GPUS[target])
-        loop = max(loops(assemble.sass_of(cubin)), key=len)
-    except FileNotFoundError:
-        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    cubin, report = assembled(text_of(way), target)
+    loop = max(loops(disassembled(cubin)), key=len)
+    assert NO_SPILLS in report
     assert sum("IMMA" in line for line in loop) == 64 and len(loop) <= 150
 
 
@@ -108,12 +108,9 @@ def test_the_sass_of_a_product_of_two_tensors_has_many_multiply_adds_to_an_instr
     problem, _, _ = product(precision, across, rows=256, depth=2048, columns=256)
     way, *_ = every_way(problem, GPUS["sm_80"])
     assert str(way.tactic) == "64 x 64 a block, in shared memory"
-    try:
-        cubin, report = assemble.report_of(text_of(way), GPUS["sm_80"])
-        loop = max(loops(assemble.sass_of(cubin)), key=len)
-    except FileNotFoundError:
-        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    cubin, report = assembled(text_of(way), "sm_80")
+    loop = max(loops(disassembled(cubin)), key=len)
+    assert NO_SPILLS in report
     of_lane = 32 * 32 * 64 // problem.a.size // 32
     assert of_lane / len(loop) >= least
 
@@ -138,12 +135,9 @@ def test_the_sass_of_a_step_of_a_recurrent_layer_is_so_many_instructions(
     ways = [way for way in every_way(case.spec, GPUS[target]) if isinstance(way.tactic, Tiled)]
     reports = []
     for way in ways:
-        try:
-            cubin, report = assemble.report_of(text_of(way), GPUS[target])
-            reports.append((max(map(len, loops(assemble.sass_of(cubin)))), report))
-        except FileNotFoundError:
-            pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert reports and all("0 bytes spill stores, 0 bytes spill loads" in report for _, report in reports)
+        cubin, report = assembled(text_of(way), target)
+        reports.append((max(map(len, loops(disassembled(cubin)))), report))
+    assert reports and all(NO_SPILLS in report for _, report in reports)
     assert ways[0].tactic.items == 8 and 600 * ways[0].tactic.tiles <= reports[0][0] <= most
 
 
@@ -168,11 +162,8 @@ def test_the_cubin_of_an_attention_spills_nothing_by_any_tactic(target: str) -> 
     for columns in (32, 128):
         view = dense_view("float16", (4, 40, columns))
         for way in every_way(Attention(view, view, view, view, None, EpilogueProgram(), "fp16"), GPUS[target]):
-            try:
-                _, report = assemble.report_of(text_of(way), GPUS[target])
-            except FileNotFoundError as missing:
-                pytest.skip(f"no assembler for {target}: install the extra 'cuda' ({missing})")
-            assert "0 bytes spill stores, 0 bytes spill loads" in report, way.tactic
+            _, report = assembled(text_of(way), target)
+            assert NO_SPILLS in report, way.tactic
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -183,10 +174,7 @@ def test_the_sass_of_an_attention_is_so_many_instructions_a_score(dtype: str, mo
     precision = {"uint8": "int8", "float16": "fp16", "bfloat16": "bf16"}[dtype]
     way, *_ = every_way(Attention(view, view, view, view, None, EpilogueProgram(), precision), GPUS[target])
     assert str(way.tactic) == "64 queries a block, keys in shared memory"
-    try:
-        cubin, report = assemble.report_of(text_of(way), GPUS[target])
-        sizes = sorted(map(len, loops(assemble.sass_of(cubin))))[-2:]
-    except FileNotFoundError:
-        pytest.skip("no assembler or disassembler: install the extra 'cuda'")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    cubin, report = assembled(text_of(way), target)
+    sizes = sorted(map(len, loops(disassembled(cubin))))[-2:]
+    assert NO_SPILLS in report
     assert sum(sizes) / 32 <= most

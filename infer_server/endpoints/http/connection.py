@@ -123,7 +123,7 @@ class HttpConnection(asyncio.Protocol):
         self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
         self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._awaits_go_on = False                              # the client waits for its turn to send a body
-        self._refused = False                                   # what comes is no longer looked at
+        self._has_ended = False                                   # what comes is no longer looked at
         self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
 
@@ -137,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
         self.watch(HEADER_SECS)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._has_ended:
             return
         try:
             self._reader.feed(data)
@@ -187,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
-        if self._refused:
+        if self._has_ended:
             self._limits.inflight.end(held)
         elif self.exchange is None and not self._waiting:
             self._take(request, held, keep_alive)
@@ -198,7 +198,7 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- large_body.Owner
     def body_grows(self) -> None:
-        if not self._refused:
+        if not self._has_ended:
             self.watch(IDLE_SECS)
 
     def body_received(self, body: bytearray) -> None:
@@ -316,7 +316,7 @@ class HttpConnection(asyncio.Protocol):
         """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
         is not known."""
         self._reader.drop()
-        self._refused = True
+        self._has_ended = True
         if self.exchange or self._waiting:
             self._refusal = response
         else:
@@ -331,7 +331,7 @@ class HttpConnection(asyncio.Protocol):
         """Nothing more is said, and what the client goes on to send is read for a while, and not looked at: closing
         before it would reset the connection, and the answer with it."""
         assert self._transport is not None
-        self._refused = True
+        self._has_ended = True
         if not self._transport.can_write_eof():         # it is encrypted
             self._transport.close()
             return
