@@ -40,9 +40,10 @@ from engines.lowering.problems.recurrence import Recurrence, Stage
 UNITS, ITEMS = 16, 8    # of a product
 TURN = 2 * STEP         # bytes of k that are taken at once
 ONES = 0x01010101
-BESIDE = 56             # registers of a thread beside those of its places, for each byte of a state
+BESIDE = 56             # registers of a thread beside those of its places
 AT_EDGE = 32            # more, where units are missing in the last warp
 TOGETHER = (8, 16)      # items of a block: of more a lane's places spill
+MOST_TILED = {"int8": 512, "int16": 128}        # units; more of 16 bits leave a thread 170 registers, and it spills
 BY_ONE = 16             # warps of a block, if a tile each is enough; else they have two
 
 # By precision, one after the other: what is multiplied together, types of weights and states, then which byte of each.
@@ -121,7 +122,7 @@ class Tiled(Sharing):
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * places)
-        beside = BESIDE * SIZES[problem.precision] + (0 if self.is_full(problem) else AT_EDGE)
+        beside = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
         registers = beside + places * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
@@ -144,11 +145,10 @@ class Tiled(Sharing):
 
 
 def tilings(problem: Recurrence, gpu: Gpu) -> Iterator[Tiled]:
-    """All that may be worth it, of so far no weights kept. Two tiles of 16 bits would spill."""
-    tiles = 1 if problem.hidden <= BY_ONE * UNITS else 2
-    if gpu.by_warp("int8") and (problem.precision == "int8" or problem.precision == "int16" and tiles == 1):
+    """All that may be worth it, of so far no weights kept."""
+    if gpu.by_warp("int8") and problem.hidden <= MOST_TILED.get(problem.precision, 0):
         for items in TOGETHER:
-            yield Tiled(items, tiles)
+            yield Tiled(items, 1 if problem.hidden <= BY_ONE * UNITS else 2)
 
 
 class _Products(StepProducts):
