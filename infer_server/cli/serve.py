@@ -15,7 +15,7 @@ from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.access import access_of, add_access
 from infer_server.cli.common import boolean, positive, seconds
-from infer_server.cli.triton_options import add_triton_options, log_level, ports_of, without_effect
+from infer_server.cli.triton_options import add_triton_options, forwarded_of, log_level, ports_of, without_effect
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
 from infer_server.listeners import address
@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         return 2
     logging.basicConfig(level=log_level(parsed), handlers=[handler],
                         format="%(asctime)s %(levelname)s %(message)s")
-    parsed.model_repository = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
+    given = [*parsed.model_repository, *([parsed.check] if parsed.check else ())]
+    parsed.model_repository = list({_settled(each): each for each in given}.values())
     mistake = _mistake(parsed)
     if mistake:
         print(f"infer-server: error: {mistake}", file=sys.stderr)
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     tune_malloc()
     raise_descriptor_limit()
     try:
-        answered = _run(_serve(_options(parsed), parsed.exit_on_error, load_engine))
+        answered = _run(_serve(_options(parsed), bool(parsed.exit_on_error), load_engine))
     except (OSError, RepositoryError) as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -78,11 +79,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
     folders = parsed.model_repository
     if not folders:
         return "--model-repository is missing: a folder of models"
-    for folder in folders:
-        if not is_remote(folder) and not Path(folder).is_dir():
-            return f"--model-repository {folder}: no such folder"
-        if [_settled(other) for other in folders].count(_settled(folder)) > 1:
-            return f"--model-repository {folder}: given twice"
+    missing = [folder for folder in folders if not is_remote(folder) and not Path(folder).is_dir()]
+    if missing and parsed.exit_on_error is not False:       # else it answers, and is not live, as in Triton
+        return f"--model-repository {missing[0]}: no such folder"
     for name, _ in parsed.rate_limit_resource:
         if [other for other, _ in parsed.rate_limit_resource].count(name) > 1:
             return f"--rate-limit-resource {name}: given twice"
@@ -176,7 +175,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
         max_body_bytes=parsed.http_max_input_size or parsed.max_message_mib << 20,
         max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
-        **ports_of(parsed), **access_of(parsed))
+        forwarded=forwarded_of(parsed), **ports_of(parsed), **access_of(parsed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,7 +222,8 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-control-mode", choices=("none", "poll", "explicit"), default="none",
+    parser.add_argument("--model-control-mode", type=str.lower, choices=("none", "poll", "explicit"),
+                        default="none",
                         help="none: every model is loaded at start; poll: and again when it changes; explicit: clients "
                              "load and unload (default %(default)s)")
     parser.add_argument("--model-memory-limit-mib", type=positive, metavar="N",
@@ -235,15 +235,16 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="under explicit control, a model to load at start; can be repeated; * is every one")
     parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
                         help="not ready while a model that was to be served has failed (default true)")
-    parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, default=False, metavar="BOOL",
-                        help="exit with status 1 if a model cannot be loaded at start (default false)")
+    parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, metavar="BOOL",
+                        help="true: exit with status 1 if a model cannot be loaded at start; false: go on even where a "
+                             "repository is not there (default: end for the latter only)")
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="threads for one batch; instance_group says how many batches run at a time "
                              "(default %(default)s)")
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
                         help="a model whose instance_group says nothing has an instance for every --threads of these "
                              "(default: all, %(default)s)")
-    parser.add_argument("--rate-limit", choices=("off", "execution_count"), default="off",
+    parser.add_argument("--rate-limit", type=str.lower, choices=("off", "execution_count"), default="off",
                         help="execution_count: an instance whose group has a rate_limiter executes when the resources "
                              "that it names are free (default %(default)s)")
     parser.add_argument("--rate-limit-resource", type=_resource, action="append", default=[], metavar="NAME:COUNT",

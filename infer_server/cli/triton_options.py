@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ _WITHOUT_EFFECT = (
 _REFUSED = {
     "allow-sagemaker": ("false", "SageMaker's own routes are not served; it can call /v2"),
     "allow-vertex-ai": ("false", "Vertex AI's own routes are not served; it can call /v2"),
-    "grpc-header-forward-pattern": ("", "headers do not become parameters; send parameters with the request"),
-    "http-header-forward-pattern": ("", "headers do not become parameters; send parameters with the request"),
     "grpc-infer-response-compression-level": ("none", "responses over gRPC are sent as they are; over HTTP a client "
                                                       "may ask for gzip or deflate"),
     "model-config-name": ("", "the configuration is config.pbtxt; a load may bring another with it"),
@@ -36,6 +35,7 @@ _REFUSED = {
     "trace-rate": ("", "write --trace-config rate=N"),
 }
 PORTS = ("grpc", "http", "metrics")
+_PROTOCOLS = ("gRPC", "HTTP")           # see serving.Call
 
 
 def add_triton_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,10 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-cache-byte-size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--http-max-input-size", type=positive, metavar="BYTES",
                         help="largest body of a request over HTTP (default: as --max-message-mib)")
+    for protocol in _PROTOCOLS:
+        parser.add_argument(f"--{protocol.lower()}-header-forward-pattern", type=_pattern, metavar="REGEX",
+                            help=f"headers over {protocol} whose names it finds become parameters of their request, in "
+                                 "whatever case they are written; (?-i) in front: as they are written")
 
 
 def without_effect(given: argparse.Namespace) -> list[str]:
@@ -79,6 +83,21 @@ def ports_of(given: argparse.Namespace) -> dict[str, Any]:
     """The fields of ServerOptions about which ports there are, and where."""
     return {"hosts": {port: host.strip("[]") for port in PORTS if (host := _value(given, f"{port}-address"))},
             "closed": frozenset(port for port in PORTS if not _value(given, f"allow-{port}"))}
+
+
+def forwarded_of(given: argparse.Namespace) -> dict[str, re.Pattern[str]]:
+    """Of headers that become parameters, by protocol."""
+    return {protocol: pattern for protocol in _PROTOCOLS
+            if (pattern := _value(given, f"{protocol.lower()}-header-forward-pattern"))}
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """A regular expression as RE2 has it: Python's has no (?-i) for all of one."""
+    own = text.removeprefix("(?-i)")
+    try:
+        return re.compile(own, 0 if own != text else re.IGNORECASE)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is no regular expression: {error}") from error
 
 
 def _only(taken: str, instead: str) -> Callable[[str], str]:

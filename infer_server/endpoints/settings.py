@@ -15,6 +15,8 @@ from infer_server.repository.repository import Repository
 from protos import inference
 
 _FORMATS = ("default", "ISO8601")
+# Other libraries tell of each request that they make to a store. __main__: this server as `python -m`.
+_OURS = ("infer_server", "engines", "calibration", "__main__")
 
 
 @dataclass
@@ -24,7 +26,7 @@ class LogSettings:
     log_info: bool = True
     log_warning: bool = True
     log_error: bool = True
-    log_verbose_level: int = 0              # above 0: debug, too
+    log_verbose_level: int = 0              # above 0: debug, too, and what libraries tell beside their warnings
     log_format: str = "default"             # both are alike here: every time is written as ISO 8601 has it
 
     def install(self) -> None:
@@ -43,7 +45,8 @@ class LogSettings:
             return self.log_error
         if record.levelno >= logging.WARNING:
             return self.log_warning
-        return self.log_info if record.levelno >= logging.INFO else self.log_verbose_level > 0
+        is_info = record.levelno >= logging.INFO and record.name.partition(".")[0] in _OURS
+        return self.log_info if is_info else self.log_verbose_level > 0
 
     def update(self, name: str, value: Any) -> None:
         """Raises NotServedError, InvalidRequestError."""

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ from urllib.request import urlopen
 
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from infer_server.cli import serve
 from infer_server.cli.serve import _run, main
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import serving
 
@@ -31,18 +34,19 @@ def ipv6() -> bool:
 
 
 @contextmanager
-def process(repository: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(repository: Path, *options: str, environment: Mapping[str, str] = os.environ
+            ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command, and the address of its gRPC port."""
-    command = [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+    command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
                "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--drain-grace-secs", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if match := re.search(r"gRPC on (\S+),", line):
-                break
-        else:
-            pytest.fail("it ended before it listened")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
         try:
+            assert running.stderr is not None
+            for line in running.stderr:
+                if match := re.search(r"gRPC on (\S+),", line):
+                    break
+            else:
+                pytest.fail("it ended before it listened")
             yield running, match[1]
         finally:
             running.kill()
@@ -91,8 +95,30 @@ def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model-repository", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere: no such folder" in capsys.readouterr().err
+    given = ["--model-repository", str(tmp_path), "--model-repository", str(tmp_path / "nowhere")]
+    for options in ([], ["--exit-on-error"]):
+        assert main([*given, *options]) == 2
+        assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_without_its_repository_it_is_not_live_where_it_is_told_to_go_on(tmp_path: Path, strict: str) -> None:
+    options = ("--exit-on-error=false", f"--strict-readiness={strict}")
+    with process(tmp_path / "nowhere", *options) as (running, address):
+        log = running.stderr or ()
+        assert any("nowhere: No such file" in line for line in log)
+        with triton.InferenceServerClient(address) as client:
+            assert not client.is_server_live() and not client.is_server_ready()
+            assert client.get_server_metadata().name == "infer-server"
+            with pytest.raises(InferenceServerException, match="nowhere: No such file"):
+                client.get_model_repository_index()
+
+
+def test_a_repository_that_is_given_twice_is_served_once(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with (process(tmp_path, "--model-repository", f"{tmp_path}/../{tmp_path.name}") as (_, address),
+          triton.InferenceServerClient(address) as client):
+        assert eventually(lambda: "has no version" in client.get_model_repository_index().models[0].reason)
 
 
 def test_options_that_contradict_each_other_are_a_usage_error(
@@ -100,8 +126,7 @@ def test_options_that_contradict_each_other_are_a_usage_error(
     for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
                           (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
                           (["--grpc-front", "fast", "--grpc-max-connection-age", "9"], "--grpc-front fast"),
-                          (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice"),
-                          (["--model-repository", f"{tmp_path}/../{tmp_path.name}"], "given twice")):
+                          (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
         assert said in capsys.readouterr().err
 
