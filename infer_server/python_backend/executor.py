@@ -1,6 +1,7 @@
 """An instance of a Python model: its process, started again when it has ended."""
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.python_backend.process import ModelProcess
 
 log = logging.getLogger(__name__)
+
+_CHECK_SECS = 5.0               # for is_ready(), as in Triton
 
 
 class PythonExecutor:
@@ -26,6 +29,15 @@ class PythonExecutor:
             except RepositoryError as error:
                 raise ExecutionError(f"it could not be started again: {error}") from error
         return self._process.execute(batch)
+
+    async def is_ready(self) -> bool:
+        """What the model says of itself, or that it does not say it in time."""
+        try:
+            async with asyncio.timeout(_CHECK_SECS):
+                return await asyncio.shield(asyncio.wrap_future(self._process.check()))
+        except TimeoutError:
+            log.warning("is_ready() of a Python model took more than %g s", _CHECK_SECS)
+            return False
 
     def cancel(self, request: Request) -> None:
         self._process.cancel(request)

@@ -1,7 +1,7 @@
 """What a model.py reads of its configuration, and how it completes it: a part of triton_python_backend_utils."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,30 +15,51 @@ class ModelConfig:
     """What auto_complete_config completes."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
+        self._model_config = config             # Triton's name, which models read
 
     def as_dict(self) -> dict[str, Any]:
-        return self._config
+        return self._model_config
 
     def add_input(self, tensor: Mapping[str, Any]) -> None:
-        self._add("input", tensor)
+        self._add("input", tensor, ("optional",))
 
     def add_output(self, tensor: Mapping[str, Any]) -> None:
-        self._add("output", tensor)
+        self._add("output", tensor, ())
 
     def set_max_batch_size(self, size: int) -> None:
-        self._config["max_batch_size"] = size
+        if (given := self._model_config.get("max_batch_size", 0)) > size:
+            raise ValueError(f"max_batch_size: config.pbtxt says {given}, but auto_complete_config {size}")
+        self._model_config["max_batch_size"] = size
 
     def set_dynamic_batching(self) -> None:
-        self._config.setdefault("dynamic_batching", {})
+        if found := {"sequence_batching", "ensemble_scheduling"} & self._model_config.keys():
+            raise ValueError(f"dynamic_batching: config.pbtxt says {found.pop()}, which excludes it")
+        self._model_config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: Mapping[str, Any]) -> None:
-        self._config["model_transaction_policy"] = dict(policy)
+        _merge("model_transaction_policy", self._model_config.setdefault("model_transaction_policy", {}), policy,
+               ("decoupled",))
 
-    def _add(self, kind: str, tensor: Mapping[str, Any]) -> None:
-        tensors = self._config.setdefault(kind, [])
-        if tensor["name"] not in [given["name"] for given in tensors]:
-            tensors.append(dict(tensor))
+    def _add(self, kind: str, tensor: Mapping[str, Any], more: Sequence[str]) -> None:
+        """Adds a tensor, or what config.pbtxt leaves open of it."""
+        needed = ("name", "data_type", "dims")
+        if missing := [key for key in needed if key not in tensor]:
+            raise ValueError(f"{kind} '{tensor.get('name', '')}' in auto_complete_config has no {missing[0]}")
+        tensors = self._model_config.setdefault(kind, [])
+        given = next((given for given in tensors if given["name"] == tensor["name"]), None)
+        if given is None:
+            tensors.append(given := {})
+        _merge(f"{kind} '{tensor['name']}'", given, tensor, (*needed, *more))
+
+
+def _merge(what: str, given: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Adds to what config.pbtxt says what a model says. Raises ValueError: they differ, or nobody knows it."""
+    for key, value in more.items():
+        if key not in known:
+            raise ValueError(f"{what} in auto_complete_config has '{key}'; expected {', '.join(known)}")
+        if given.get(key) not in (None, [], "TYPE_INVALID", value):
+            raise ValueError(f"{what}: {key}: config.pbtxt says {given[key]}, but auto_complete_config {value}")
+        given[key] = value
 
 
 def get_input_config_by_name(config: Mapping[str, Any], name: str) -> Any:
@@ -60,6 +81,11 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 def numpy_to_triton_type(data_type: Any) -> int:
     return datatype_of(np.empty(0, data_type)).config
+
+
+# Of those that have a type of NumPy's: BF16 has none, and comes as the bits.
+TRITON_STRING_TO_NUMPY = {model_config.DataType.Name(number): triton_to_numpy_type(number)
+                          for number, datatype in FROM_CONFIG.items() if datatype.name != "BF16"}
 
 
 def triton_string_to_numpy(name: str) -> Any:

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from operator import index
 from typing import Any, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from infer_server.protocol.codec import DATATYPES, encode_raw, object_array
-from infer_server.python_backend.channel import Tensors, Typed, datatype_of
+from infer_server.python_backend.channel import Tensors, Typed
+from infer_server.python_backend.pb_config import TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY
 from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
 from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
 from infer_server.python_backend.pb_config import get_output_config_by_name as get_output_config_by_name
 from infer_server.python_backend.pb_config import numpy_to_triton_type as numpy_to_triton_type
 from infer_server.python_backend.pb_config import triton_string_to_numpy as triton_string_to_numpy
 from infer_server.python_backend.pb_config import triton_to_numpy_type as triton_to_numpy_type
-from infer_server.python_backend.pb_config import using_decoupled_model_transaction_policy as _is_decoupled
+from infer_server.python_backend.pb_config import (
+    using_decoupled_model_transaction_policy as using_decoupled_model_transaction_policy,
+)
+from infer_server.python_backend.pb_tensor import Tensor as Tensor
+from infer_server.python_backend.pb_tensor import TritonModelException as TritonModelException
+from infer_server.python_backend.pb_tensor import as_tensors, as_text
+from infer_server.python_backend.pb_tensor import deserialize_bytes_tensor as deserialize_bytes_tensor
+from infer_server.python_backend.pb_tensor import serialize_byte_tensor as serialize_byte_tensor
 
 _INT64 = range(-2**63, 2**63)           # what a parameter's message holds
 
@@ -41,7 +49,7 @@ class Server(Protocol):
 
     def is_cancelled(self, request: int) -> bool: ...
 
-    def infer(self, request: InferenceRequest, decoupled: bool) -> Iterator[InferenceResponse]: ...
+    def infer(self, request: InferenceRequest, decoupled: bool) -> ResponseIterator: ...
 
     def log(self, level: str, text: str) -> None: ...
 
@@ -52,10 +60,7 @@ class Server(Protocol):
 
 server = cast(Server, None)             # set once, before the model is imported
 model_dir = ""                          # likewise: the folder of the version
-
-
-class TritonModelException(Exception):  # noqa: N818  (Triton's name)
-    """What a model raises to end a request, or its loading, with a message."""
+is_decoupled = False                    # set before the model is made: whether it sends any number of responses
 
 
 class TritonError:
@@ -74,56 +79,24 @@ class TritonError:
         return self._code
 
 
-class Tensor:
-    """A named array."""
-
-    def __init__(self, name: str, array: NDArray[Any]) -> None:
-        self._name, self._array = _text(name), np.asarray(array)
-        datatype_of(self._array)
-
-    @classmethod
-    def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
-        return cls(name, np.from_dlpack(tensor))
-
-    def to_dlpack(self) -> Any:
-        return self._array.__dlpack__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> NDArray[Any]:
-        return self._array
-
-    def shape(self) -> list[int]:
-        return list(self._array.shape)
-
-    def triton_dtype(self) -> int:
-        return datatype_of(self._array).config
-
-    def is_cpu(self) -> bool:
-        return True
+def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the parameters of a request or a response, of the types that both protocols have."""
+    for name, value in (parameters or {}).items():
+        if not isinstance(name, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
+        if type(value) not in (bool, int, str):
+            raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        if type(value) is int and value not in _INT64:
+            raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
+    return dict(parameters or {})
 
 
 class InferenceResponse:
     def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | str | None = None,
                  parameters: Mapping[str, Any] | None = None) -> None:
-        self._tensors = list(output_tensors)
+        self._tensors = as_tensors(output_tensors)
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = dict(parameters or {})
-        for name, value in self._parameters.items():
-            if not isinstance(name, str):
-                raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
-            if type(value) not in (bool, int, str):
-                raise TritonModelException("Expect parameters values to have type bool/int/str, found type "
-                                           f"{type(value)}")
-            if type(value) is int and value not in _INT64:
-                raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
+        self._parameters = _checked(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -143,15 +116,21 @@ class ResponseSender:
 
     def __init__(self, number: int) -> None:
         self._number = number
+        self._has_sent = False
         self.is_closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        if self.is_closed:
-            raise TritonModelException("Unable to send response. Response sender has been closed.")
-        self.is_closed = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        if response is None and not self.is_closed:
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None and not flags:
             raise TritonModelException("Inference Response object must be provided when the response flags is set to "
                                        "zero.")
+        if not is_decoupled and self._has_sent == (response is not None):
+            raise TritonModelException("Unable to send response. Non-decoupled model cannot send " + (
+                "more than one response." if response else "complete final before sending a response."))
+        if self.is_closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        self._has_sent, self.is_closed = True, bool(flags)
         server.respond(self._number, response, self.is_closed)
 
     def is_cancelled(self) -> bool:
@@ -161,6 +140,50 @@ class ResponseSender:
 InferenceResponseSender = ResponseSender
 
 
+class ResponseIterator:
+    """The responses of a decoupled model that was asked; those that came are there again for the next loop over it."""
+
+    def __init__(self, responses: Iterator[InferenceResponse], cancel: Callable[[], None]) -> None:
+        self._responses, self._cancel = responses, cancel
+        self._came: list[InferenceResponse] = []
+        self._at = 0
+        self._has_ended = False
+
+    def __iter__(self) -> ResponseIterator:
+        if self._has_ended and self._at == len(self._came):
+            self._at = 0
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._at == len(self._came):
+            try:
+                self._came.append(next(self._responses))
+            except StopIteration:
+                self._has_ended = True
+                raise
+        self._at += 1
+        return self._came[self._at - 1]
+
+    def begun(self) -> ResponseIterator:
+        """Itself, once its first response is there, or it has none."""
+        for _ in self:
+            self._at = 0
+            break
+        return self
+
+    def cancel(self) -> None:
+        """Withdraws what was asked: an error with the code CANCELLED is the last response, unless all have come."""
+        if not self._has_ended:
+            self._cancel()
+
+
+class InferenceTrace:
+    """What a request is traced as. Spans are made when it has ended, so that there is no context before."""
+
+    def get_context(self) -> str | None:
+        return None
+
+
 class InferenceRequest:
     """A request that the model was given, or one that it makes of another model: exec(), async_exec()."""
 
@@ -168,11 +191,14 @@ class InferenceRequest:
                  requested_output_names: Sequence[str] = (), model_name: str = "", model_version: int = -1,
                  flags: int = 0, timeout: int = 0, preferred_memory: Any = None, trace: Any = None,
                  parameters: Mapping[str, Any] | None = None, *, priority: int = 0, number: int = -1) -> None:
-        self._model, self._version = _text(model_name), model_version
-        self._outputs = [_text(name) for name in requested_output_names]
-        self._inputs, self._id, self._correlation = list(inputs), _text(request_id), correlation_id
-        self._flags, self._timeout, self._priority = flags, timeout, priority
-        self._parameters = dict(parameters or {})
+        self._model, self._version = as_text(model_name), index(model_version)
+        self._outputs = [as_text(name) for name in requested_output_names]
+        self._inputs, self._id, self._correlation = as_tensors(inputs), as_text(request_id), correlation_id
+        if not isinstance(correlation_id, int | str):
+            raise TypeError(f"correlation_id: expected a number or text, got {correlation_id!r}")
+        self._flags, self._timeout, self._priority = index(flags), index(timeout), priority
+        is_given = number >= 0
+        self._parameters = dict(parameters or {}) if is_given else _checked(parameters)     # clients have more types
         self.number = number           # of a request that was given: what the server knows it by
         self.sender: ResponseSender | None = None
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
@@ -221,8 +247,8 @@ class InferenceRequest:
     def parameters(self) -> str:
         return json.dumps(self._parameters)
 
-    def trace(self) -> None:
-        return None
+    def trace(self) -> InferenceTrace:
+        return InferenceTrace()
 
     def is_cancelled(self) -> bool:
         return server.is_cancelled(self.number)
@@ -238,17 +264,15 @@ class InferenceRequest:
         return responses if decoupled else _only(responses)
 
     async def async_exec(self, decoupled: bool = False) -> Any:
-        if decoupled:
-            return server.infer(self, decoupled)
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: _only(server.infer(self, False)))
+        """As exec(); the event loop goes on until the first response is there."""
+        def first() -> Any:
+            responses = server.infer(self, decoupled)
+            return responses.begun() if decoupled else _only(responses)
+
+        return await asyncio.get_running_loop().run_in_executor(None, first)
 
 
-def _text(given: str | bytes) -> str:
-    """Where Triton takes a name it takes bytes, too: an element of a BYTES tensor may be one."""
-    return given.decode() if isinstance(given, bytes) else given
-
-
-def _only(responses: Iterator[InferenceResponse]) -> InferenceResponse:
+def _only(responses: ResponseIterator) -> InferenceResponse:
     """The response of a model that has one each. Not by next() alone: no coroutine may raise its StopIteration."""
     for response in responses:
         return response
@@ -262,9 +286,14 @@ class PreferredMemory:
         self.preferred_memory_type, self.preferred_device_id = preferred_memory_type, preferred_device_id
 
 
+class LogLevel(IntEnum):
+    INFO, WARNING, ERROR, VERBOSE = range(4)
+
+
 class Logger:
     """Lines in the server's log."""
-    INFO, WARNING, ERROR, VERBOSE = range(4)
+    LogLevel = LogLevel
+    INFO, WARNING, ERROR, VERBOSE = LogLevel
 
     @staticmethod
     def log(message: str, level: int = INFO) -> None:
@@ -333,9 +362,6 @@ class MetricFamily:
 
 
 # ---- functions, by Triton's names
-using_decoupled_model_transaction_policy = _is_decoupled
-
-
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
 
@@ -361,16 +387,3 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 def get_model_dir() -> str:
     return model_dir
-
-
-def serialize_byte_tensor(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.frombuffer(encode_raw(array, DATATYPES["BYTES"]), np.uint8)
-
-
-def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[Any]:
-    data, end, elements = memoryview(encoded_tensor), 0, []
-    while end < len(data):
-        begin = end + 4
-        end = begin + int.from_bytes(data[end:begin], "little")
-        elements.append(bytes(data[begin:end]))
-    return object_array(elements)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class ModelProcess:
         self._last: dict[int, Any] = {}                 # of these: what one ended with meanwhile
         self._ended = ""                                # how the process ended, once it has
         self._kept: dict[int, Any] = {}                 # the response of an open one, where it has only one
+        self._says_ready = False                        # the model has an is_ready()
+        self._checking: Future[bool] | None = None      # while it is asked
         self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
         ours, theirs = socket.socketpair()
         with theirs:
@@ -110,7 +113,27 @@ class ModelProcess:
         except (ClosedError, ExecutionError) as error:
             raise RepositoryError(f"{self.launch.file}: {error}") from error
         config: str = message.head["config"]
+        self._says_ready = message.head["says_ready"]
         return config
+
+    def check(self) -> Future[bool]:
+        """What the model's is_ready() says: of one call at a time, whose answer is for all who ask meanwhile."""
+        with self._lock:
+            if self._checking:
+                return self._checking
+            checking = Future[bool]()
+            if not self._says_ready or self._ended:     # one that has ended is started again for the next request
+                checking.set_result(True)
+                return checking
+            self._checking = checking
+        self._tell({"kind": "check"})
+        return checking
+
+    def _checked(self, ready: bool) -> None:
+        with self._lock:
+            checking, self._checking = self._checking, None
+        if checking:
+            checking.set_result(ready)
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         """None: nothing was left to execute, or the process ended, or hangs, and is killed."""
@@ -125,6 +148,9 @@ class ModelProcess:
                 _described(number, request) for number, request in zip(numbers, batch, strict=True)]},
                 [self._typed(request.inputs) for request in batch])
             sent_ns = time.monotonic_ns()
+            for number, request in zip(numbers, batch, strict=True):
+                if request.reply.gone:          # since it was taken from its queue: cancel() may not have found it here
+                    self._tell_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
         except (ClosedError, ExecutionError) as error:
             if isinstance(error, ClosedError):
@@ -146,14 +172,16 @@ class ModelProcess:
                 if result is AGAIN:
                     self._between[request] = number
                 else:
+                    result = self._kept.get(number, result)     # the first response counts, whatever comes behind it
                     self._end(number)
                 outcomes.append((request, result))
             self._executing = ()
             if self._ended:
                 outcomes += self._unanswered()
-        items = sum(request.items for request in batch)
+        items, here = sum(request.items for request in batch), {request for request, _ in outcomes}
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, sent_ns, computed_ns,
-                                        time.monotonic_ns())
+                                        time.monotonic_ns(), apart_ns=tuple(
+                                            request.enqueued_ns for request in batch if request not in here))
 
     def _begin(self, batch: list[Request]) -> tuple[tuple[int, ...], list[Request], list[Outcome]]:
         """The numbers and requests to be executed, and the outcomes of those that have ended since they last were."""
@@ -193,10 +221,14 @@ class ModelProcess:
         self._tell_cancelled(number)
 
     def _tell_cancelled(self, number: int) -> None:
+        self._tell({"kind": "cancel", "request": number})
+
+    def _tell(self, head: Mapping[str, Any]) -> None:
+        """What its end makes needless."""
         try:
-            self._channel.send({"kind": "cancel", "request": number})
+            self._channel.send(head)
         except ClosedError:
-            log.debug("%s ended before a request was cancelled", self.launch.name)
+            log.debug("%s ended before it was told %s", self.launch.name, head)
 
     def close(self) -> None:
         """Lets the model finalize, and ends the process."""
@@ -245,6 +277,8 @@ class ModelProcess:
                     self._respond(message)
                 elif kind in self._asked:
                     self._serve(message)
+                elif kind == "checked":
+                    self._checked(message.head["ready"])
                 elif kind == "log":
                     log.log(_LEVELS[message.head["level"]], "%s: %s", self.launch.name, message.head["text"])
                 else:
@@ -262,6 +296,7 @@ class ModelProcess:
             self._ended = how
             late = self._unanswered()
         self._replies.put(None)
+        self._checked(False)
         if late:
             self._deliver(late, None)
 
@@ -297,7 +332,7 @@ class ModelProcess:
         if "error" in message.head or (message.tensors and not dropped):
             result = self._result(request, message.head, message.tensors[0] if message.tensors else {})
         if streams and result is not NO_MORE and not isinstance(result, Exception):
-            self._post(request.part, result)
+            self._post(request.part, result, bool(final))
             result = NO_MORE
         elif not streams and result is not NO_MORE:
             with self._lock:
@@ -335,15 +370,18 @@ class ModelProcess:
 
     def _as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises
-        ExecutionError: it is of another kind, or an integer does not fit."""
+        ExecutionError: it is of another kind, or a number does not fit."""
         datatype = self.launch.outputs[name]
         if array.dtype == datatype.array:
             return array
         if array.dtype.kind == datatype.array.kind and array.dtype.kind in "iuf" and datatype.name != "BF16":
             with np.errstate(over="ignore"):
                 converted = array.astype(datatype.array)
-            if array.dtype.kind == "f" or np.array_equal(converted, array):
+            as_large = np.isinf if array.dtype.kind == "f" else np.asarray     # floats are rounded, integers exact
+            if np.array_equal(as_large(converted), as_large(array)):
                 return converted
+            raise ExecutionError(f"{self.launch.name}: output '{name}' is of {array.dtype}, and has numbers that are "
+                                 f"too large for {datatype.name}, which its configuration says")
         raise ExecutionError(f"{self.launch.name}: output '{name}' is of {array.dtype}, but its configuration says "
                              f"{datatype.name}")
 

@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,28 +36,33 @@ class Process:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._pid = os.getpid()
         self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
         self._in_background = False                     # an asynchronous execute
+        self._starting = threading.Lock()
+        self._running: asyncio.AbstractEventLoop | None = None      # see _loop
+        self._model: Any = None                         # once it is initialised
+        self._name = ""                                 # of the instance
 
     def run(self) -> None:
         """Serves until the server closes the connection, or says that it is enough."""
         threading.Thread(target=self._read, daemon=True).start()
-        model: Any = None
         while (message := self._work.get()) is not None:
             kind = message.head["kind"]
             try:
                 if kind == "initialize":
-                    model, config = self._initialize(message.head)
-                    self._channel.send({"kind": "initialized", "config": config})
+                    self._model, config = self._initialize(message.head)
+                    self._channel.send({"kind": "initialized", "config": config,
+                                        "says_ready": hasattr(self._model, "is_ready")})
                 elif kind == "execute":
-                    self._execute(model, message)
+                    self._execute(self._model, message)
                 else:
-                    if hasattr(model, "finalize"):
-                        model.finalize()
+                    if hasattr(self._model, "finalize"):
+                        self._model.finalize()
                     self._channel.send({"kind": "finalized"})
                     return
             except ClosedError:
@@ -78,21 +84,22 @@ class Process:
     def log(self, level: str, text: str) -> None:
         self._channel.send({"kind": "log", "level": level, "text": str(text)})
 
-    def infer(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Iterator[pb_utils.InferenceResponse]:
-        number, answers = next(self._numbers), _Responses()
-        self._asked[number] = answers
+    def infer(self, request: pb_utils.InferenceRequest, decoupled: bool) -> pb_utils.ResponseIterator:
+        number, answers = self._asking()
         tensors = {tensor.name(): typed(tensor.as_numpy()) for tensor in request.inputs()}
         self._channel.send({
             "kind": "infer", "number": number, "model": request.model_name(), "version": request.model_version(),
             "outputs": request.requested_output_names(), "id": request.request_id(), "timeout": request.timeout(),
             "priority": request.priority(), "parameters": json.loads(request.parameters()),
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled}, [tensors])
-        return self._answers(number, answers)
+        responses = pb_utils.ResponseIterator(self._answers(number, answers),
+                                              partial(self.tell, "withdraw", asked=number))
+        weakref.finalize(responses, self._asked.pop, number, None).atexit = False      # not all of them may be read
+        return responses
 
     def ask(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
         """What the server says. Raises TritonModelException: that it refuses."""
-        number, answers = next(self._numbers), _Responses()
-        self._asked[number] = answers
+        number, answers = self._asking()
         self._channel.send({"kind": kind, "number": number, **head}, [tensors])
         message = answers.get()
         del self._asked[number]
@@ -104,16 +111,27 @@ class Process:
         """What needs no answer."""
         self._channel.send({"kind": kind, "number": -1, **head})
 
+    def _asking(self) -> tuple[int, _Responses]:
+        """The number of what is asked, and where its answers will come. Raises TritonModelException: in a process that
+        the model forked nobody reads them."""
+        if os.getpid() != self._pid:
+            raise pb_utils.TritonModelException("a process that a model has forked cannot ask the server: ask in the "
+                                                "model's own, on a thread if need be")
+        number, answers = next(self._numbers), _Responses()
+        self._asked[number] = answers
+        return number, answers
+
     def _answers(self, number: int, answers: _Responses) -> Iterator[pb_utils.InferenceResponse]:
         while (message := answers.get()) is not None:
             final = message.head["final"]
             if final:
-                del self._asked[number]
+                self._asked.pop(number, None)
             if message.head.get("error"):
                 yield pb_utils.InferenceResponse(error=pb_utils.TritonError(
                     message.head["error"], message.head["code"]))
-            elif "parameters" in message.head:          # else it says only that there are no more
-                yield pb_utils.InferenceResponse(_tensors(message.tensors[0]), parameters=message.head["parameters"])
+            elif "parameters" in message.head:          # else the one before was the last
+                tensors = _tensors(message.tensors[0]) if message.tensors else []
+                yield pb_utils.InferenceResponse(tensors, parameters=message.head["parameters"])
             if final:
                 return
         raise pb_utils.TritonModelException("the server is gone")
@@ -127,6 +145,8 @@ class Process:
                 if kind == "cancel":
                     self._cancelled.add(message.head["request"])
                     self._senders.pop(message.head["request"], None)
+                elif kind == "check":
+                    threading.Thread(target=self._check, daemon=True).start()       # beside what is executed
                 elif kind == "answered":
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
@@ -135,14 +155,28 @@ class Process:
         except ClosedError:
             os._exit(0)                 # whatever the model does: nobody will ever ask again
 
+    def _check(self) -> None:
+        """Asks the model whether it is ready, and says so."""
+        try:
+            ready = self._model.is_ready()
+            if asyncio.iscoroutine(ready):
+                ready = asyncio.run_coroutine_threadsafe(ready, self._loop).result()
+            if not isinstance(ready, bool):
+                raise TypeError(f"is_ready() must return a boolean value, got a {type(ready).__name__}")
+        except BaseException as error:      # sys.exit() would end this thread alone, and leave who asks without answer
+            self.log("error", f"is_ready() failed: {type(error).__name__}: {error}")
+            ready = False
+        self._channel.send({"kind": "checked", "ready": ready})
+
     def _initialize(self, head: Mapping[str, Any]) -> tuple[Any, str]:
         path, arguments = Path(head["path"]), head["arguments"]
+        self._name = arguments["model_instance_name"]
         pb_utils.model_dir = str(path.parent)
         sys.path[:0] = [str(path.parent), str(path.parent.parent)]
-        spec = importlib.util.spec_from_file_location("model", path)
+        # Of a package named as its version, as in Triton: what it imports may be relative to it.
+        spec = importlib.util.spec_from_file_location(f"{path.parent.name}.{path.stem}", path)
         assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["model"] = module
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, "TritonPythonModel"):
             raise pb_utils.TritonModelException(f"{path} has no class TritonPythonModel")
@@ -150,13 +184,17 @@ class Process:
         config = json.loads(arguments["model_config"])
         if head["complete"] and hasattr(made, "auto_complete_config"):
             completed = made.auto_complete_config(pb_utils.ModelConfig(config))
-            config = completed.as_dict() if completed is not None else config
+            if not isinstance(completed, pb_utils.ModelConfig):
+                raise pb_utils.TritonModelException(f"auto_complete_config function in model '{config['name']}' must "
+                                                    "return a valid pb.ModelConfig object")
+            config = completed.as_dict()
             arguments["model_config"] = json.dumps(config)
         if not hasattr(made, "execute"):
             raise pb_utils.TritonModelException(f"{path}: TritonPythonModel has no execute")
+        pb_utils.is_decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         # What an iterative one wants again must be known when its execution ends.
-        self._in_background = pb_utils.using_decoupled_model_transaction_policy(config) and not config.get(
-            "sequence_batching", {}).get("iterative_sequence")
+        self._in_background = pb_utils.is_decoupled and not config.get("sequence_batching", {}).get(
+            "iterative_sequence")
         model = made()
         if hasattr(model, "initialize"):
             model.initialize(arguments)
@@ -173,8 +211,13 @@ class Process:
                 responses = self._awaited(responses, requests)
             answers = self._answers_of(requests, responses)
         except Exception as error:
-            answers = [_failed(error)] * len(requests)
-        for request in requests:
+            failed = f"Failed to process the request(s) for model '{self._name}', message: "
+            answers = [_failed(error, failed)] * len(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            if answer:                                  # this was its last response
+                self._cancelled.discard(request.number)
+                if request.sender:
+                    request.sender.is_closed = True
             if request.is_rescheduled and request.sender and not request.sender.is_closed:
                 self._senders[request.number] = request.sender
         self._channel.send({"kind": "executed", "batch": message.head["batch"],
@@ -191,15 +234,16 @@ class Process:
         future.add_done_callback(partial(_end_failed, senders))
         return None
 
-    @cached_property
+    @property
     def _loop(self) -> asyncio.AbstractEventLoop:
         """Runs what is asynchronous in the model, on a thread of its own, as long as the process lives."""
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        return loop
+        with self._starting:
+            if self._running is None:
+                self._running = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=[self._running], daemon=True).start()
+            return self._running
 
-    @staticmethod
-    def _answers_of(requests: Sequence[pb_utils.InferenceRequest], responses: Any
+    def _answers_of(self, requests: Sequence[pb_utils.InferenceRequest], responses: Any
                     ) -> list[pb_utils.InferenceResponse | None]:
         """One for each request; None: its sender has sent, or will send, its responses."""
         if responses is None:
@@ -212,6 +256,10 @@ class Process:
             if not isinstance(response, pb_utils.InferenceResponse | None):
                 raise pb_utils.TritonModelException(
                     f"execute must return InferenceResponse objects, got a {type(response).__name__}")
+            if response is not None and pb_utils.is_decoupled:
+                raise pb_utils.TritonModelException(
+                    f"Python model '{self._name}' is using the decoupled mode and the execute function must return "
+                    "None. Its responses are sent by the requests' get_response_sender()")
             again = request.is_rescheduled
             if again and response is not None:
                 raise pb_utils.TritonModelException("execute returned a response for a request that it reschedules; "
@@ -227,11 +275,22 @@ class Process:
         return {tensor.name(): typed(tensor.as_numpy()) for tensor in response.output_tensors()}
 
 
-def _failed(error: BaseException) -> pb_utils.InferenceResponse:
-    """The response to what has raised it."""
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Ends the process with the loop: what is asynchronous in a model may call sys.exit(), which ends the loop alone,
+    and whoever waits for what runs there would wait for ever."""
+    try:
+        loop.run_forever()
+    except BaseException as error:
+        traceback.print_exc()
+        code = error.code if isinstance(error, SystemExit) else 1
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _failed(error: BaseException, what: str = "") -> pb_utils.InferenceResponse:
+    """The response to what has raised it. what: failed by that."""
     lines = traceback.format_exception(error)
     print("".join(lines), file=sys.stderr, end="")
-    return pb_utils.InferenceResponse(error=f"{type(error).__name__}: {error}\n" + "".join(
+    return pb_utils.InferenceResponse(error=f"{what}{type(error).__name__}: {error}\n" + "".join(
         traceback.format_exception(error, limit=-3)))
 
 
@@ -266,6 +325,7 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:
 
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = [""]                     # ours is none of a model's, whose libraries may look (argparse, unittest)
     process = Process(channel)
     pb_utils.server = process
     sys.modules["triton_python_backend_utils"] = pb_utils

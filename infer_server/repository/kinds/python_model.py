@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from google.protobuf import json_format
 from infer_server.batching.request import Arrays, InSequence, Request, parameters_of
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.groups import settle
+from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, Signature
 from infer_server.errors import (
+    CancelledError,
     ExecutionError,
     InvalidRequestError,
     ModelConfigError,
@@ -32,7 +34,7 @@ from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Control, Find, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
-from infer_server.repository.model import QueuedModel
+from infer_server.repository.model import Model, QueuedModel
 from infer_server.workers import post
 from protos import model_config
 
@@ -43,7 +45,6 @@ _UNLOADING_SECS = 1.0        # that a model which unloads another waits for its 
 
 class PythonModel(QueuedModel):
     """Its processes are initialised when it is constructed."""
-    platform = "python"
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
                  limiter: RateLimiter | None, metrics: CustomMetrics,
@@ -82,6 +83,9 @@ class PythonModel(QueuedModel):
         for executor in self._executors:
             executor.cancel(request)
 
+    async def is_ready(self) -> bool:
+        return all(await asyncio.gather(*(executor.is_ready() for executor in self._executors)))
+
     def _after(self, request: Request) -> None:
         super()._after(request)
         if self.config.sequences:
@@ -104,7 +108,7 @@ class PythonModel(QueuedModel):
                ) -> tuple[ModelProcess, model_config.ModelConfig]:
         """The first process, and the configuration that its auto_complete_config completes."""
         message = complete(source.message, source.name)
-        process = self._start(_launch(source, message, from_message(message), 0), loop, False)
+        process = self._start(_launch(source, message, from_message(message, is_complete=False), 0), loop, False)
         try:
             completed = process.initialize(complete=True)
             message = complete(json_format.Parse(completed, model_config.ModelConfig()), source.name)
@@ -123,7 +127,9 @@ class PythonModel(QueuedModel):
 
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
-        asked: Asked = {"infer": partial(_Asked, self._find, loop), "metric": self._of_metric,
+        open_ = dict[int, _Asked]()
+        asked: Asked = {"infer": partial(_Asked, self._find, loop, open_), "metric": self._of_metric,
+                        "withdraw": partial(_withdraw, open_, loop),
                         "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
         process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
                                partial(post, loop))
@@ -185,25 +191,33 @@ class PythonModel(QueuedModel):
 
 
 def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:
-    def look() -> None:
+    async def look() -> None:
         try:
-            find(message.head["model"], message.head["version"])
+            ready = await find(message.head["model"], message.head["version"]).is_ready()
         except ServeError:
             answer({"final": True, "value": False}, {})
         except Exception as error:      # a name or version may be of any type
             answer(refusal(error), {})
         else:
-            answer({"final": True, "value": True}, {})
+            answer({"final": True, "value": ready}, {})
 
-    post(loop, look)
+    asyncio.run_coroutine_threadsafe(look(), loop)
+
+
+def _withdraw(open_: Mapping[int, _Asked], loop: asyncio.AbstractEventLoop, message: Message, _: Answer) -> None:
+    """Ends a request that a Python model has made of another, unless it has ended."""
+    def withdraw() -> None:
+        if asked := open_.get(message.head["asked"]):
+            asked.withdraw()
+
+    post(loop, withdraw)
 
 
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
     """A copy with all that is known without the model. Raises ModelConfigError."""
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
-    if completed.name not in ("", name):
-        raise ModelConfigError(f"name: expected '{name}', the name of its folder, got '{completed.name}'")
+    check_name(completed.name, name)
     completed.name, completed.backend = name, "python"
     completed.max_batch_size = completed.max_batch_size     # 0 is said, too
     completed.default_model_filename = completed.default_model_filename or "model.py"
@@ -248,39 +262,57 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
 class _Asked:
     """A request that a Python model makes of another model; and, where that answers, the reply to it."""
 
-    def __init__(self, find: Find, loop: asyncio.AbstractEventLoop, message: Message,
+    def __init__(self, find: Find, loop: asyncio.AbstractEventLoop, open_: dict[int, _Asked], message: Message,
                  answer: Answer) -> None:
-        self._find, self._message, self._answer = find, message, answer
-        self._decoupled = False
+        """open_: those of a process that have not ended, by their numbers; it adds and removes itself, on the loop."""
+        self._find, self._open, self._message, self._answer = find, open_, message, answer
+        self._decoupled = self._said_last = self.gone = False
+        self._submitted: tuple[Model, Request] | None = None
         post(loop, self._submit)
-
-    gone = False
 
     def send(self, response: Any) -> None:
         """Its tensors were sent when they were encoded."""
+        self._end()
 
-    def part(self, response: Any) -> None:
+    def part(self, response: Any, is_last: bool = False) -> None:
         """Likewise."""
+        self._said_last = is_last
 
     def end(self) -> None:
-        self._answer({"final": True}, {})
+        """What says only that there are no more is a response without tensors, as in Triton."""
+        self._end()
+        self._answer({"final": True} if self._said_last else {"final": True, "parameters": {}}, {})
 
     def fail(self, error: Exception) -> None:
+        self._end()
         self._answer(refusal(error), {})
+
+    def withdraw(self) -> None:
+        self.fail(CancelledError("the request was cancelled by the model that made it"))
+        if self._submitted:
+            model, request = self._submitted
+            model.cancel(request)
+
+    def _end(self) -> None:
+        self.gone = True
+        self._open.pop(self._message.head["number"], None)
 
     def _submit(self) -> None:
         head = self._message.head
+        self._open[head["number"]] = self
         try:
             model = self._find(head["model"], str(head["version"]) if head["version"] > 0 else "")
-            self._decoupled = model.config.decoupled
+            self._decoupled = model.is_decoupled
             if self._decoupled and not head["decoupled"]:
                 raise NotServedError(f"model '{model.name}' is decoupled: ask it with exec(decoupled=True)")
             self._outputs = head["outputs"] or [spec.name for spec in model.config.outputs]
             sequence = head["sequence"]
-            model.submit(request_of(
+            request = request_of(
                 model, self._message.tensors[0], head["outputs"], self._encode, self, timeout_us=head["timeout"],
                 priority=head["priority"], request_id=head["id"], parameters=head["parameters"],
-                sequence=InSequence(sequence, bool(head["flags"] & 1), bool(head["flags"] & 2)) if sequence else None))
+                sequence=InSequence(sequence, bool(head["flags"] & 1), bool(head["flags"] & 2)) if sequence else None)
+            model.submit(request)
+            self._submitted = model, request
         except ServeError as error:
             self.fail(error)
         except (KeyError, TypeError, ValueError) as error:
@@ -288,5 +320,7 @@ class _Asked:
 
     def _encode(self, computed: Arrays) -> None:
         """Sends the outputs, on the thread that made them, while they are valid."""
+        if self.gone:
+            return
         self._answer({"final": not self._decoupled, "parameters": dict(parameters_of(computed))}, {
             name: typed(np.asarray(computed[name])) for name in self._outputs if name in computed})

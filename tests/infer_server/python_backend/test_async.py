@@ -54,6 +54,45 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([x], np.float32))]))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+LEAVES = HEAD + """
+import asyncio, sys
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        await asyncio.sleep(0)
+        for request in requests:
+            (x,) = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            if x < 0:
+                sys.exit(3)
+            request.get_response_sender().send(
+                pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([x], np.float32))]),
+                pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+# Asks the one of which the first request is answered when the second has come.
+ASKS_BOTH = HEAD + """
+import asyncio
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        answers = await asyncio.gather(self.answers(1), self.answers(2))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(sum(answers, []), np.float32))])]
+
+    async def answers(self, x):
+        request = pb_utils.InferenceRequest(model_name="meets", requested_output_names=["y"], inputs=[
+            pb_utils.Tensor("x", np.array([x], np.float32))])
+        *found, last = await request.async_exec(decoupled=True)
+        if last.output_tensors() or last.has_error():
+            raise ValueError("that there are no more is a response of its own, without tensors")
+        return [response.output_tensors()[0].as_numpy()[0] for response in found]
+"""
+# How many responses a model has whose last one says that it is the last.
+COUNTS = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        found = list(pb_utils.InferenceRequest(model_name="leaves_decoupled", requested_output_names=["y"], inputs=[
+            pb_utils.get_input_tensor_by_name(requests[0], "x")]).exec(decoupled=True))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([len(found)], np.float32))])]
+"""
 # Executed three times, each time adding one.
 AGAIN = HEAD + """
 import asyncio
@@ -84,6 +123,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(folder, "affine")
     python_model(folder, "asks", ASKS, CONFIG)
     python_model(folder, "meets", MEETS, DECOUPLED)
+    python_model(folder, "leaves", LEAVES, CONFIG)
+    python_model(folder, "leaves_decoupled", LEAVES, DECOUPLED)
+    python_model(folder, "asks both", ASKS_BOTH, CONFIG)
+    python_model(folder, "counts", COUNTS, CONFIG)
     python_model(folder, "again", AGAIN, DECOUPLED + """ max_batch_size: 4
         sequence_batching { iterative_sequence: true }""")
     with serving(folder) as running:
@@ -136,3 +179,27 @@ def test_what_an_asynchronous_execute_of_a_decoupled_model_raises_ends_its_reque
 
 def test_an_asynchronous_execute_may_have_its_requests_executed_again(client: triton.InferenceServerClient) -> None:
     assert streamed(client, "again", tensor(0, rank=2)) == [3]
+
+
+@pytest.mark.parametrize("model", ["leaves", "leaves_decoupled"])
+def test_an_asynchronous_execute_that_exits_ends_its_process_and_the_next_one_serves(
+        client: triton.InferenceServerClient, model: str) -> None:
+    said = str(streamed(client, model, tensor(-1))[0])
+    assert "its process ended" in said and "exit status 3" in said      # in execute, or before all responses were there
+    assert streamed(client, model, tensor(5)) == [5]
+
+
+def test_a_response_may_be_the_last_and_else_one_without_tensors_is(client: triton.InferenceServerClient) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(error or result.get_response()))
+    for model, finals in (("leaves_decoupled", [(True, 1)]), ("meets", [(False, 1), (True, 0)])):
+        client.async_stream_infer(model, [tensor(5)], enable_empty_final_response=True)
+        found = [answers.get(timeout=TIMEOUT_SECS) for _ in finals]
+        assert [(each.parameters["triton_final_response"].bool_param, len(each.outputs)) for each in found] == finals
+    client.stop_stream()
+    assert answers.empty()
+    assert client.infer("counts", [tensor(5)], client_timeout=TIMEOUT_SECS).as_numpy("y").tolist() == [1]
+
+
+def test_an_asynchronous_model_asks_decoupled_models_side_by_side(client: triton.InferenceServerClient) -> None:
+    assert client.infer("asks both", [tensor(0)], client_timeout=TIMEOUT_SECS).as_numpy("y").tolist() == [1, 2]

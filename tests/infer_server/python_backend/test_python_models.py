@@ -127,12 +127,14 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse([pb_utils.Tensor("out", y.reshape(-1))])
         if what.startswith("as "):
             x = x.astype(what.split()[1])
+        if what == "too large":
+            x = np.array([1e39, np.inf])
         if what.startswith("long "):
             return pb_utils.InferenceResponse([pb_utils.Tensor("lengths", np.array([int(what.split()[1])]))])
         if what == "texts":
             texts = pb_utils.serialize_byte_tensor(np.array([b"one", b"", b"three"], np.object_))
             pb_utils.Logger.log(message="texts", level=pb_utils.Logger.INFO)
-            x = np.array([len(text) for text in pb_utils.deserialize_bytes_tensor(texts.tobytes())])
+            x = np.array([len(text) for text in pb_utils.deserialize_bytes_tensor(texts)])
             return pb_utils.InferenceResponse([pb_utils.Tensor("lengths", x)])
         return pb_utils.InferenceResponse([pb_utils.Tensor("out", x)])
 
@@ -274,6 +276,7 @@ def test_a_model_completes_its_configuration_and_may_be_sent_large_tensors_or_no
 def test_what_numpy_makes_of_more_bits_is_answered_as_it_was_declared(client: triton.InferenceServerClient) -> None:
     found = misc(client, "as float64", np.array([0.1, 2], np.float32))
     assert found.dtype == np.float32 and found.tolist() == [np.float32(0.1), 2]
+    assert misc(client, "as float64", np.array([np.inf, 2], np.float32)).tolist() == [np.inf, 2]
     for what, lengths in (("long -128", [-128]), ("texts", [3, 0, 5])):
         result = client.infer("misc", [tensor("what", np.array([what.encode()], np.object_))])
         assert result.as_numpy("lengths").dtype == np.int8 and result.as_numpy("lengths").tolist() == lengths
@@ -294,7 +297,8 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("ask nobody", "NOT_FOUND", "nobody"),
     ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
     ("as int32", "INTERNAL", "output 'out' is of int32, but its configuration says FP32"),
-    ("long 128", "INTERNAL", "output 'lengths' is of int64, but its configuration says INT8"),
+    ("long 128", "INTERNAL", "output 'lengths' is of int64, and has numbers that are too large for INT8"),
+    ("too large", "INTERNAL", "output 'out' is of float64, and has numbers that are too large for FP32"),
     ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])
@@ -332,13 +336,19 @@ def test_a_model_that_hangs_is_killed_and_started_again(
 
 def test_executions_that_sent_their_responses_one_by_one_are_counted(
         client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture) -> None:
-    before = inferences(client)
+    def counted() -> list[int]:
+        (model,) = client.get_inference_statistics("rows").model_stats
+        each = model.inference_stats
+        return [model.inference_count, *(phase.count for phase in (
+            each.success, each.queue, each.compute_input, each.compute_infer, each.compute_output))]
+
+    before = counted()
     answers: queue.Queue[tuple[triton.InferResult | None, Exception | None]] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     client.async_stream_infer("rows", [tensor("count", np.array([0], np.int32))], enable_empty_final_response=True)
     assert answers.get(timeout=TIMEOUT_SECS)[1] is None
     client.stop_stream()
-    assert eventually(lambda: inferences(client)["rows"] == before["rows"] + 1)
+    assert eventually(lambda: counted() == [count + 1 for count in before])
     assert "Traceback" not in caplog.text
 
 
@@ -349,6 +359,23 @@ def test_a_model_that_cannot_be_initialised_says_why(tmp_path: Path) -> None:
         failures = running.server.failures()
     assert "No module named 'no_such_module'" in failures["broken version 1"]
     assert "has no class TritonPythonModel" in failures["empty version 1"]
+
+
+def test_what_lies_beside_a_model_is_imported_by_its_name_or_relative_to_the_version(tmp_path: Path) -> None:
+    python_model(tmp_path, "m", HEAD + """
+from .part.of_it import NAME
+from whole import NAME as AGAIN
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([f"{NAME} {AGAIN} {__name__}"], object))])]
+""", """backend: "python"
+        input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_STRING dims: 1 }""")
+    (tmp_path / "m" / "1" / "part").mkdir()
+    (tmp_path / "m" / "1" / "part" / "of_it.py").write_text("from ..whole import NAME")
+    (tmp_path / "m" / "1" / "whole.py").write_text("NAME = 'whole'")
+    with serving(tmp_path) as running, triton.InferenceServerClient(running.address) as connected:
+        result = connected.infer("m", [tensor("x", np.ones(4, np.float32))])
+    assert result.as_numpy("y").tolist() == [b"whole whole 1.model"]
 
 
 def test_processes_end_with_their_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.python_backend import pb_utils
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
@@ -42,7 +43,8 @@ PLACE = HEAD + """
 class TritonPythonModel:
     def execute(self, requests):
         return [pb_utils.InferenceResponse([pb_utils.Tensor("at", np.array([
-            request.correlation_id(), request.flags(), len(request.inputs())], np.int32))], None, {"reason": "last"})
+            request.correlation_id(), request.flags(), len(request.inputs())], np.int32))], None,
+            {**json.loads(request.parameters()), "reason": "last"})
                 for request in requests]
 """
 TENSORS = """ input { name: "what" data_type: TYPE_STRING dims: 1 }
@@ -101,7 +103,8 @@ def test_a_response_has_the_parameters_that_its_model_gives_it(server: RunningSe
 def test_parameters_of_a_steps_response_are_the_ensembles_and_say_the_next_steps_place_in_a_sequence(
         server: RunningServer) -> None:
     def ask(outputs: str, **parameters: object) -> tuple[list[int], dict[str, object]]:
-        result = client.infer("chain", inputs(asked(outputs, **parameters)), sequence_id=3, sequence_start=True)
+        result = client.infer("chain", inputs(asked(outputs, **parameters)), sequence_id=3, sequence_start=True,
+                              timeout=10**9)       # neither is a parameter to models
         said = result.get_response().parameters.items()
         return result.as_numpy("at").tolist(), {
             name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in said}
@@ -162,3 +165,10 @@ def test_what_a_model_asks_of_another_is_counted_there(server: RunningServer) ->
         before = successes()
         client.infer("calls", inputs(asked("xy")))
         assert eventually(lambda: successes() > before)
+
+
+def test_a_tensor_that_may_not_be_written_is_given_over_dlpack() -> None:
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    rows.flags.writeable = False
+    assert np.array_equal(np.from_dlpack(pb_utils.Tensor("x", rows)), rows)
+    assert pb_utils.Tensor("x", rows).to_dlpack() is not None

@@ -1,0 +1,108 @@
+"""Tensors of Python models, and the bytes of their texts: a part of triton_python_backend_utils."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.protocol.codec import DATATYPES, encode_raw, object_array
+from infer_server.python_backend.channel import datatype_of
+
+_ON_CPU = 1, 0                          # DLPack's kDLCPU, and its number
+
+
+class TritonModelException(Exception):  # noqa: N818  (Triton's name)
+    """What a model raises to end a request, or its loading, with a message."""
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, array: NDArray[Any]) -> None:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"Tensor '{name}': expected a NumPy array, got {type(array)}")
+        self._name, self._array = as_text(name), array
+        if not self._name:
+            raise TritonModelException("Tensor name cannot be an empty string.")
+        datatype_of(self._array)
+
+    @classmethod
+    def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
+        """tensor: has DLPack's interface, or is the capsule that this gives."""
+        try:
+            array = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(f"Tensor '{name}' cannot be taken from DLPack: {error}") from error
+        if not array.flags.c_contiguous:
+            raise TritonModelException("DLPack tensor is not contiguous. Only contiguous DLPack tensors that are "
+                                       "stored in C-Order are supported.")
+        return cls(name, array)
+
+    def to_dlpack(self) -> Any:
+        return self.__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Of a copy where the array may not be written, as those that NumPy takes from DLPack: that cannot be said."""
+        array = self._array if self._array.flags.writeable else self._array.copy()
+        return array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> NDArray[Any]:
+        return self._array
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def triton_dtype(self) -> int:
+        return datatype_of(self._array).config
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+class _Capsule:
+    """A capsule of DLPack's, as torch.utils.dlpack.to_dlpack() gives it, with the interface that NumPy wants."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ON_CPU                  # of what lies elsewhere NumPy finds that out itself
+
+
+def as_text(given: str | bytes) -> str:
+    """Where Triton takes a name it takes bytes, too: an element of a BYTES tensor may be one. Raises TypeError."""
+    if not isinstance(given, str | bytes):
+        raise TypeError(f"expected a name, got {given!r}")
+    return given.decode() if isinstance(given, bytes) else given
+
+
+def as_tensors(given: Iterable[Tensor]) -> list[Tensor]:
+    """Raises TritonModelException: one is no Tensor."""
+    tensors = list(given)
+    if wrong := [tensor for tensor in tensors if not isinstance(tensor, Tensor)]:
+        raise TritonModelException(f"expected Tensor objects, got {type(wrong[0])}")
+    return tensors
+
+
+def serialize_byte_tensor(array: NDArray[Any]) -> bytes:
+    return bytes(encode_raw(array, DATATYPES["BYTES"]))
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[Any]:
+    data, end, elements = memoryview(encoded_tensor), 0, []
+    while end < len(data):
+        begin = end + 4
+        end = begin + int.from_bytes(data[end:begin], "little")
+        elements.append(bytes(data[begin:end]))
+    return object_array(elements)

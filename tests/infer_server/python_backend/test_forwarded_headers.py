@@ -1,0 +1,91 @@
+"""Headers that become parameters of their request, as a Python model sees them."""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import FRONTS, WORKERS, serving
+
+TELLS = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("said", np.array([request.parameters()], object))])
+                for request in requests]
+"""
+TENSORS = """input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "said" data_type: TYPE_STRING dims: 1 }"""
+HEADERS = {"x_user": "me", "my-x_lane": "fast", "y": "no"}
+
+
+def test_requests_with_other_parameters_are_not_answered_from_the_cache(tmp_path: Path) -> None:
+    python_model(tmp_path, "tells", TELLS, TENSORS + " response_cache { enable: true }")
+    with (serving(tmp_path, forwarded={"gRPC": re.compile("x_")}) as server,
+          tritonclient.grpc.InferenceServerClient(server.address) as client):
+        tensor = tritonclient.grpc.InferInput("x", [1], "FP32")
+        tensor.set_data_from_numpy(np.zeros(1, np.float32))
+        for user in ("me", "you", "me"):
+            answer = client.infer("tells", [tensor], headers={"x_user": user})
+            assert json.loads(answer.as_numpy("said")[0]) == {"x_user": user}
+        (said,) = client.get_inference_statistics("tells").model_stats
+    assert (said.inference_stats.cache_hit.count, said.inference_stats.cache_miss.count) == (1, 2)
+
+
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
+def test_headers_that_the_pattern_finds_are_parameters_beside_those_of_the_message(tmp_path: Path, front: str) -> None:
+    python_model(tmp_path, "tells", TELLS, TENSORS)
+    forwarded = {"HTTP": re.compile("x_"), "gRPC": re.compile("^x_")}
+
+    def said(client: Any, library: Any, headers: dict[str, str]) -> dict[str, Any]:
+        tensor = library.InferInput("x", [1], "FP32")
+        tensor.set_data_from_numpy(np.zeros(1, np.float32))
+        answer = client.infer("tells", [tensor], headers={**headers}, parameters={"own": 7})
+        parameters: dict[str, Any] = json.loads(answer.as_numpy("said")[0])
+        return parameters
+
+    with (serving(tmp_path, grpc_front=front, forwarded=forwarded) as server,
+          tritonclient.grpc.InferenceServerClient(server.address) as over_grpc,
+          tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as over_http):
+        for headers, found in ((HEADERS, {"x_user": "me"}), ({"x_user": "you"}, {"x_user": "you"}), ({}, {})):
+            assert said(over_grpc, tritonclient.grpc, headers) == {"own": 7, **found}
+        for headers, found in ((HEADERS, {"x_user": "me", "my-x_lane": "fast"}), ({}, {})):
+            assert said(over_http, tritonclient.http, headers) == {"own": 7, **found}
+
+
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
+def test_a_header_of_the_name_of_a_parameter_that_means_something_is_refused(tmp_path: Path, front: str) -> None:
+    python_model(tmp_path, "tells", TELLS, TENSORS)
+    with (serving(tmp_path, grpc_front=front, forwarded=dict.fromkeys(("HTTP", "gRPC"), re.compile(""))) as server,
+          tritonclient.grpc.InferenceServerClient(server.address) as over_grpc,
+          tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as over_http):
+        for client, library in ((over_grpc, tritonclient.grpc), (over_http, tritonclient.http)):
+            tensor = library.InferInput("x", [1], "FP32")
+            tensor.set_data_from_numpy(np.zeros(1, np.float32))
+            for name in ("sequence_id", "priority", "headers", "triton_x"):
+                with pytest.raises(InferenceServerException, match=f"Header '{name}' is reserved for Triton usage"):
+                    client.infer("tells", [tensor], headers={name: "1"})
+            client.infer("tells", [tensor], headers={"x": "1"})
+
+
+def test_a_python_model_has_parameters_of_every_type_that_a_client_sends(tmp_path: Path) -> None:
+    python_model(tmp_path, "tells", TELLS, TENSORS)
+    parameters = {"a": 0.5, "b": True, "c": "d", "e": -1}
+    with (serving(tmp_path) as server,
+          tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as over_http):
+        with tritonclient.grpc.InferenceServerClient(server.address) as over_grpc:
+            tensor = tritonclient.grpc.InferInput("x", [1], "FP32")
+            tensor.set_data_from_numpy(np.zeros(1, np.float32))
+            answer = over_grpc.infer("tells", [tensor], parameters=parameters)
+        assert json.loads(answer.as_numpy("said")[0]) == parameters
+        tensor = tritonclient.http.InferInput("x", [1], "FP32")
+        tensor.set_data_from_numpy(np.zeros(1, np.float32))
+        parameters |= {"f": [1, None], "g": {"h": 2 ** 64}}
+        answer = over_http.infer("tells", [tensor], parameters=parameters)
+        assert json.loads(answer.as_numpy("said")[0]) == parameters
