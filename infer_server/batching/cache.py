@@ -1,15 +1,18 @@
 """Responses kept by what was asked: model, version, outputs and the bytes of all inputs. Bounded in bytes."""
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.batching.request import Arrays, Request
+from infer_server.batching.request import Arrays, Outputs, Request
+from infer_server.batching.statistics import Failure, Statistics
 
 _OVERHEAD_BYTES = 512           # of an entry, beside its arrays
 
@@ -52,9 +55,47 @@ class ResponseCache:
                 self._bytes -= self._entries.pop(key)[1]
 
 
+class CachedResponses:
+    """The responses of one model in the cache. Belongs to the event loop."""
+
+    def __init__(self, cache: ResponseCache, statistics: Statistics, prefix: bytes) -> None:
+        """prefix: of the keys of this model, and of no other."""
+        self._cache, self._statistics, self._prefix = cache, statistics, prefix
+
+    def answers(self, request: Request, revision: bytes) -> bool:
+        """Answers a request from the cache; False: its response will be kept there. revision: begins with the prefix;
+        another one finds nothing."""
+        begun_ns = time.monotonic_ns()
+        key = key_of(revision, request)
+        outputs, encode = self._cache.get(key), request.encode
+        if outputs is not None:
+            response = encode(outputs)
+            took_ns = time.monotonic_ns() - begun_ns
+            if isinstance(response, Exception):         # it has no room where its client wants it, for one
+                self._statistics.failed(Failure.BACKEND, took_ns)
+            else:
+                self._statistics.looked_up(True, took_ns)
+            asyncio.get_running_loop().call_soon(request.finish, response)
+            return True
+
+        def keep(computed: Arrays) -> Any:
+            if not isinstance(computed, Outputs):       # not whole, or more than its arrays
+                self._cache.put(key, computed)
+            return encode(computed)
+
+        request.encode = keep
+        self._statistics.looked_up(False, time.monotonic_ns() - begun_ns)
+        return False
+
+    def drop(self) -> None:
+        """Forgets them."""
+        self._cache.drop(self._prefix)
+
+
 def key_of(prefix: bytes, request: Request) -> bytes:
     """What equal requests have in common, behind a prefix that says whose they are."""
-    digest = hashlib.blake2b(repr(request.outputs).encode(), digest_size=20)
+    beside = request.outputs, sorted(request.parameters.items())    # a Python model's answer may follow from these
+    digest = hashlib.blake2b(repr(beside).encode(), digest_size=20)
     for name in sorted(request.inputs):
         array = request.inputs[name]
         digest.update(f"{name} {array.dtype} {array.shape};".encode())

@@ -49,24 +49,21 @@ def _copied(computed: Arrays) -> Arrays:
     return {name: array.copy() for name, array in computed.items()}
 
 
-def _placing(context: ExecutionContext) -> PlacesTensors | None:
-    """The context, if it may read requests' own memory. Not by isinstance: to ask a protocol takes 10 us."""
-    return cast(PlacesTensors, context) if getattr(context, "in_place", ()) else None
-
-
 class EngineExecutor:
     """One execution context; belongs to the thread that executes."""
 
     def __init__(self, context: ExecutionContext, outputs: Sequence[str], max_batch: int,
-                 is_open: bool = False, gpu: int | None = None) -> None:
+                 is_open: bool = False, gpu: int | None = None, is_mixed: bool = False) -> None:
         """max_batch: of the engine; 0: it has no batch axis. is_open: shapes differ from batch to batch. gpu: that it
-        executes on; None: the CPU."""
+        executes on; None: the CPU. is_mixed: not all tensors have the batch axis in front, and no requests share a
+        batch."""
         self._context = context
         self._outputs = outputs
-        self._batched = max_batch > 0               # tensors have a leading batch axis
+        self._counts = max_batch > 0                # the context is told how many items there are
+        self._batched = self._counts and not is_mixed       # tensors have a leading batch axis
         self._max_batch = max_batch
-        self._is_open, self._gpu = is_open, gpu
-        self._placing = _placing(context)           # at the shapes that it has now
+        self._is_open, self._gpu, self._lends = is_open, gpu, not is_mixed
+        self._placing = self._placing_of(context)   # at the shapes that it has now
 
     def close(self) -> None:
         self._context.close()
@@ -77,18 +74,21 @@ class EngineExecutor:
             return self._execute_in_pieces(batch[0])
         started_ns = time.monotonic_ns()
         context = self._context.at(self._shapes(batch[0], items)) if self._is_open else self._context
-        placed = self._gather(context, batch, items)
-        there = [self._in_rooms(context, request, items) if request.rooms else _NOWHERE for request in batch]
+        slots = items or 1 if self._counts else 1
+        if not items:
+            self._blank(context, batch[0])
+        placed = self._gather(context, batch, slots)
+        there = [self._in_rooms(context, request, slots) if request.rooms else _NOWHERE for request in batch]
         for name in {name for mine in there for name in mine}:
             placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
         copied_ns = time.monotonic_ns()
         if placed:
-            cast(PlacesTensors, context).execute_with(items, placed)
+            cast(PlacesTensors, context).execute_with(slots, placed)
         else:
-            context.execute(items)
+            context.execute(slots)
         computed_ns = time.monotonic_ns()
-        outcomes = self._scatter(context, batch, items, there)
-        return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
+        outcomes = self._scatter(context, batch, slots, there)
+        return outcomes, BatchExecution(items or 1, batch[0].enqueued_ns, started_ns, copied_ns, computed_ns,
                                         time.monotonic_ns(), self._gpu)
 
     def _execute_in_pieces(self, request: Request) -> tuple[list[Outcome], BatchExecution]:
@@ -110,16 +110,27 @@ class EngineExecutor:
         return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
                                          started_ns + copying_ns + computing_ns, time.monotonic_ns(), self._gpu)
 
+    def _placing_of(self, context: ExecutionContext) -> PlacesTensors | None:
+        """The context, if it may read requests' own memory. Not by isinstance: to ask a protocol takes 10 us."""
+        lends = self._lends and bool(getattr(context, "in_place", ()))
+        return cast(PlacesTensors, context) if lends else None
+
+    def _blank(self, context: ExecutionContext, request: Request) -> None:
+        """Zeros as the one item that is executed for a request of none: it tells the shapes of the outputs."""
+        for name in request.inputs:
+            slot = context.input(name, 1)
+            slot[...] = np.zeros((), slot.dtype)
+
     def _shapes(self, request: Request, items: int) -> dict[str, tuple[int, ...]]:
         """Those of the batch's inputs: all its requests have the same, but for their items."""
-        return {name: (items, *array.shape[1:]) if self._batched else array.shape
+        return {name: (items or 1, *array.shape[1:]) if self._batched else array.shape
                 for name, array in request.inputs.items()}
 
     def _gather(self, context: ExecutionContext, batch: list[Request], items: int) -> dict[str, list[Any]]:
         """Copies the requests' inputs side by side into the context, but for what is taken where it lies: that, by
         name; see PlacesTensors."""
         placed: dict[str, list[Any]] = {}
-        placing = _placing(context) if self._is_open else self._placing
+        placing = self._placing_of(context) if self._is_open else self._placing
         for name in batch[0].inputs:
             slots = context.input(name, items)
             reader = placing if placing and name in placing.in_place else None

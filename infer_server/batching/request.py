@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -47,8 +48,8 @@ class StreamReply(Reply, Protocol):
     """A reply that takes any number of responses, as models of the decoupled transaction policy have them: part() for
     each, then end(); or fail(). Of other models it gets one send()."""
 
-    def part(self, response: Any) -> None:
-        """A response; more may come."""
+    def part(self, response: Any, is_last: bool = False) -> None:
+        """A response; more may come, unless it says itself that it is the last."""
 
     def end(self) -> None:
         """There are no more, and may have been none."""
@@ -105,11 +106,18 @@ class Request:
     enqueued_ns: int = 0                        # the rest by the batcher
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
     level: int = 0                              # of the queue's priority levels
+    responded_ns: int = 0                       # by part(): the first of several responses was handed on
 
-    def part(self, response: Any) -> None:
-        """Hands on one of several responses, on the event loop; more may come."""
+    def part(self, response: Any, is_last: bool = False) -> None:
+        """Hands on one of several responses, on the event loop; see StreamReply."""
         if not self.reply.gone and isinstance(self.reply, StreamReply):
-            self.reply.part(response)
+            self.responded_ns = self.responded_ns or time.monotonic_ns()
+            self.reply.part(response, is_last)
+
+    @property
+    def responding_ns(self) -> int:
+        """How long it has been responding; 0 for one that has one response."""
+        return time.monotonic_ns() - self.responded_ns if self.responded_ns else 0
 
     def finish(self, result: Any) -> None:
         """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""

@@ -25,6 +25,7 @@ from infer_server.errors import InvalidRequestError, ServeError
 from infer_server.workers import post
 
 _LARGEST_ID = (1 << 64) - 1         # that the protocols have
+_LOOKS = 50                         # for idle sequences, at most, in the time that one may be idle
 
 
 class ControlKind(Enum):
@@ -190,8 +191,14 @@ class Sequences:
         self._without_place.append(sequence)
         self._give_places()
         if self._timer is None:
-            self._timer = self._loop.call_later(self._policy.idle_us / 1e6, self._end_idle)
+            self._look_after(self._policy.idle_us * 1000)
         return sequence
+
+    def _look_after(self, ns: int) -> None:
+        """Sets the timer for the next look at what is idle, so many nanoseconds from now. It is not set more often than
+        _LOOKS times in the longest idle time, for a look goes through all sequences."""
+        least_ns = self._policy.idle_us * 1000 // _LOOKS
+        self._timer = self._loop.call_later(max(ns, least_ns) / 1e9, self._end_idle)
 
     def _give_places(self) -> None:
         while self._without_place:
@@ -249,11 +256,17 @@ class Sequences:
     def _end_idle(self) -> None:
         """Ends the sequences whose clients have sent nothing for too long."""
         self._timer = None
-        limit_ns = time.monotonic_ns() - self._policy.idle_us * 1000
+        now_ns = time.monotonic_ns()
+        limit_ns = now_ns - self._policy.idle_us * 1000
+        first_ns = now_ns               # when the one of those that stay was used that will be idle for too long first
         for sequence in list(self._active.values()):
-            if not sequence.waiting and not sequence.executing and sequence.used_ns <= limit_ns:
+            if sequence.waiting or sequence.executing:
+                continue
+            if sequence.used_ns <= limit_ns:
                 sequence.ended = True
                 del self._active[sequence.id]
                 self._release_if_done(sequence)
+            else:
+                first_ns = min(first_ns, sequence.used_ns)
         if self._active:
-            self._timer = self._loop.call_later(self._policy.idle_us / 1e6, self._end_idle)
+            self._look_after(first_ns - limit_ns)

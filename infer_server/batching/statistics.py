@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import sub
 from typing import NamedTuple
 
 from infer_server.observing.closing import FREE, REASONS
@@ -19,6 +20,7 @@ from infer_server.observing.latencies import Latencies
 
 ANSWERED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)     # bounds of a histogram
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+OF_CACHE = ("cache_hit", "cache_miss")
 
 
 class Failure(Enum):
@@ -64,12 +66,13 @@ class Counters(BatchStatistics):
     success: Duration = field(default_factory=Duration)
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
     fail: Duration = field(default_factory=Duration)
+    responding_ns: int = 0                      # of successes, between their first and their last responses
     queue: Duration = field(default_factory=Duration)
     cache_hit: Duration = field(default_factory=Duration)       # looking up what was there, and encoding it
     cache_miss: Duration = field(default_factory=Duration)      # ... and what was not
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
     devices: dict[int | None, Executions] = field(default_factory=dict)     # by GPU; None: the CPU
-    answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time that it took
+    answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time to the first
     closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
 
 
@@ -82,6 +85,7 @@ class BatchExecution(NamedTuple):
     computed_ns: int
     encoded_ns: int                             # its responses are ready
     gpu: int | None = None                      # that it was executed on; None: the CPU
+    apart_ns: tuple[int, ...] = ()              # when those of its requests were queued that are answered apart from it
 
 
 class Statistics:
@@ -90,12 +94,13 @@ class Statistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = Counters()
-        self._latencies = {phase: Latencies() for phase in PHASES}
+        self._latencies = {phase: Latencies() for phase in (*PHASES, *OF_CACHE)}
 
-    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int], closed: str = FREE) -> None:
+    def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int], closed: str = FREE,
+                 responding_ns: Sequence[int] = ()) -> None:
         """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued;
-        closed: why there were no more in it."""
-        e, c, requests = execution, self._counters, len(enqueued_ns)
+        closed: why there were no more in it; responding_ns: see answered()."""
+        e, c, requests = execution, self._counters, len(enqueued_ns) + len(execution.apart_ns)
         with self._lock:
             c.closed[closed] += 1
             batch = c.batches.get(e.items)
@@ -107,10 +112,10 @@ class Statistics:
             device = c.devices.setdefault(e.gpu, Executions())
             device.items += e.items
             device.batches += 1
-            waited_ns = [e.started_ns - since_ns for since_ns in enqueued_ns]
+            waited_ns = [e.started_ns - since_ns for since_ns in (*enqueued_ns, *e.apart_ns)]
             c.queue.add(requests, sum(waited_ns))
             self._latencies["queue"].add(waited_ns, 1, e.encoded_ns)
-            self._answered([e.encoded_ns - since_ns for since_ns in enqueued_ns], e.encoded_ns)
+            self._answered([e.encoded_ns - since_ns for since_ns in enqueued_ns], e.encoded_ns, responding_ns)
             for phase, total, of_size, ns in (
                     ("compute_input", c.compute_input, batch.compute_input, e.copied_ns - e.started_ns),
                     ("compute_infer", c.compute_infer, batch.compute_infer, e.computed_ns - e.copied_ns),
@@ -123,22 +128,26 @@ class Statistics:
 
     def looked_up(self, hit: bool, ns: int) -> None:
         """Counts a look into the cache of responses. A hit is a success, and no execution."""
+        now_ns = time.monotonic_ns()
         with self._lock:
+            self._latencies["cache_hit" if hit else "cache_miss"].add((ns,), 1, now_ns)
             if hit:
                 self._counters.cache_hit.add(1, ns)
-                self._answered((ns,), time.monotonic_ns())
+                self._answered((ns,), now_ns)
             else:
                 self._counters.cache_miss.add(1, ns)
 
-    def answered(self, enqueued_ns: Sequence[int], now_ns: int) -> None:
-        """Counts requests whose last responses came after the execution that began them."""
+    def answered(self, enqueued_ns: Sequence[int], now_ns: int, responding_ns: Sequence[int] = ()) -> None:
+        """Counts requests whose last responses came apart from the execution that began them. responding_ns: how long
+        before now their first ones came; empty: they had one each."""
         with self._lock:
-            self._answered([now_ns - since_ns for since_ns in enqueued_ns], now_ns)
+            self._answered([now_ns - since_ns for since_ns in enqueued_ns], now_ns, responding_ns)
 
-    def _answered(self, times_ns: Sequence[int], now_ns: int) -> None:
+    def _answered(self, times_ns: Sequence[int], now_ns: int, responding_ns: Sequence[int] = ()) -> None:
         self._counters.success.add(len(times_ns), sum(times_ns))
+        self._counters.responding_ns += sum(responding_ns)
         answered = self._counters.answered
-        for ns in times_ns:
+        for ns in map(sub, times_ns, responding_ns) if responding_ns else times_ns:
             answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
         self._latencies["request"].add(times_ns, 1, now_ns)
 

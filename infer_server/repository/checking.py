@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from infer_server.config.config import ModelConfig
 from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
 from infer_server.config.kinds import Kind
+from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
-from infer_server.repository.folders import Source, labels_file, read_model
+from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
+from infer_server.repository.kinds.ensemble_check import check_maps, check_tensors
 from infer_server.repository.kinds.warmup import inputs_of
 from infer_server.repository.places import Place
 
@@ -37,21 +40,26 @@ def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
             found[place] = place.names()
         except RepositoryError as error:
             yield Remark(str(place), str(error), True)
-    names = sorted({name for each in found.values() for name in each})
     owner: dict[str, Place] = {}
+    served: dict[str, list[Source]] = {}
+    remarks: dict[tuple[Place, str], list[Remark]] = {}
     for place, models in found.items():
         for name in models:
-            remarks = _remarks(place, name, names, kind_gpu)
+            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu)
             if name in owner:
-                remarks.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
+                of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = place
-            yield from remarks or [Remark(name, "ok")]
+    of_steps = _of_ensembles(served, {
+        remark.model for each in remarks.values() for remark in each if remark.is_error})
+    for (_, name), of_model in remarks.items():
+        yield from [*of_model, *of_steps.get(name, ())] or [Remark(name, "ok")]
 
 
-def _remarks(place: Place, name: str, names: Sequence[str], kind_gpu: str) -> list[Remark]:
+def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu: str) -> list[Remark]:
+    """served: is given the versions of the model that are to be, where they can be read."""
     try:
         with place.outline(name) as folder:
-            return list(_check_model(folder, name, names, kind_gpu, place.outlines_models))
+            return list(_check_model(folder, name, served, kind_gpu, place.outlines_models))
     except (ServeError, OSError) as error:
         return [Remark(name, str(error), True)]
     except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
@@ -59,14 +67,16 @@ def _remarks(place: Place, name: str, names: Sequence[str], kind_gpu: str) -> li
         return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
-def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: str, has_models: bool
+def _check_model(repository: Path, name: str, served: dict[str, list[Source]], kind_gpu: str, has_models: bool
                  ) -> Iterator[Remark]:
     try:
         sources = read_model(repository, name)
+        check_name(sources[0].config.name, name)
     except RepositoryError as error:
         for reason in error.args:
             yield Remark(name, reason, True)
         return
+    served[name] = sources
     config = sources[0].config
     for notice in config.notices:
         yield Remark(name, notice)
@@ -74,12 +84,51 @@ def _check_model(repository: Path, name: str, names: Sequence[str], kind_gpu: st
         yield from _of_gpus(sources[0], name, kind_gpu, has_models)
     for source in sources:
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
-            yield Remark(name, f"{source.file.relative_to(repository)}: no such file", True)
+            yield Remark(name, no_such_file(source, source.file.relative_to(repository)), True)
     yield from _missing_files(sources[0], repository / name)
-    for number, step in enumerate(config.steps):
-        if step.model not in names:
-            yield Remark(name, f"ensemble_scheduling: step {number}: there is no model '{step.model}'."
-                               f"{nearest(step.model, names)}", True)
+
+
+def _of_ensembles(served: Mapping[str, Sequence[Source]], unserved: set[str]) -> dict[str, list[Remark]]:
+    """unserved: models of which an error is said; more of them may be ensembles, and so on."""
+    while True:
+        found = {name: list(_of_steps(name, served, unserved)) for name in served}
+        more = {name for name, remarks in found.items() if any(remark.is_error for remark in remarks)} - unserved
+        if not more:
+            return found
+        unserved = unserved | more
+
+
+def _of_steps(name: str, served: Mapping[str, Sequence[Source]], unserved: Set[str]) -> Iterator[Remark]:
+    """Of an ensemble: what it asks for that no model of the repository has, and what its models differ about."""
+    known: list[ModelConfig | None] = []
+    for number, step in enumerate(served[name][0].config.steps):
+        known.append(None)
+        where = f"ensemble_scheduling: step {number}"
+        if step.model in unserved:
+            yield Remark(name, f"{where}: model '{step.model}' will not be served, see there", True)
+            continue
+        if step.model not in served:
+            yield Remark(name, f"{where}: there is no model '{step.model}'.{nearest(step.model, list(served))}", True)
+            continue
+        sources = served[step.model]
+        versions = [str(source.version) for source in sources]
+        if step.version and step.version not in versions:
+            yield Remark(name, f"{where}: model_version: version {step.version} of model '{step.model}' is not served, "
+                               f"but {', '.join(versions)}; write one of these, model_version: -1 for the highest, or "
+                               f"another version_policy for '{step.model}'", True)
+            continue
+        source = sources[versions.index(step.version) if step.version else 0]
+        config = source.config
+        try:
+            check_maps(number, step, config, is_whole=False)
+        except ModelConfigError as error:       # what an engine's configuration leaves out comes from its model
+            yield Remark(name, str(error), config.kind is not Kind.ENGINE)
+        if config.kind is Kind.ENSEMBLE or source.message.HasField("max_batch_size"):
+            known[-1] = config
+    try:
+        check_tensors(served[name][0].config, known)
+    except ModelConfigError as error:
+        yield Remark(name, str(error), True)
 
 
 def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iterator[Remark]:

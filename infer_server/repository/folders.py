@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError
 from protos import model_config
 
+log = logging.getLogger(__name__)
 FILENAMES = ("model.plan", "model.onnx", "model.py")    # the first that is there is served
 
 
@@ -30,7 +32,7 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        return self.file.parent.parent
+        return self.file.parents[1 + self.config.default_filename.count("/")]
 
     @property
     def is_onnx(self) -> bool:
@@ -85,25 +87,46 @@ def read_model(repository: Path, name: str, message: model_config.ModelConfig | 
     if not message.backend and not message.platform and not message.HasField("ensemble_scheduling") and any(
             folder.glob("[1-9]*/model.py")):
         message.backend = Kind.PYTHON.value
-    config = from_message(message)
+    config = from_message(message, is_complete=False)
+    numbers = _versions(folder)
     if config.kind is Kind.ENSEMBLE and not config.default_filename:
-        return [Source(name, 1, folder / "1" / CONFIG, message, config)]
-    numbers = [int(path.name) for path in folder.iterdir() if path.is_dir() and _is_version(path.name)]
+        return [Source(name, number, folder / str(number) / CONFIG, message, config)
+                for number in config.versions.choose(numbers or [1])]       # there is nothing in its folders
     if not numbers:
         raise RepositoryError(f"{folder} has no version: expected a folder named by a number, such as 1, with "
                               f"{' or '.join(FILENAMES)}")
-    return [Source(name, number, folder / str(number) / _filename(folder / str(number), config), message, config)
-            for number in config.versions.choose(numbers)]
+    chosen = config.versions.choose(numbers)
+    if missing := sorted(set(config.versions.specific) - set(chosen)):
+        log.warning("%s: version_policy asks for versions %s, too, which are not there", name, missing)
+    return [Source(name, number, folder / str(number) / _filename(folder / str(number), config, message), message,
+                   config) for number in chosen]
+
+
+def _versions(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir() if path.is_dir() and _is_version(path.name)]
 
 
 def _is_version(name: str) -> bool:
     return name.isascii() and name.isdecimal() and not name.startswith("0")
 
 
-def _filename(folder: Path, config: ModelConfig) -> str:
+def _filename(folder: Path, config: ModelConfig, message: model_config.ModelConfig) -> str:
     if config.default_filename:
         return config.default_filename
     if config.kind is Kind.PYTHON:
         return "model.py"
-    # Where neither is there, loading this version fails by the first name, and its siblings are not harmed.
-    return next((name for name in FILENAMES if (folder / name).exists()), FILENAMES[0])
+    # Where none is there, loading this version fails by the name that is looked for, and its siblings are not harmed.
+    plan, onnx, _ = FILENAMES
+    return next((name for name in (plan, onnx) if (folder / name).exists()),
+                onnx if "onnx" in message.backend + message.platform else plan)
+
+
+def no_such_file(source: Source, file: Path) -> str:
+    """What is said of the file of a model that is not there, and of one that may be meant. file: as it is called."""
+    folder = source.file.parent
+    other = ""
+    if source.config.kind is Kind.ENGINE and (folder / "model.py").exists():
+        other = '; there is a model.py: write backend: "python" if that is the model'
+    elif source.config.kind is Kind.ENGINE and len(found := list(folder.glob("*.onnx"))) == 1:
+        other = f'; there is {found[0].name}: write default_model_filename: "{found[0].name}" if that is the model'
+    return f"{file}: no such file{other}"

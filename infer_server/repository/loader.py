@@ -20,7 +20,7 @@ from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
-from infer_server.repository.folders import Source, read_labels
+from infer_server.repository.folders import Source, no_such_file, read_labels
 from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
@@ -61,16 +61,16 @@ class Loader:
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
         if source.config.kind is Kind.ENSEMBLE:
-            return self._guarded(source, lambda: EnsembleModel(source, self.find))
+            return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find)))
         if not source.file.exists():
-            raise RepositoryError(f"{source.file}: no such file")
+            raise RepositoryError(no_such_file(source, source.file))
         if source.config.kind is Kind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: PythonModel(
                 source, self.loop, self.find, self.limiter, self.custom_metrics, self.control)))
         return self._cached(source, self._guarded(
             source, lambda: self._engine_model(replace(source, message=message), gpus)))
 
-    def _cached(self, source: Source, model: QueuedModel) -> Model:
+    def _cached(self, source: Source, model: Model) -> Model:
         if source.config.cached:
             model.use_cache(self.cache)
         return model
@@ -123,7 +123,7 @@ class Loader:
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
             model = load()
-            model.labels = read_labels(source)
+            model.labels = {**model.labels, **read_labels(source)}
             return model
         except RepositoryError:
             raise

@@ -12,10 +12,10 @@ from typing import Any
 from infer_server.backend import Gpu
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
-from infer_server.batching.cache import ResponseCache, key_of
+from infer_server.batching.cache import CachedResponses, ResponseCache
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import AGAIN, NO_MORE, Arrays, Outcome, Outputs, Request
+from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
@@ -36,7 +36,6 @@ class Model(ABC):
 
     submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
     """
-    platform: str                       # what executes it
     memory_bytes: int = 0               # about what it holds; 0 where that is not known
     device_bytes: Mapping[int | None, int] = MappingProxyType({})   # the same by GPU; None: in the host's memory
     gpus: Sequence[Gpu] = ()            # that instances of it execute on
@@ -55,11 +54,42 @@ class Model(ABC):
         self.signature = signature
         self.statistics = Statistics()
         self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests
+        self._key = f"{name}/{version} {next(_LOADS)} ".encode()
+        self._cached: CachedResponses | None = None
+
+    def use_cache(self, cache: ResponseCache) -> None:
+        """Keeps its responses there, by the contents of requests. Before the first request."""
+        self._cached, self.reached = CachedResponses(cache, self.statistics, self._key), frozenset()
+
+    @property
+    def platform(self) -> str:
+        """What executes it, as its configuration calls that."""
+        return self.config_message.platform or self.config_message.backend
+
+    @property
+    def revision(self) -> bytes:
+        """What is another one when the model is loaded again."""
+        return self._key
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether requests have any number of responses."""
+        return self.config.decoupled
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a request has one response, and equal ones have equal: what is cached counts on it."""
+        return not self.config.decoupled and self.config.sequences is None
 
     @property
     @abstractmethod
     def pending(self) -> int:
         """The number of requests that wait to be executed."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has requests that would fail without it."""
+        return self.pending > 0
 
     @abstractmethod
     def submit(self, request: Request) -> None:
@@ -75,6 +105,10 @@ class Model(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Executes what waits, accepts nothing more, and ends what executes."""
+
+    async def is_ready(self) -> bool:
+        """Whether a model that is loaded says so itself, or those do that it asks."""
+        return True
 
     def failed(self, request: Request, reason: Failure) -> None:
         self.statistics.failed(reason, time.monotonic_ns() - request.received_ns)
@@ -96,13 +130,6 @@ class QueuedModel(Model):
         self._sequences = Sequences(name, config.sequences.policy, self.queues, loop, self._refuse_one) if (
             config.sequences) else None
         self._instances: list[Instance] = []
-        self._cache: ResponseCache | None = None
-        self._cache_key = f"{name}/{version} {next(_LOADS)} ".encode()
-
-    def use_cache(self, cache: ResponseCache) -> None:
-        """Keeps its responses there, by the contents of requests. Before the first request."""
-        self._cache, self.reached = cache, frozenset()
-
     @property
     def pending(self) -> int:
         return sum(len(queue.batcher) for queue in self.queues) + (self._sequences.waiting if self._sequences else 0)
@@ -137,7 +164,7 @@ class QueuedModel(Model):
             self._instances.append(instance)
 
     def submit(self, request: Request) -> None:
-        if self._cache and self._is_cached(request, self._cache):
+        if self._cached and self._cached.answers(request, self.revision):
             return
         try:
             if self._sequences:
@@ -165,30 +192,10 @@ class QueuedModel(Model):
             queue.batcher.close()
         for instance in self._instances:
             instance.join()
-        if self._cache:
-            self._cache.drop(self._cache_key)
+        if self._cached:
+            self._cached.drop()
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
-
-    def _is_cached(self, request: Request, cache: ResponseCache) -> bool:
-        """Answers a request from the cache; False: its response will be kept there."""
-        begun_ns = time.monotonic_ns()
-        key = key_of(self._cache_key, request)
-        outputs, encode = cache.get(key), request.encode
-        if outputs is not None:
-            response = encode(outputs)
-            self.statistics.looked_up(True, time.monotonic_ns() - begun_ns)
-            self._loop.call_soon(request.finish, response)
-            return True
-
-        def keep(computed: Arrays) -> Any:
-            if not isinstance(computed, Outputs):       # not whole, or more than its arrays
-                cache.put(key, computed)
-            return encode(computed)
-
-        request.encode = keep
-        self.statistics.looked_up(False, time.monotonic_ns() - begun_ns)
-        return False
 
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Hands out what an execution gave, from any thread: nothing, where responses were sent one by one. None: it
@@ -230,7 +237,7 @@ class QueuedModel(Model):
         Requests that were cancelled meanwhile, or whose deadline has passed, are not counted as successes.
         """
         now_ns = time.monotonic_ns()
-        enqueued_ns = []
+        enqueued_ns, responding_ns = [], []
         for request, result in outcomes:
             if request.trace and execution:
                 request.trace.executed(request.enqueued_ns, execution)
@@ -244,6 +251,8 @@ class QueuedModel(Model):
                     result = DeadlineExceededError(f"Deadline Exceeded: it passed while model '{self.name}' executed")
                 else:
                     enqueued_ns.append(request.enqueued_ns)
+                    if self.config.decoupled:
+                        responding_ns.append(request.responding_ns)
                 request.end(result)
             if self._sequences:
                 self._sequences.finished(request)
@@ -251,10 +260,10 @@ class QueuedModel(Model):
             batching = self.config.batching
             self.statistics.executed(execution, enqueued_ns, why_closed(
                 execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
-                batching.preferred_batch_sizes, batching.max_queue_delay_us))
+                batching.preferred_batch_sizes, batching.max_queue_delay_us), responding_ns)
             self.measured(execution.items, now_ns - execution.started_ns)
         elif enqueued_ns:
-            self.statistics.answered(enqueued_ns, now_ns)
+            self.statistics.answered(enqueued_ns, now_ns, responding_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
         """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""

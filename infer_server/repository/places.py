@@ -10,6 +10,8 @@ from pathlib import Path
 from infer_server.config.paths import is_name
 from infer_server.errors import RepositoryError, UnknownModelError
 
+AMBIGUOUS = "model appears in two or more repositories"         # Triton's word for it
+
 
 class Place(ABC):
     """Folders <model>/<version>/<file>. Its methods block, and are called on any thread."""
@@ -87,8 +89,9 @@ class LocalFolder(Place):
 
 
 def names_in(places: Iterable[Place]) -> list[str]:
-    """The models of several places. Raises RepositoryError if one cannot be read."""
-    return sorted({name for place in places for name in place.names()})
+    """The models of several places, as often as there is a place that has them. Raises RepositoryError if one cannot
+    be read."""
+    return [name for place in places for name in place.names()]
 
 
 def place_of(places: Sequence[Place], name: str) -> Place:
@@ -98,6 +101,5 @@ def place_of(places: Sequence[Place], name: str) -> Place:
         raise UnknownModelError(f"model '{name}' is not in the repository: there is no folder {name} in "
                                 f"{', '.join(map(str, places))}")
     if len(found) > 1:
-        raise RepositoryError(f"model '{name}' is in {' and in '.join(map(str, found))}: names of models must be "
-                              "unique; rename one of them")
+        raise RepositoryError(f"{AMBIGUOUS}: '{name}' is in {' and in '.join(map(str, found))}; rename one of them")
     return found[0]

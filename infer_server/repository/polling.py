@@ -29,6 +29,7 @@ class Poller:
         self._loaded: dict[str, Hashable] = {}          # as they were when they were loaded, or could not be
         self._seen: Mapping[str, Hashable] = {}         # as they were at the last look
         self._reported = ""
+        self.has_looked = False                         # and could read all places
 
     async def begin(self) -> None:
         """To be called before the models are first loaded."""
@@ -74,5 +75,7 @@ class Poller:
             log.exception("polling failed")
 
     async def _look(self) -> Mapping[str, Hashable]:
-        return await in_daemon_thread(lambda: {name: place.fingerprint(name)
-                                               for place in self._places for name in place.names()})
+        found = await in_daemon_thread(lambda: {name: place.fingerprint(name)
+                                                for place in self._places for name in place.names()})
+        self.has_looked = True
+        return found

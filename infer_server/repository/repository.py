@@ -28,13 +28,14 @@ from infer_server.protocol.parameters import digits
 from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
-from infer_server.repository.places import Place, names_in, place_of
+from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
 from infer_server.workers import in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+LOAD_FAILED = "load failed for model"       # Triton's words for what was found, and could not be loaded
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
 _LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
 _READS = 16             # likewise, of folders, or copies of them: of thousands of models, not thousands of threads
@@ -78,6 +79,7 @@ class Repository:
         self._users = Counter[str]()                        # of each lock
         self._drains = set[asyncio.Future[None]]()          # that are under way
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
+        self._needed = Counter[str]()                       # by ensembles that are being loaded
         self._awaited = defaultdict[str, Counter[str]](Counter) # by models that wait for others to be loaded: which
         self._loads, self._reads = asyncio.Semaphore(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
@@ -93,13 +95,13 @@ class Repository:
     def find(self, name: str, version: str = "") -> Model:
         """A ready model: the version asked for, else the highest ready one.
 
-        Raises UnknownModelError, UnavailableError with the reason, InvalidRequestError for a version that is no number.
+        Raises UnknownModelError: it is not there, or none of its versions is, or will be, with the reason;
+        UnavailableError for one that may yet be; InvalidRequestError for a version that is no number.
         """
         statuses = self._versions.get(name)
         if statuses is None:
-            if name in self._reasons:
-                raise UnavailableError(f"model '{name}' is not ready: {self._reasons[name]}")
-            raise UnknownModelError(f"Request for unknown model: '{name}' is not found")
+            why = f"has no available versions: {self._reasons[name]}" if name in self._reasons else "is not found"
+            raise UnknownModelError(f"Request for unknown model: '{name}' {why}")
         if version:
             number = digits(version)
             if number is None:
@@ -110,20 +112,28 @@ class Repository:
                 raise UnknownModelError(
                     f"Request for unknown model: '{name}' version {version} is not found; it has {known}")
             if status.model is None:
-                raise UnavailableError(_not_ready(f"model '{name}' version {version}", status))
+                raise UnavailableError(f"Request for unknown model: '{name}' version {version} is not at ready state: "
+                                       f"{_why(status)}")
             return status.model
         for status in statuses.values():        # highest first
             if status.model is not None:
                 return status.model
-        raise UnavailableError(_not_ready(f"model '{name}'", next(iter(statuses.values()))))
+        highest = next(iter(statuses.values()))
+        error = UnknownModelError if highest.state is State.UNAVAILABLE else UnavailableError
+        raise error(f"Request for unknown model: '{name}' has no available versions: {_why(highest)}")
 
     def versions(self, name: str) -> list[int]:
         """The ready versions of a model."""
         return sorted(number for number, status in self._versions.get(name, {}).items() if status.model is not None)
 
     def models(self) -> list[Model]:
-        """All models that are ready."""
-        return [status.model for statuses in self._versions.values() for status in statuses.values() if status.model]
+        """All models that are ready, the versions of each in order."""
+        return [status.model for statuses in self._versions.values()
+                for _, status in sorted(statuses.items()) if status.model]
+
+    def needed(self) -> set[str]:
+        """The models that ensembles call which are being loaded."""
+        return set(self._needed)
 
     def failures(self) -> dict[str, str]:
         """Why models that were to be served are not, by "name" or "name version n"."""
@@ -134,7 +144,7 @@ class Repository:
 
     async def names(self) -> list[str]:
         """The models that are there, loaded or not. Raises RepositoryError: a place cannot be read."""
-        return await in_daemon_thread(lambda: names_in(self._places))
+        return sorted(set(await in_daemon_thread(lambda: names_in(self._places))))
 
     async def index(self) -> list[IndexEntry]:
         """Every model in the folder, loaded or not, by name and version."""
@@ -142,7 +152,10 @@ class Repository:
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
         entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
         known = self._versions.keys() | self._reasons.keys()
-        entries += [IndexEntry(name, "", "", "") for name in await self.names() if name not in known]
+        for name, count in Counter(await in_daemon_thread(lambda: names_in(self._places))).items():
+            if name not in known:
+                entries.append(IndexEntry(name, "", "", "") if count == 1 else IndexEntry(
+                    name, "", State.UNAVAILABLE.value, AMBIGUOUS))
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     async def load_all(self, names: Iterable[str] | None = None) -> None:
@@ -185,35 +198,48 @@ class Repository:
     async def _load_from(self, name: str, read: Callable[[], Sequence[Source]],
                          turn: AbstractAsyncContextManager[None]) -> None:
         async with self._alone(name):
+            with ExitStack() as until_loaded:
+                sources = await self._ready_to_load(name, read, turn, until_loaded)
+                await self._load_versions(name, sources, turn)
+
+    async def _ready_to_load(self, name: str, read: Callable[[], Sequence[Source]],
+                             turn: AbstractAsyncContextManager[None], until_loaded: ExitStack) -> Sequence[Source]:
+        """The versions of a model, when what an ensemble calls is there, which stays there until it is loaded. Raises
+        RepositoryError."""
+        try:
+            async with self._reads:
+                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
+            self.unfetched.discard(name)
+            until_loaded.enter_context(self._needing(steps))
+            for step in steps:
+                with self.waiting(name, step):
+                    await self._load_needed(step, turn is not self._loads)
+        except RepositoryError as error:
+            if isinstance(error, FetchError):
+                self.unfetched.add(name)
+            if name not in self._versions:
+                self._reasons[name] = str(error)
+            log.error("model '%s' cannot be loaded: %s", name, error)
+            raise
+        return sources
+
+    async def _load_versions(self, name: str, sources: Sequence[Source],
+                             turn: AbstractAsyncContextManager[None]) -> None:
+        self._reasons.pop(name, None)
+        ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
+        wanted = {source.version: Status(State.LOADING, replaces=bool(ready)) for source in sources}
+        self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
+        failures = []
+        for source in sources:
             try:
-                async with self._reads:
-                    sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
-                self.unfetched.discard(name)
-                for step in steps:
-                    with self.waiting(name, step):
-                        await self._load_needed(step, turn is not self._loads)
+                await self._load_version(source, turn)
             except RepositoryError as error:
-                if isinstance(error, FetchError):
-                    self.unfetched.add(name)
-                if name not in self._versions:
-                    self._reasons[name] = str(error)
-                log.error("model '%s' cannot be loaded: %s", name, error)
-                raise
-            self._reasons.pop(name, None)
-            ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
-            wanted = {source.version: Status(State.LOADING, replaces=bool(ready)) for source in sources}
-            self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
-            failures = []
-            for source in sources:
-                try:
-                    await self._load_version(source, turn)
-                except RepositoryError as error:
-                    failures.append(f"version {source.version}: {error}")
-            if len(failures) < len(sources):        # else what was there before is all there is
-                retired = [self._versions[name].pop(version) for version in ready.keys() - wanted.keys()]
-                await self._drain(status.model for status in retired if status.model)
-            if failures:
-                raise RepositoryError(f"failed to load '{name}': {'; '.join(failures)}")
+                failures.append(f"version {source.version} is at UNAVAILABLE state: {error}")
+        if len(failures) < len(sources):        # else what was there before is all there is
+            retired = [self._versions[name].pop(version) for version in ready.keys() - wanted.keys()]
+            await self._drain(status.model for status in retired if status.model)
+        if failures:
+            raise RepositoryError(f"{LOAD_FAILED} '{name}': {'; '.join(failures)}")
 
     def _read(self, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
         place = place_of(self._places, name)
@@ -251,6 +277,14 @@ class Repository:
             await self.load(name, at_once=at_once)
         except ServeError as error:
             log.debug("a step's model '%s' is not ready: %s", name, error)
+
+    @contextmanager
+    def _needing(self, steps: Sequence[str]) -> Iterator[None]:
+        self._needed.update(steps)
+        try:
+            yield
+        finally:
+            self._needed -= Counter(steps)          # which drops those that are needed no more
 
     @contextmanager
     def waiting(self, name: str, other: str) -> Iterator[None]:
@@ -348,9 +382,13 @@ def _told(read: Callable[[], T]) -> T:
     must not keep the others from being served."""
     try:
         return read()
-    except (OSError, ValueError) as error:
+    except ServeError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError)):
+            log.exception("reading a model failed")             # our bug, which the index and the readiness tell of
         raise RepositoryError(f"{type(error).__name__}: {error}") from error
 
 
-def _not_ready(what: str, status: Status) -> str:
-    return f"{what} is not ready: {status.reason or status.state.value.lower()}"
+def _why(status: Status) -> str:
+    return status.reason or status.state.value.lower()

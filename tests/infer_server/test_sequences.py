@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from tritonclient.utils import InferenceServerException
 
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
+from infer_server.repository.checking import check
+from infer_server.repository.places import LocalFolder
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, write_model
@@ -40,6 +43,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         'initial_state { name: "s" data_type: TYPE_FP32 dims: 4 data_file: "ten" }'))
     (folder / "few" / "initial_state").mkdir()
     np.full(4, 10, np.float32).tofile(folder / "few" / "initial_state" / "ten")
+    write_model(folder, "reshaped", kind="two", config="""max_batch_size: 8
+        input { name: "x" data_type: TYPE_FP32 dims: [2, 2] reshape { shape: 4 } }
+        output { name: "y" data_type: TYPE_FP32 dims: [2, 2] reshape { shape: 4 } }
+        sequence_batching { max_sequence_idle_microseconds: 3600000000
+          state { input_name: "x2" output_name: "sum" data_type: TYPE_FP32 dims: 4 } }""")
     python_model(folder, "told", TOLD, """backend: "python" max_batch_size: 4
         input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "told" data_type: TYPE_FP32 dims: 4 }
         sequence_batching { max_sequence_idle_microseconds: 3600000000
@@ -77,6 +85,16 @@ def test_each_sequence_has_a_state_of_its_own_from_its_start_to_its_end(client: 
     assert ask(client, "sum", "text", 3, start=True) == [3] * 4
     assert ask(client, "sum", "text", 4, start=True) == [4] * 4, "a start begins anew"
     assert [tensor.name for tensor in client.get_model_metadata("sum").inputs] == ["x"]
+
+
+def test_states_that_no_client_sees_are_kept_beside_tensors_of_another_shape_than_the_models(
+        client: triton.InferenceServerClient) -> None:
+    tensor = triton.InferInput("x", [1, 2, 2], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 2, 2), np.float32))
+    for start in (True, False):
+        result = client.infer("reshaped", [tensor], sequence_id=1, sequence_start=start)
+        assert result.as_numpy("y").tolist() == [[[3, 3], [3, 3]]]
+        assert [output.name for output in result.get_response().outputs] == ["y"]
 
 
 def test_a_request_without_a_correlation_id_is_refused(client: triton.InferenceServerClient) -> None:
@@ -121,3 +139,14 @@ def test_iterative_sequences_and_states_are_refused_together() -> None:
     with pytest.raises(ModelConfigError, match=r"keep the state in model\.py"):
         from_message(parsed("""backend: 'python' sequence_batching { iterative_sequence: true
             state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 } }"""))
+
+
+def test_a_model_with_sequences_is_served_beside_a_warm_up(tmp_path: Path) -> None:
+    """Its samples have controls, which no request has: it is executed on zeros."""
+    write_model(tmp_path, "sum", kind="two", config=SUM.format("direct {}", PATIENT, "") + """
+        model_warmup { name: "w" batch_size: 8 inputs { key: "START" value { data_type: TYPE_INT32 dims: 1 } } }""")
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        assert not server.server.failures()
+        assert ask(client, "sum", 1, 2, start=True, end=True) == [2] * 4
+    (said,) = check([LocalFolder(tmp_path)], "cpu")
+    assert "model_warmup: kept" in said.text and not said.is_error

@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from infer_server.backend import Engine, Gpu, PlacesTensors, Shapes, is_open, warm_up
+from infer_server.backend import BATCH, Engine, Gpu, PlacesTensors, Shapes, is_mixed, is_open, warm_up
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
 from infer_server.batching.request import Arrays
-from infer_server.config.autocomplete import complete
+from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, Signature
 from infer_server.errors import ModelConfigError
@@ -23,6 +25,8 @@ from infer_server.repository.kinds.ragged import RaggedExecutor, alone
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
 from protos import model_config
+
+log = logging.getLogger(__name__)
 
 
 class LoadedEngine(NamedTuple):
@@ -44,7 +48,6 @@ class Engines(NamedTuple):
 
 class EngineModel(QueuedModel):
     """Its contexts are warm when it is constructed."""
-    platform = "infer_server_plan"
 
     def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
                  limiter: RateLimiter | None, make_signature: Callable[..., Signature] = Signature) -> None:
@@ -52,6 +55,8 @@ class EngineModel(QueuedModel):
         engine = engines.first
         message = complete(source.message, source.name, engine, source.file.name, engines.instances, engines.gpus)
         config = from_message(message, source.folder)
+        if config.batched and not config.ragged and (why := _why_alone(engine)):
+            config = _one_by_one(config, message, why)
         opened = is_open(engine)
         checked = opened and not config.sequences       # else the shapes of states are missing
         signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None,
@@ -70,7 +75,7 @@ class EngineModel(QueuedModel):
                                       *(config.sequences.kept if config.sequences else ())]))
         executors: list[Executor] = [
             RaggedExecutor(context, config, config.ragged, device) if config.ragged else
-            EngineExecutor(context, outputs, engine.max_batch, opened, device)
+            EngineExecutor(context, outputs, engine.max_batch, opened, device, is_mixed(engine))
             for context, device in zip(contexts, config.devices, strict=True)]
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
@@ -99,15 +104,35 @@ def items_of(config: ModelConfig, engine: Engine) -> Items:
     if split and engine.dependence:
         raise ModelConfigError("parameter split_requests: the items of this model's batch depend on each other: "
                                f"{engine.dependence}; remove it")
+    if split and config.batched and not engine.max_batch and not config.ragged:
+        raise ModelConfigError("parameter split_requests: a program takes a request whole; remove it")
     if split and config.ragged:
         raise ModelConfigError("parameter split_requests: a request of a ragged batch is executed whole; remove it")
     if config.ragged and config.batched:
         return Items(True, config.batching.max_batch_size)
     if not engine.max_batch:
-        return Items(False, 1)
+        return Items(config.batched, config.batching.max_batch_size if config.batched else 1)
+    if is_mixed(engine):
+        return Items(False, engine.max_batch, {tensor.name: tensor.shape.index(BATCH) for tensor in engine.inputs
+                                               if BATCH in tensor.shape})
     if engine.dependence or (config.batched and not split):
         return Items(True, config.batching.max_batch_size if config.batched else engine.max_batch)
     return Items(True, ANY_ITEMS)
+
+
+def _why_alone(engine: Engine) -> str:
+    """Why no request shares a batch with another; "": they do. What a program's items have to do with each other nobody
+    has analysed."""
+    if takes_whole(engine):
+        return "the model is a program"
+    return f"the items of a batch depend on each other ({engine.dependence})" if engine.dependence else ""
+
+
+def _one_by_one(config: ModelConfig, message: model_config.ModelConfig, why: str) -> ModelConfig:
+    """The same, no request sharing a batch with another."""
+    if message.HasField("dynamic_batching"):
+        log.warning("%s: dynamic_batching: requests are executed one by one, for %s", config.name, why)
+    return replace(config, batching=replace(config.batching, merges=False))
 
 
 def _short(engines: Engines, config: ModelConfig, message: model_config.ModelConfig) -> ShortBatches | None:

@@ -4,18 +4,22 @@ Tensors pass from step to step as arrays; they are copied once, out of the memor
 """
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from infer_server.batching.cache import CachedResponses
 from infer_server.batching.request import Request
 from infer_server.batching.statistics import BatchExecution, Failure
 from infer_server.config.config import from_message
-from infer_server.config.pbtxt import nearest
+from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, Signature
 from infer_server.config.steps import Step
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError, UnavailableError
 from infer_server.repository.folders import Source
+from infer_server.repository.kinds.ensemble_check import check_ensemble
 from infer_server.repository.kinds.ensemble_run import Run
 from infer_server.repository.kinds.local import Find
 from infer_server.repository.model import Model
@@ -24,7 +28,6 @@ from protos import model_config
 
 class EnsembleModel(Model):
     """Its steps' models are loaded when it is constructed, and found anew for each request."""
-    platform = "ensemble"
 
     def __init__(self, source: Source, find: Find) -> None:
         """Raises RepositoryError: a step's model is not ready, or has no such tensors."""
@@ -37,22 +40,71 @@ class EnsembleModel(Model):
         self._find = find
         self._runs: dict[Request, Run] = {}
         self._closed = False
-        for number, step in enumerate(config.steps):
-            if _check_step(number, step, find).config.decoupled:
+        models = [_found(number, step, find) for number, step in enumerate(config.steps)]
+        check_ensemble(config, [model.config for model in models])
+        outputs = {spec.name for spec in config.outputs}
+        labels: dict[str, Sequence[str]] = {}
+        for step, model in zip(config.steps, models, strict=True):
+            labels |= {tensor: model.labels[name] for name, tensor in step.outputs.items()
+                       if tensor in outputs and name in model.labels}
+            if model.config.decoupled:
                 self.config = replace(self.config, decoupled=True)
                 self.config_message.model_transaction_policy.decoupled = True
+        if config.cached and not all(model.is_repeatable for model in models):
+            what = "a decoupled model" if self.config.decoupled else "a sequence"
+            raise ModelConfigError(f"response_cache: {what}'s responses are not cached, and a step has such; remove it")
+        self.labels = labels                # where the ensemble has no file of its own, as in Triton
+
+    async def is_ready(self) -> bool:
+        try:
+            models = self._models()
+        except ServeError:
+            return False
+        return all(await asyncio.gather(*(model.is_ready() for model in models)))
 
     @property
     def pending(self) -> int:
-        return len(self._runs)
+        return 0                        # they wait at the models of its steps
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._runs)
+
+    @property
+    def revision(self) -> bytes:
+        """What is another one when it, or a model that it calls, is loaded again. Raises ServeError: one is not."""
+        return self._key + b"".join(model.revision for model in self._models())
+
+    @property
+    def is_decoupled(self) -> bool:
+        """As its steps' models are now."""
+        try:
+            return any(model.is_decoupled for model in self._models())
+        except ServeError:
+            return self.config.decoupled
+
+    @property
+    def is_repeatable(self) -> bool:
+        """As its steps' models are now. Raises ServeError."""
+        return all(model.is_repeatable for model in self._models())
+
+    def _models(self) -> list[Model]:
+        return [self._find(step.model, step.version) for step in self.config.steps]
 
     def submit(self, request: Request) -> None:
         if self._closed:
             raise UnavailableError.closed(self.name)
+        if self._cached and self._is_answered(request, self._cached):
+            return
         request.enqueued_ns = time.monotonic_ns()
-        absent = {spec.name for spec in self.config.inputs if spec.name not in request.inputs}
-        run = self._runs[request] = Run(request, absent, self._find, self._finish)
-        run.begin(dict(request.inputs), dict(enumerate(self.config.steps)))
+        run = self._runs[request] = Run(request, self.config, self._find, self._finish)
+        run.begin()
+
+    def _is_answered(self, request: Request, cached: CachedResponses) -> bool:
+        try:
+            return self.is_repeatable and cached.answers(request, self.revision)
+        except ServeError:                  # the request ends with it, if it needs that step
+            return False
 
     def cancel(self, request: Request) -> None:
         if run := self._runs.pop(request, None):
@@ -63,6 +115,8 @@ class EnsembleModel(Model):
         self._closed = True
         while self._runs:               # their steps' models answer on the event loop meanwhile
             time.sleep(0.01)
+        if self._cached:
+            self._cached.drop()
 
     def _finish(self, request: Request, result: Any) -> None:
         if self._runs.pop(request, None) is None:
@@ -70,39 +124,27 @@ class EnsembleModel(Model):
         if request.reply.gone:
             self.failed(request, Failure.CANCELED)
         elif isinstance(result, Exception):
-            self.failed(request, Failure.BACKEND)
+            self.failed(request, Failure.OTHER)         # as in Triton; the model of the step has the reason
         else:
             begun_ns, now_ns = request.enqueued_ns, time.monotonic_ns()
             self.statistics.executed(
-                BatchExecution(request.items, begun_ns, begun_ns, begun_ns, now_ns, now_ns), [begun_ns])
+                BatchExecution(request.items, begun_ns, begun_ns, begun_ns, now_ns, now_ns), [begun_ns],
+                responding_ns=[request.responding_ns])
         request.finish(result)
 
 
-def _check_step(number: int, step: Step, find: Find) -> Model:
+def _found(number: int, step: Step, find: Find) -> Model:
     """The step's model. Raises RepositoryError."""
     try:
-        model = find(step.model, step.version)
+        return find(step.model, step.version)
     except ServeError as error:
         raise RepositoryError(f"ensemble_scheduling: step {number}: {error}") from error
-    for kind, given, specs in (("input_map", step.inputs, model.config.inputs),
-                               ("output_map", step.outputs, model.config.outputs)):
-        known = [spec.name for spec in specs]
-        for name in given:
-            if name not in known:
-                raise ModelConfigError(f"ensemble_scheduling: step {number}: {kind}: model '{step.model}' has no "
-                                       f"'{name}', but {', '.join(known)}.{nearest(name, known)}")
-    missing = {spec.name for spec in model.config.inputs if not spec.is_optional} - step.inputs.keys()
-    if missing:
-        raise ModelConfigError(f"ensemble_scheduling: step {number}: input_map: model '{step.model}' needs "
-                               f"'{min(missing)}', too")
-    return model
 
 
 def _complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
-    if completed.name not in ("", name):
-        raise ModelConfigError(f"name: expected '{name}', the name of its folder, got '{completed.name}'")
+    check_name(completed.name, name)
     completed.name, completed.platform, completed.backend = name, "ensemble", ""
     completed.max_batch_size = completed.max_batch_size     # 0 is said, too
     if not completed.version_policy.WhichOneof("policy_choice"):

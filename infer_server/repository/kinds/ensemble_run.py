@@ -6,17 +6,21 @@ ends in a response of the ensemble; those are sent in the order of the step's.
 What a step leaves out is left out of the inputs of those behind it, and of the response. The parameters of its response
 are the ensemble's, and where they say another place in a sequence (sequence_id, sequence_start, sequence_end), that is
 the place of the steps that read its tensors.
+
+Models that have a batch axis and models that have none may follow each other: see `_with_batch`.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, parameters_of
+from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.sequences import sequence_of
+from infer_server.config.signature import fits
 from infer_server.config.steps import Step
 from infer_server.errors import ExecutionError, NotServedError, ServeError
 from infer_server.protocol.parameters import Parameters
@@ -27,20 +31,26 @@ from infer_server.repository.model import Model
 class Run:
     """Belongs to the event loop."""
 
-    def __init__(self, request: Request, absent: set[str], find: Find,
+    def __init__(self, request: Request, config: ModelConfig, find: Find,
                  finish: Callable[[Request, Any], None]) -> None:
-        """absent: the inputs that the client left out. finish: takes the response, an error, or NO_MORE."""
+        """config: the ensemble's. finish: takes the response, an error, or NO_MORE."""
         self.request, self.find = request, find
-        self._absent = absent
+        self._config = config
         self.ended = False
         self._finish = finish
         self._flows: dict[_Flow, None] = {}             # in the order of their responses
         self._split: set[_Flow] = set()                 # those whose last step is decoupled, and has not ended
         self._streams = False                           # there was one
 
-    def begin(self, tensors: dict[str, NDArray[Any]], waiting: dict[int, Step]) -> None:
-        """Begins with the inputs, and all steps."""
-        self.add(_Flow(self, _Tensors(tensors, set(self._absent)), waiting))
+    def begin(self) -> None:
+        """Begins with the inputs, and the steps that the outputs asked for need."""
+        inputs = dict(self.request.inputs)
+        tensors = _Tensors(inputs, {spec.name for spec in self._config.inputs} - inputs.keys(),
+                           dict.fromkeys(inputs, self._config.batched))
+        steps = dict(enumerate(self._config.steps))
+        if len(self.request.outputs) < len(self._config.outputs):       # who asks for all has all of them executed
+            steps = _needed(steps, self.request.outputs)
+        self.add(_Flow(self, tensors, steps))
 
     def add(self, flow: _Flow) -> None:
         if not self.ended:
@@ -60,6 +70,9 @@ class Run:
         del self._flows[flow]
         self._split.add(flow)
 
+    def has_split(self, flow: _Flow) -> bool:
+        return flow in self._split
+
     def ended_split(self, flow: _Flow) -> None:
         self._split.discard(flow)
         self.advance()
@@ -69,7 +82,7 @@ class Run:
         while not self.ended and self._flows and (first := next(iter(self._flows))).is_complete:
             del self._flows[first]
             try:
-                result = self.request.encode(first.outputs(self.request.outputs))
+                result = self.request.encode(first.outputs(self._config, self.request.outputs))
             except Exception as error:          # of whatever protocol it came by
                 self._end(error)
                 return
@@ -93,42 +106,72 @@ class Run:
 class _Tensors:
     """Those that are there, by the ensemble's names, and what the responses with them said."""
 
-    def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str]) -> None:
-        """absent: those that there will not be."""
-        self.arrays, self._absent = arrays, absent
+    def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str], batched: dict[str, bool]) -> None:
+        """absent: those that there will not be. batched: whether each of the arrays has a batch axis."""
+        self._arrays, self._absent, self._batched = arrays, absent, batched
         self._makers: dict[str, int] = {}               # the step that made each
         self._said: dict[int, Parameters] = {}          # by the steps
 
     def has(self, names: Iterable[str]) -> bool:
         """Whether all are there that will be."""
-        return self.arrays.keys() | self._absent >= set(names)
+        return self._arrays.keys() | self._absent >= set(names)
 
-    def add(self, number: int, step: Step, outputs: Arrays) -> None:
-        """A step's response."""
+    def add(self, number: int, step: Step, outputs: Arrays, batched: bool) -> None:
+        """A step's response. batched: its model has a batch axis."""
         for name, tensor in step.outputs.items():
             if name in outputs:
-                self.arrays[tensor], self._makers[tensor] = outputs[name], number
+                self._arrays[tensor], self._makers[tensor], self._batched[tensor] = outputs[name], number, batched
             else:
                 self._absent.add(tensor)
         if parameters := parameters_of(outputs):
             self._said[number] = parameters
 
-    def added(self, number: int, step: Step, outputs: Arrays) -> _Tensors:
+    def added(self, number: int, step: Step, outputs: Arrays, batched: bool) -> _Tensors:
         """Others, with those of a response."""
-        others = _Tensors(dict(self.arrays), set(self._absent))
+        others = _Tensors(dict(self._arrays), set(self._absent), dict(self._batched))
         others._makers, others._said = dict(self._makers), dict(self._said)
-        others.add(number, step, outputs)
+        others.add(number, step, outputs, batched)
         return others
+
+    def read(self, names: Mapping[str, str], specs: Sequence[TensorSpec], batched: bool) -> dict[str, NDArray[Any]]:
+        """Those that are there, by the names that their reader has for them, and with a batch axis if it has one."""
+        return {name: self._arrays[tensor] if self._batched[tensor] == batched
+                else _with_batch(self._arrays[tensor], batched,
+                                 next((spec.dims for spec in specs if spec.name == name), ()))     # it may have none
+                for name, tensor in names.items() if tensor in self._arrays}
 
     def said_with(self, names: Iterable[str]) -> Parameters:
         """The parameters that came with these; of steps that differ, the last one's."""
         makers = {self._makers[name] for name in names if name in self._makers}
         return _merged({number: said for number, said in self._said.items() if number in makers})
 
-    def outputs(self, asked: Iterable[str]) -> Arrays:
+    def outputs(self, config: ModelConfig, asked: Sequence[str]) -> Arrays:
         """The ensemble's."""
+        specs = [spec.in_model for spec in config.outputs]
+        arrays = self.read({name: name for name in asked}, specs, config.batched)
         left_out = not self._absent.isdisjoint(asked)
-        return Outputs(self.arrays, _merged(self._said)) if self._said or left_out else self.arrays
+        return Outputs(arrays, _merged(self._said)) if self._said or left_out else arrays
+
+
+def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step]:
+    """The steps that make these tensors, and those that make what they read."""
+    needed, wanted = set[int](), set(tensors)
+    while more := {number for number, step in steps.items()
+                   if number not in needed and not wanted.isdisjoint(step.outputs.values())}:
+        needed |= more
+        wanted.update(tensor for number in more for tensor in steps[number].inputs.values())
+    return {number: step for number, step in steps.items() if number in needed}
+
+
+def _with_batch(array: NDArray[Any], batched: bool, dims: tuple[int, ...]) -> NDArray[Any]:
+    """A tensor as its reader has it, where only one of its maker and its reader has a batch axis, as in Triton.
+
+    A whole tensor that fits is one item of a batch; one that has an axis more is a batch already. A batch that fits is
+    a whole tensor; else one of a single item is that item. What does not fit then is refused by the reader.
+    """
+    if fits(array.shape, dims):
+        return array[None] if batched else array
+    return array[0] if not batched and array.shape[:1] == (1,) else array
 
 
 def _merged(said: Mapping[int, Parameters]) -> Parameters:
@@ -143,8 +186,8 @@ class _Flow:
         self._run, self._tensors, self._waiting = run, tensors, waiting
         self._asked: dict[int, tuple[Model, Request]] = {}
 
-    def outputs(self, asked: Iterable[str]) -> Arrays:
-        return self._tensors.outputs(asked)
+    def outputs(self, config: ModelConfig, asked: Sequence[str]) -> Arrays:
+        return self._tensors.outputs(config, asked)
 
     def advance(self) -> None:
         """Begins the steps whose inputs are there; a decoupled one when nothing else is on its way."""
@@ -154,7 +197,7 @@ class _Flow:
                 continue
             try:
                 model = self._run.find(step.model, step.version)
-                if model.config.decoupled:
+                if model.is_decoupled:
                     decoupled = decoupled or (number, step, model)
                 else:
                     self._begin(number, step, model)
@@ -173,17 +216,29 @@ class _Flow:
             self._run.advance()
 
     def answered(self, number: int, step: Step, outputs: Arrays) -> None:
-        del self._asked[number]
-        self._tensors.add(number, step, outputs)
+        model, _ = self._asked.pop(number)
+        self._tensors.add(number, step, outputs, model.config.batched)
         self.advance()
 
     def part(self, number: int, step: Step, outputs: Arrays) -> None:
         """Of a response of the decoupled step: a flow of its own, through the steps behind it."""
-        self._run.add(_Flow(self._run, self._tensors.added(number, step, outputs), dict(self._waiting)))
+        if not self._is_split(number, step):
+            return
+        tensors = self._tensors.added(number, step, outputs, self._asked[number][0].config.batched)
+        self._run.add(_Flow(self._run, tensors, dict(self._waiting)))
 
-    def end(self) -> None:
+    def end(self, number: int, step: Step) -> None:
+        if not self._is_split(number, step):
+            return
         self._asked.clear()
         self._run.ended_split(self)
+
+    def _is_split(self, number: int, step: Step) -> bool:
+        """False: an ensemble became decoupled while it was asked, for a model of its steps is another; the request
+        ends."""
+        if not (split := self._run.has_split(self)):
+            self.fail(number, step, ExecutionError("its model became decoupled meanwhile; ask once more"))
+        return split
 
     def fail(self, number: int, step: Step, error: Exception) -> None:
         self._asked.pop(number, None)
@@ -201,8 +256,7 @@ class _Flow:
     def _begin(self, number: int, step: Step, model: Model) -> None:
         del self._waiting[number]
         asked = self._run.request
-        arrays = self._tensors.arrays
-        inputs = {name: arrays[tensor] for name, tensor in step.inputs.items() if tensor in arrays}
+        inputs = self._tensors.read(step.inputs, model.config.inputs, model.config.batched)
         sequence = sequence_of(self._tensors.said_with(step.inputs.values()), asked.sequence)
         request = request_of(
             model, inputs, list(step.outputs), _kept, _StepReply(self, number, step), deadline_ns=asked.deadline_ns,
@@ -228,11 +282,11 @@ class _StepReply:
     def fail(self, error: Exception) -> None:
         self._flow.fail(self._number, self._step, error)
 
-    def part(self, response: Arrays) -> None:
+    def part(self, response: Arrays, is_last: bool = False) -> None:
         self._flow.part(self._number, self._step, response)
 
     def end(self) -> None:
-        self._flow.end()
+        self._flow.end(self._number, self._step)
 
 
 def _kept(computed: Arrays) -> Arrays:

@@ -29,8 +29,11 @@ class _Nobody:
 
 
 def warmup_requests(model: Model, message: model_config.ModelConfig, folder: Path) -> Iterator[Request]:
-    """The requests, each as often as it is to be executed. Raises ModelConfigError: one is none for this model."""
-    for sample in message.model_warmup:
+    """The requests, each as often as it is to be executed. Raises ModelConfigError: one is none for this model.
+
+    None for a model with sequences: a sample has what no request has, its controls, and lacks its place in a sequence.
+    """
+    for sample in message.model_warmup if not model.config.sequences else ():
         try:
             arrays = inputs_of(sample, model.config.batched, folder)
             for _ in range(sample.count or 1):

@@ -20,6 +20,7 @@ from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.repository import Repository
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, RunningServer, serving
 
 MIB = 1 << 20
@@ -72,6 +73,17 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
                                  (tritonclient.http, "b", ["a", "b"])):
         assert answer(library, server, model) == [3, 5, 7, 9]
         assert eventually(lambda then=then: loaded(server) == then), model
+
+
+def test_what_an_ensemble_needs_that_is_being_loaded_makes_no_room(server: RunningServer) -> None:
+    write_chain(server.folder, "step", "slow", max_batch=8, dims="4")
+    with ThreadPoolExecutor() as clients, GATES["demanded"].closed():
+        asked = clients.submit(answer, tritonclient.grpc, server, "step_slow_8")
+        assert GATES["demanded"].holds(1), "step is there, and the other one's warming up"
+        for model in ("a", "b"):
+            assert answer(tritonclient.grpc, server, model) == [3, 5, 7, 9]
+        assert eventually(lambda: loaded(server) == ["b", "step"])
+    assert asked.result() == [7, 11, 15, 19]
 
 
 def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:

@@ -88,6 +88,15 @@ def test_a_repository_that_is_gone_for_a_while_changes_nothing(
     assert caplog.text.count("polling: model repository") == 1
 
 
+def test_a_server_that_polls_is_live_when_its_repository_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    with serving(folder, poll_secs=0.05) as running, triton.InferenceServerClient(running.address) as client:
+        assert not client.is_server_live() and not client.is_server_ready()
+        write_model(folder, "m")
+        assert eventually(lambda: client.is_model_ready("m"))
+        assert client.is_server_live() and client.is_server_ready()
+
+
 def test_a_server_that_polls_finds_changes_by_itself(tmp_path: Path) -> None:
     write_model(tmp_path, "m", kind="echo")
     with serving(tmp_path, poll_secs=0.05) as running, triton.InferenceServerClient(running.address) as client:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import grpc
 import numpy as np
@@ -44,6 +45,14 @@ def states(client: triton.InferenceServerClient) -> dict[str, str]:
     return {f"{model.name}/{model.version}": model.state for model in client.get_model_repository_index().models}
 
 
+def test_what_nobody_foresaw_of_a_models_files_is_its_failure_and_not_silence(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with patch("infer_server.repository.repository.read_model", side_effect=AttributeError("no such thing")), serving(
+            tmp_path) as running, triton.InferenceServerClient(running.address) as connected:
+        assert not connected.is_server_ready()
+        assert list(running.server.failures().values()) == ["AttributeError: no such thing"]
+
+
 def test_under_explicit_control_only_what_was_asked_for_is_loaded(
         client: triton.InferenceServerClient, tmp_path: Path) -> None:
     write_model(tmp_path, "other")
@@ -51,9 +60,11 @@ def test_under_explicit_control_only_what_was_asked_for_is_loaded(
     client.load_model("other")
     assert infer(client, "other").all()
     client.unload_model("other")
-    with pytest.raises(InferenceServerException, match="model 'other' is not ready: unloaded") as caught:
-        infer(client, "other")
-    assert caught.value.status() == "StatusCode.UNAVAILABLE"
+    for version, said, status in (("", "unknown model: 'other' has no available versions: unloaded", "NOT_FOUND"),
+                                  ("1", "model: 'other' version 1 is not at ready state: unloaded", "UNAVAILABLE")):
+        with pytest.raises(InferenceServerException, match=said) as caught:
+            client.get_model_metadata("other", version)
+        assert caught.value.status() == f"StatusCode.{status}"
     assert states(client) == {"good/1": "READY", "other/1": "UNAVAILABLE"}
     client.load_model("other")
     assert infer(client, "other").all()
@@ -84,7 +95,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_harms_nobody(
 def test_one_bad_version_does_not_take_the_other_with_it(client: triton.InferenceServerClient, tmp_path: Path) -> None:
     write_model(tmp_path, "m", 1, "version_policy { all {} }")
     (write_model(tmp_path, "m", 2) / "2" / "model.plan").write_bytes(b"\0")
-    with pytest.raises(InferenceServerException, match="version 2: .*is no plan"):
+    with pytest.raises(InferenceServerException, match="version 2 is at UNAVAILABLE state: .*is no plan"):
         client.load_model("m")
     assert infer(client, "m").all()
     assert states(client)["m/1"] == "READY" and states(client)["m/2"] == "UNAVAILABLE"
@@ -135,7 +146,7 @@ def test_unloading_answers_what_was_accepted(server: RunningServer, client: trit
             assert eventually(lambda: model.pending == 3)
             unloading = clients.submit(client.unload_model, "slow")
             assert eventually(lambda: states(client)["slow/1"] == "UNLOADING")
-            with pytest.raises(InferenceServerException, match="is not ready: unloading"):
+            with pytest.raises(InferenceServerException, match="has no available versions: unloading"):
                 infer(client, "slow")
         assert all(future.result().all() for future in accepted)
         unloading.result()
@@ -196,7 +207,7 @@ def test_a_model_that_loads_slowly_holds_up_nobody(
             assert GATES["loading"].holds(1), "warming up executes it"
             assert states(client)["slow/1"] == "LOADING"
             assert infer(client, "good").all()
-            with pytest.raises(InferenceServerException, match="is not ready: loading"):
+            with pytest.raises(InferenceServerException, match="has no available versions: loading"):
                 infer(client, "slow")
             assert not loading.done()
         loading.result()
@@ -273,9 +284,14 @@ def test_several_repositories_are_served_and_a_name_in_two_of_them_is_refused(tm
     with (serving(tmp_path, model_repositories=(tmp_path / "a", tmp_path / "b")) as server,
           triton.InferenceServerClient(server.address) as client):
         assert infer(client, "one").all() and infer(client, "two").all()
-        with pytest.raises(InferenceServerException, match="names of models must be unique"):
+        with pytest.raises(InferenceServerException, match="model appears in two or more repositories"):
             infer(client, "both")
         assert states(client) == {"one/1": "READY", "two/1": "READY", "both/": "UNAVAILABLE"}
+    with (serving(tmp_path, model_repositories=(tmp_path / "a", tmp_path / "b"), explicit_control=True) as server,
+          triton.InferenceServerClient(server.address) as client):
+        index = {model.name: model for model in client.get_model_repository_index().models}
+        assert {name: model.state for name, model in index.items()} == {"one": "", "two": "", "both": "UNAVAILABLE"}
+        assert index["both"].reason == "model appears in two or more repositories"
 
 
 def test_names_that_nobody_has_leave_nothing_behind(
@@ -293,7 +309,7 @@ def test_probes_of_models_over_http_are_answered(server: RunningServer, tmp_path
         "good", "good/versions/1", "a%20model", "good/versions/2", "good/versions/x", "nobody")}
     assert list(statuses.values()) == [200, 200, 200, 404, 400, 404]
     server.run(server.server.repository.unload("good"))
-    assert page(server, "/v2/models/good/ready") == 503
+    assert page(server, "/v2/models/good/ready") == 404 and page(server, "/v2/models/good/versions/1/ready") == 503
 
 
 def test_a_load_reads_the_model_once_and_does_not_look_at_all_others(tmp_path: Path) -> None:

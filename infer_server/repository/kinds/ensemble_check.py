@@ -1,0 +1,101 @@
+"""Whether the models of an ensemble fit together: names, datatypes and shapes of the tensors that pass between them,
+and the sizes of batches. What does not fit would fail each request, and so is refused when the ensemble is loaded."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infer_server.config.config import ModelConfig, TensorSpec
+from infer_server.config.pbtxt import nearest
+from infer_server.config.steps import Step
+from infer_server.errors import ModelConfigError
+
+
+@dataclass(frozen=True)
+class _End:
+    """A tensor of the ensemble as who makes it has it, or who reads it."""
+    who: str
+    spec: TensorSpec
+    batched: bool
+    takes_files: bool = False           # it may be pictures as files as well
+
+    def __str__(self) -> str:
+        return f"{self.spec.datatype.name} {list(self.spec.full_shape(self.batched))} for {self.who}"
+
+
+def check_ensemble(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
+    """config: the ensemble's. models: those of its steps' models, completed. Raises ModelConfigError."""
+    for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
+        check_maps(number, step, model)
+    check_tensors(config, models)
+
+
+def check_maps(number: int, step: Step, config: ModelConfig, is_whole: bool = True) -> None:
+    """config: of the step's model; where it is not whole, it may say nothing of inputs, or of outputs. Raises
+    ModelConfigError: the model has no such tensors."""
+    for kind, given, specs in (("input_map", step.inputs, config.inputs), ("output_map", step.outputs, config.outputs)):
+        known = [spec.name for spec in specs]
+        for name in given:
+            if name not in known and (known or is_whole):
+                raise ModelConfigError(f"ensemble_scheduling: step {number}: {kind}: model '{step.model}' has no "
+                                       f"'{name}', but {', '.join(known)}.{nearest(name, known)}")
+    missing = {spec.name for spec in config.inputs if not spec.is_optional} - step.inputs.keys()
+    if missing:
+        raise ModelConfigError(f"ensemble_scheduling: step {number}: input_map: model '{step.model}' needs "
+                               f"'{min(missing)}', too; write input_map {{ key: \"{min(missing)}\" value: ... }}")
+
+
+def check_tensors(config: ModelConfig, models: Sequence[ModelConfig | None]) -> None:
+    """models: as in check_ensemble; None where it is not known yet. Raises ModelConfigError: the models at both ends of
+    a tensor differ about it, or the ensemble promises larger batches than a model takes."""
+    most = config.batching.max_batch_size
+    for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
+        if model and config.batched and model.batched and model.build.split_requests != "true" and (
+                most > model.batching.max_batch_size):
+            raise ModelConfigError(f"max_batch_size: the ensemble allows {most}, but model '{step.model}' of step "
+                                   f"{number} only {model.batching.max_batch_size}; write max_batch_size: "
+                                   f"{model.batching.max_batch_size}")
+    makers = dict(_ends(config, models, makes=True))
+    for name, reader in _ends(config, models, makes=False):
+        maker = makers.get(name)
+        if maker and not (_same_datatype(maker, reader) and _same_shape(maker, reader)):
+            raise ModelConfigError(f"ensemble_scheduling: '{name}' is {maker}, but {reader}")
+
+
+def _ends(config: ModelConfig, models: Sequence[ModelConfig | None], makes: bool) -> Iterator[tuple[str, _End]]:
+    """The tensors of an ensemble, as those have them who make them, or read them."""
+    for spec in config.inputs if makes else config.outputs:
+        yield spec.name, _End("the ensemble", spec.in_model, config.batched)
+    for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
+        if model:
+            names = step.outputs if makes else step.inputs
+            files = "" if makes else model.parameters.get("image_input", "")
+            for spec in model.outputs if makes else model.inputs:
+                if spec.name in names:
+                    yield names[spec.name], _End(f"model '{step.model}' of step {number}", spec, model.batched,
+                                                 spec.name == files)
+
+
+def _same_datatype(maker: _End, reader: _End) -> bool:
+    return maker.spec.datatype == reader.spec.datatype or _is_of_files(maker, reader)
+
+
+def _is_of_files(maker: _End, reader: _End) -> bool:
+    return reader.takes_files and maker.spec.datatype.name == "BYTES"
+
+
+def _same_shape(maker: _End, reader: _End) -> bool:
+    """Whether there is a shape that fits both; ensemble_run's `_with_batch` has what becomes of those that differ about
+    the batch."""
+    if _is_of_files(maker, reader):
+        return True
+    one, other = maker.spec.dims, reader.spec.dims
+    if maker.batched == reader.batched:
+        return _may_be_equal(one, other)
+    whole, item = (other, one) if maker.batched else (one, other)
+    return _may_be_equal(whole, item) or _may_be_equal(whole, (-1, *item))
+
+
+def _may_be_equal(dims: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return len(dims) == len(others) and all(one == other or -1 in (one, other)
+                                            for one, other in zip(dims, others, strict=True))

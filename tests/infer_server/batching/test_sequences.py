@@ -1,0 +1,65 @@
+"""When sequences end that were not ended, on a clock that the test sets."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infer_server.batching import sequences
+from infer_server.batching.request import InSequence, Request
+from infer_server.batching.sequences import SequencePolicy, Sequences
+from infer_server.errors import InvalidRequestError
+
+
+class Clock:
+    """The time, and the one timer that is set."""
+
+    def __init__(self) -> None:
+        self.ns = self.looks = 0
+        self._due: tuple[float, Callable[[], None]] | None = None
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> object:
+        self._due = (self.ns + delay * 1e9, callback)
+        return self._due
+
+    def wait_until(self, seconds: float) -> None:
+        while self._due and self._due[0] <= seconds * 1e9:
+            (due, callback), self._due = self._due, None
+            self.ns, self.looks = round(due), self.looks + 1
+            callback()
+        self.ns = round(seconds * 1e9)
+
+
+class Queue:
+    """Executes what comes at once."""
+
+    def submit(self, request: Request) -> None: ...
+
+
+def test_a_sequence_ends_when_it_has_been_idle_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, queues, policy = Clock(), [Queue()], SequencePolicy(5_000_000, (), (), candidates=1000, batched=True)
+    monkeypatch.setattr(sequences, "time", SimpleNamespace(monotonic_ns=lambda: clock.ns))
+    of: Any = Sequences("m", policy, queues, clock, lambda request, error: None)   # type: ignore[arg-type]
+
+    def ask(identity: int, start: bool = False) -> None:
+        reply: Any = None
+        request = Request({}, 1, (), lambda computed: None, reply, sequence=InSequence(identity, start))
+        of.submit(request)
+        of.finished(request)
+
+    ask(1, start=True)
+    clock.wait_until(0.3)
+    ask(1)
+    for identity in range(2, 500):
+        clock.wait_until(0.3 + identity / 1000)
+        ask(identity, start=True)
+    clock.wait_until(5.2)
+    ask(2)
+    clock.wait_until(5.9)
+    for identity in (1, 499):
+        with pytest.raises(InvalidRequestError, match="must specify the START flag"):
+            ask(identity)
+    ask(2)
+    assert clock.looks <= 50, "a look costs all sequences"
