@@ -8,10 +8,12 @@ An endpoint writes a Call, which decodes its protocol's messages, and a Reply, w
 """
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from infer_server.batching.request import Arrays, InSequence, Reply, Request, StreamReply
@@ -24,11 +26,12 @@ from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
 from infer_server.observing.tracing import Tracer
 from infer_server.protocol.codec import InputTensor
-from infer_server.protocol.parameters import Parameters, check_reserved, natural
+from infer_server.protocol.parameters import Parameters, check_forwarded, check_reserved, for_models, natural
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
 _KEPT = 256                         # of the forms of a model's requests
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +77,13 @@ class Call(ABC):
     def client(self) -> str:
         """Its address, for the access log."""
 
+    def headers(self) -> Iterable[tuple[str, str]]:
+        """What came beside the message: names, in small letters, and texts."""
+        return ()
+
     def header(self, name: str) -> str:
         """What came beside the message under that name; "": nothing."""
-        return ""
+        return dict(self.headers()).get(name, "")
 
     @abstractmethod
     def inputs(self) -> Sequence[InputTensor]:
@@ -147,8 +154,8 @@ class LoggedStreamReply(LoggedReply):
     """The same of one that takes any number of responses."""
     _reply: StreamReply
 
-    def part(self, response: Any) -> None:
-        self._reply.part(response)
+    def part(self, response: Any, is_last: bool = False) -> None:
+        self._reply.part(response, is_last)
         self.entry.responses += 1
 
     def end(self) -> None:
@@ -160,8 +167,9 @@ class Inferences:
     """The way from every endpoint to the models. Belongs to the event loop."""
 
     def __init__(self, repository: Repository, access_log: AccessLog | None = None,
-                 tracer: Tracer | None = None) -> None:
-        self._repository = repository
+                 tracer: Tracer | None = None, forwarded: Mapping[str, re.Pattern[str]] = _NONE) -> None:
+        """forwarded: of headers that become parameters, by protocol: whose names it finds."""
+        self._repository, self._forwarded = repository, forwarded
         self._access_log, self._tracer = access_log, tracer
         self._watched = access_log is not None or tracer is not None
 
@@ -195,6 +203,10 @@ class Inferences:
                                  "in a stream (ModelStreamInfer)")
         try:
             request = _request(call, model, reply)
+            if pattern := self._forwarded.get(call.protocol):
+                found = {name: text for name, text in call.headers() if pattern.search(name)}
+                check_forwarded(found)
+                request.parameters = {**request.parameters, **found}
         except (InvalidRequestError, NotServedError, MemoryLimitError):
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - call.received_ns)
             raise
@@ -230,6 +242,6 @@ def _prepare(call: Call, model: Model) -> Prepared:
         check_reserved(parameters)
     batched = model.config.batched
     return Prepared(tensors, fit, Served(model.name, model.version, outputs, batched, model.labels),
-                    (fit.items if batched else 1) * sum(spec.item_bytes for spec in outputs), parameters,
+                    (fit.items if batched else 1) * sum(spec.item_bytes for spec in outputs), for_models(parameters),
                     natural(parameters, "timeout"), natural(parameters, "priority"), sequence_of(parameters),
                     tuple(spec.name for spec in outputs))

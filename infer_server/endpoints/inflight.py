@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +53,8 @@ class Inflight:
         self._loop = asyncio.get_running_loop()
         self._lookout = Lookout(self._loop)
         self._calls: dict[OpenCall, None] = {}
+        self._looks: list[Callable[[], None]] = []
+        self._unread: dict[object, int] = {}    # bytes of answers that transports have, and clients have not
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None
         self._least_bytes = resident_bytes()    # of the process, since then
@@ -92,6 +95,9 @@ class Inflight:
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
         if self.held_bytes + count > self._max_bytes:
+            for look in self._looks:
+                look()
+        if self.held_bytes + count > self._max_bytes:
             raise MemoryLimitError(
                 f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
                 f"more would exceed its {self._max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
@@ -104,6 +110,19 @@ class Inflight:
         if self.held_bytes > self._peak_bytes:
             self._peak_bytes = self.held_bytes
 
+    def look_before_refusing(self, look: Callable[[], None]) -> None:
+        """Has a transport say what is unread (count_unread) before a call is refused for it."""
+        self._looks.append(look)
+
+    def count_unread(self, transport: object, count: int) -> None:
+        """Counts the bytes of all answers that a transport keeps for clients that have not read them, where it does not
+        tell of each call when that is read: such calls end when they are answered."""
+        self.held_bytes += count - self._unread.pop(transport, 0)
+        if count:
+            self._unread[transport] = count
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        self._trim_soon()
+
     def end(self, call: OpenCall) -> None:
         """To be called when a call has ended, answered or not, and when its answer has left this process."""
         if call in self._calls:
@@ -115,14 +134,20 @@ class Inflight:
         call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()
+        self._trim_soon()
+
+    def _trim_soon(self) -> None:
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= LITTLE_BYTES and not self._trimming:
             self._trimming = self._loop.call_later(_QUIET_SECS, self._trim)
 
     def _give_up(self, call: OpenCall) -> None:
         if call.client:
-            log.warning("%s has not read its answer in %g s: its connection is closed", call.client.peer(),
-                        self.send_timeout_secs)
+            self.warn_of(call.client.peer())
             call.client.disconnect()
+
+    def warn_of(self, peer: str) -> None:
+        """Says why the connection of a client is about to be closed."""
+        log.warning("%s has not read its answer in %g s: its connection is closed", peer, self.send_timeout_secs)
 
     def _trim(self) -> None:
         self._trimming = None

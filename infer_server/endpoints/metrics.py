@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from infer_server.batching.statistics import ANSWERED_MS, PHASES, Counters, Duration, Executions
+from infer_server.batching.statistics import ANSWERED_MS, OF_CACHE, PHASES, Counters, Duration, Executions
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gpus
 from infer_server.observing.machine import Machine
@@ -21,6 +21,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTS: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_inference_request_success": ("Number of successful inference requests", lambda c: c.success.count),
+}
+_OF_CACHE: dict[str, tuple[str, Callable[[Counters], int]]] = {
     "nv_cache_num_hits_per_model": ("Number of cache hits per model", lambda c: c.cache_hit.count),
     "nv_cache_num_misses_per_model": ("Number of cache misses per model", lambda c: c.cache_miss.count),
 }
@@ -34,12 +36,15 @@ _DURATIONS: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_inference_compute_input_duration_us": ("compute input duration", lambda c: c.compute_input),
     "nv_inference_compute_infer_duration_us": ("compute inference duration", lambda c: c.compute_infer),
     "nv_inference_compute_output_duration_us": ("inference compute output duration", lambda c: c.compute_output),
+}
+_DURATIONS_OF_CACHE: dict[str, tuple[str, Callable[[Counters], Duration]]] = {
     "nv_cache_hit_duration_per_model": ("cache hit duration", lambda c: c.cache_hit),
     "nv_cache_miss_duration_per_model": ("cache miss duration", lambda c: c.cache_miss),
 }
 _OF_PHASE: dict[str, Callable[[Counters], Duration]] = {
     "request": lambda c: c.success, "queue": lambda c: c.queue, "compute_input": lambda c: c.compute_input,
-    "compute_infer": lambda c: c.compute_infer, "compute_output": lambda c: c.compute_output}
+    "compute_infer": lambda c: c.compute_infer, "compute_output": lambda c: c.compute_output,
+    "cache_hit": lambda c: c.cache_hit, "cache_miss": lambda c: c.cache_miss}
 _HISTOGRAM = "nv_inference_first_response_histogram_ms"
 
 
@@ -74,12 +79,12 @@ class Metrics:
         of_gpus = await self._gpus.gauges() if self._gpus else ()
         seen = [_Seen(_labels(model), model, model.statistics.snapshot()) for model in models]
         lines = [*_counters(seen)]
+        cached = [each for each in seen if each.model.config.cached]
         if self._settings.counter_latencies:
-            for name, (what, duration) in _DURATIONS.items():
-                lines += _family(name, "counter", f"Cumulative {what} in microseconds",
-                                 ((each.labels, duration(each.counters).ns // 1000) for each in seen))
+            lines += [*_durations(seen, _DURATIONS), *_durations(cached, _DURATIONS_OF_CACHE)]
         if self._settings.summary_latencies:
-            lines += _summaries(seen, self._settings.quantiles)
+            lines += _summaries(seen, self._settings.quantiles, "nv_inference_", PHASES)
+            lines += _summaries(cached, self._settings.quantiles, "nv_", OF_CACHE)
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
         if self._settings.cpu:
@@ -93,9 +98,18 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+def _durations(seen: list[_Seen], families: Mapping[str, tuple[str, Callable[[Counters], Duration]]]) -> Iterator[str]:
+    """No models: nothing, as of the cache where none has one."""
+    for name, (what, duration) in families.items() if seen else ():
+        yield from _family(name, "counter", f"Cumulative {what} in microseconds",
+                           ((each.labels, duration(each.counters).ns // 1000) for each in seen))
+
+
 def _counters(seen: list[_Seen]) -> Iterator[str]:
-    for name, (text, count) in _COUNTS.items():
-        yield from _family(name, "counter", text, ((each.labels, count(each.counters)) for each in seen))
+    cached = [each for each in seen if each.model.config.cached]
+    for families, models in ((_COUNTS, seen), (_OF_CACHE, cached)):
+        for name, (text, count) in families.items() if models else ():
+            yield from _family(name, "counter", text, [(each.labels, count(each.counters)) for each in models])
     for name, (text, of) in _EXECUTIONS.items():
         yield from _family(name, "counter", text, (
             (labels, of(done)) for each in seen for labels, done in _by_device(each)))
@@ -116,11 +130,11 @@ def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:
         yield f"{seen.labels}{own}", seen.counters.devices.get(device, Executions())
 
 
-def _summaries(seen: list[_Seen], quantiles: tuple[float, ...]) -> Iterator[str]:
+def _summaries(seen: list[_Seen], quantiles: tuple[float, ...], prefix: str, phases: Iterable[str]) -> Iterator[str]:
     """Of each phase: quantiles of the last minute, and the sum and count of all time."""
     of_model = [(each, each.model.statistics.quantiles(quantiles)) for each in seen]
-    for phase in PHASES:
-        name = f"nv_inference_{phase}_summary_us"
+    for phase in phases if seen else ():
+        name = f"{prefix}{phase}_summary_us"
         yield from _family(name, "summary", f"Summary of {phase.replace('_', ' ')} durations in microseconds", ())
         for each, found in of_model:
             for share, ns in zip(quantiles, found[phase], strict=True):
@@ -136,7 +150,8 @@ def _histogram(seen: list[_Seen]) -> Iterator[str]:
         bounds = [*map(str, ANSWERED_MS), "+Inf"]
         for bound, count in zip(bounds, accumulate(each.counters.answered), strict=True):
             yield f'{_HISTOGRAM}_bucket{{{each.labels},le="{bound}"}} {count}'
-        yield f"{_HISTOGRAM}_sum{{{each.labels}}} {_number(each.counters.success.ns / 1e6)}"
+        first_ns = each.counters.success.ns - each.counters.responding_ns
+        yield f"{_HISTOGRAM}_sum{{{each.labels}}} {_number(first_ns / 1e6)}"
         yield f"{_HISTOGRAM}_count{{{each.labels}}} {each.counters.success.count}"
 
 

@@ -47,7 +47,8 @@ class Restrictions:
         name = self.prefix + secret.header
         given = header(name) or ""
         if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), secret.value.encode()):
-            raise RestrictedError(f"This protocol is restricted, expecting header '{name}'")
+            what = "protocol" if self.prefix else "API"         # in Triton's words, of gRPC and of HTTP
+            raise RestrictedError(f"This {what} is restricted, expecting header '{name}'")
 
 
 def parsed(texts: Iterable[str]) -> dict[str, Secret]:

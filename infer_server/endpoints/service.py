@@ -17,7 +17,7 @@ from infer_server.protocol.parameters import Parameters, from_messages, typed
 from infer_server.repository.model import Model
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.overrides import PREFIX
-from infer_server.repository.repository import Repository
+from infer_server.repository.repository import LOAD_FAILED, Repository
 from infer_server.version import NAME, VERSION
 from protos import inference, model_config
 
@@ -41,19 +41,25 @@ class ModelService:
         self.waiting = repository.waiting
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
-        return inference.ServerLiveResponse(live=True)
+        return inference.ServerLiveResponse(live=self._lifecycle.live)
 
     async def ServerReady(self, _: inference.ServerReadyRequest) -> inference.ServerReadyResponse:
         return inference.ServerReadyResponse(ready=self._lifecycle.ready)
 
     async def ModelReady(self, request: inference.ModelReadyRequest) -> inference.ModelReadyResponse:
         try:
-            self._repository.find(request.name, request.version)
+            await self.check_ready(request.name, request.version)
         except InvalidRequestError:
             raise
         except ServeError:
             return inference.ModelReadyResponse(ready=False)
         return inference.ModelReadyResponse(ready=True)
+
+    async def check_ready(self, name: str, version: str) -> None:
+        """Raises ServeErrors: why a model is not ready."""
+        if not await self._repository.find(name, version).is_ready():
+            raise UnavailableError(f"model '{name}' is not ready: its is_ready() says so, failed or took too long, or "
+                                   "that of one of its steps did")
 
     async def ServerMetadata(self, _: inference.ServerMetadataRequest) -> inference.ServerMetadataResponse:
         return inference.ServerMetadataResponse(name=self._server_name, version=VERSION, extensions=EXTENSIONS)
@@ -107,8 +113,9 @@ class ModelService:
         try:
             await self._repository.load(name, _config_override(parameters), _files(parameters), at_once)
         except ServeError as error:
-            said = f"failed to load '{name}'"           # which Triton's clients look for
-            raise error if str(error).startswith(said) else type(error)(f"{said}: {error}") from error
+            if str(error).startswith(LOAD_FAILED):
+                raise
+            raise type(error)(f"failed to load '{name}', failed to poll from model repository: {error}") from error
 
     async def unload(self, name: str, parameters: Parameters) -> None:
         """Likewise."""
@@ -135,8 +142,9 @@ class ModelService:
 
     def _check_control(self) -> None:
         if not self._explicit_control:
-            raise UnavailableError("explicit model load / unload is not allowed: start the server with "
-                                   "--model-control-mode explicit")
+            raise UnavailableError("explicit model load / unload is not allowed if polling is enabled, or if models "
+                                   "stay as they were at the start: start the server with --model-control-mode explicit"
+                                   )
 
 
 @dataclass(frozen=True)

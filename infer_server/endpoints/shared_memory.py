@@ -34,9 +34,9 @@ from infer_server.errors import (
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.parameters import Reference
 
-OFF = "client shared memory is not allowed: start the server with --allow-client-shm"
+OFF = "Client shared memory is disabled: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
-_OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # of the server's own processes
+_OWN_KEYS = ("infer_server_", "triton_python_backend_shm_region_")      # prefixes of the server's own processes
 _MOST_REGIONS = 4096                # each holds a descriptor, or memory of a GPU
 
 
@@ -169,8 +169,8 @@ class Regions:
         """Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError."""
         self.check_room(name, "system")
         if offset < 0 or byte_size <= 0:
-            raise InvalidRequestError(f"failed to register shared memory region '{name}': a byte_size of {byte_size} "
-                                      f"at {offset}; expected 1 or more at 0 or more")
+            raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid args: a byte_size of "
+                                      f"{byte_size} at {offset}; expected 1 or more at 0 or more")
         descriptor = _opened(name, key, offset + byte_size)
         self.add(SystemRegion(name, byte_size, key, offset, descriptor, mapped(descriptor, offset, byte_size)))
 
@@ -223,10 +223,12 @@ class Regions:
 def _opened(name: str, key: str, least_bytes: int) -> int:
     """A descriptor of the object that a client has under that key. Raises InvalidRequestError."""
     file = key.removeprefix("/")
+    for prefix in _OWN_KEYS:
+        if key.lstrip("/").startswith(prefix):
+            raise InvalidRequestError(f"cannot register shared memory region '{name}' with key '{key}' as the key "
+                                      f"contains the reserved prefix '{prefix}'")
     if not file or "/" in file or "\0" in file or file in (".", "..") or len(os.fsencode(file)) > 255:
-        raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid key '{key}'")
-    if file.startswith(_OWN_KEYS):
-        raise InvalidRequestError(f"failed to register shared memory region '{name}': key '{key}' is reserved")
+        raise InvalidRequestError(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
     try:
         descriptor = os.open(_FOLDER / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -55,6 +55,7 @@ class EngineEnd(Link):
         for held in self._unread.values():
             self._inflight.end(held)
         self._unread.clear()
+        self._inflight.count_unread(self, 0)
         self._gone()
 
     def received(self, frame: Frame) -> None:
@@ -73,14 +74,16 @@ class EngineEnd(Link):
         elif kind == link.READ:
             if held := self._unread.pop(number, None):
                 self._inflight.end(held)
+        elif kind == link.UNREAD:
+            self._inflight.count_unread(self, number)
         elif kind == link.LOG:
             log.log(number, "%s", frame.payload.decode())
         else:
             self._ready("" if kind == link.READY else frame.payload.decode())
 
     # ---- calls.Transport
-    def respond(self, number: int, response: bytes) -> None:
-        self.send(link.ANSWER, number, response)
+    def respond(self, number: int, response: bytes, peer: str) -> None:
+        self.send(link.ANSWER, number, response, peer=peer.encode())
 
     def fail(self, number: int, code: int, details: str) -> None:
         self.send(link.FAIL, number, details.encode(), about=str(code).encode())
@@ -156,7 +159,8 @@ class _Answer(Answer):
         held, self.held = self.held, None
         self._end()
         end = self._calls.transport
-        end.send(link.ANSWER | end.held(self.number, held), self.number, response)
+        flag = end.held(self.number, held)
+        end.send(link.ANSWER | flag, self.number, response, peer=self._peer.encode() if flag else b"")
 
 
 class _Connection:

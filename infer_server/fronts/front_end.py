@@ -21,7 +21,7 @@ _FIRST = 1 << 62                # pygrpc-native counts from 0
 class Infers(Protocol):
     """What the answers of inference over gRPC are told."""
 
-    def answered(self, number: int, response: bytes, is_held: bool) -> None: ...
+    def answered(self, frame: Frame, is_held: bool) -> None: ...
 
     def failed(self, number: int, code: int, details: str) -> None: ...
 
@@ -38,10 +38,9 @@ class Exchanges(Protocol):
 class HeldElsewhere(Inflight):
     """Calls that the engines' process counts, too, until it is told that their answers are read."""
 
-    def __init__(self, max_bytes: int, send_timeout_secs: float, read: Callable[[int], None]) -> None:
-        """read: tells the number of such a call."""
+    def __init__(self, max_bytes: int, send_timeout_secs: float, front: FrontEnd) -> None:
         super().__init__(max_bytes, send_timeout_secs)
-        self._read = read
+        self._front = front
         self._numbers: dict[OpenCall, int] = {}
 
     def held_as(self, call: OpenCall, number: int) -> None:
@@ -51,7 +50,11 @@ class HeldElsewhere(Inflight):
     def end(self, call: OpenCall) -> None:
         super().end(call)
         if (number := self._numbers.pop(call, None)) is not None:
-            self._read(number)
+            self._front.read(number)
+
+    def count_unread(self, transport: object, count: int) -> None:
+        super().count_unread(transport, count)
+        self._front.unread(count)
 
 
 class FrontEnd(Link):
@@ -72,6 +75,10 @@ class FrontEnd(Link):
     def read(self, number: int) -> None:
         self.send(link.READ, number)
 
+    def unread(self, count: int) -> None:
+        """Tells how many bytes of answers are unread of which nobody says when they are read."""
+        self.send(link.UNREAD, count)
+
     def closed(self, reason: Exception | None) -> None:
         if reason and not isinstance(reason, OSError):      # our bug; no log can be handed on any more
             traceback.print_exception(reason)
@@ -81,7 +88,7 @@ class FrontEnd(Link):
     def received(self, frame: Frame) -> None:
         kind = frame.kind & ~link.HELD
         if kind == link.ANSWER:
-            self.infers.answered(frame.number, frame.payload, frame.kind != kind)
+            self.infers.answered(frame, frame.kind != kind)
         elif kind == link.FAIL:
             self.infers.failed(frame.number, int(frame.about), frame.payload.decode())
         elif kind in (link.TAKEN, link.STREAMED, link.ENDED):

@@ -20,6 +20,7 @@ from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.ports import Reserved
 from infer_server.fronts.settings import Door, FrontSettings
 from infer_server.listeners import SENDING_SECS
+from infer_server.version import code_on_disk
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Fronts:
             grpc, http = self._reserve(settings.grpc), self._reserve(settings.http)
             settings = replace(settings, grpc=grpc, http=http, others=await self._behind.start())
             make_end = partial(EngineEnd, self._front, self._restrictions, handle)
-            self._fronts = [_Front(i, make_end) for i in range(self._count)]
+            code = code_on_disk()
+            self._fronts = [_Front(i, make_end, code) for i in range(self._count)]
             await asyncio.gather(*(front.start(settings) for front in self._fronts))
         except OSError:
             await self.close(answered=False)
@@ -78,9 +80,10 @@ class Fronts:
 class _Front:
     """A process, and the next one when it has ended."""
 
-    def __init__(self, number: int, make_end: MakeEnd) -> None:
+    def __init__(self, number: int, make_end: MakeEnd, code: bytes) -> None:
+        """code: of this process; a front of another would not understand what it is told."""
         self.name = f"front {number}"
-        self._make_end = make_end
+        self._make_end, self._code = make_end, code
         self._process: subprocess.Popen[bytes] | None = None
         self._end: EngineEnd
         self._told: asyncio.Future[str]         # "" once it listens, or why it does not
@@ -135,6 +138,10 @@ class _Front:
             while True:
                 await asyncio.sleep(began + _PAUSE_SECS - time.monotonic())
                 began = time.monotonic()
+                if await in_daemon_thread(code_on_disk) != self._code:
+                    log.error("%s is not started again: the code of infer-server has changed since this server began; "
+                              "restart it", self.name)
+                    return
                 try:
                     await self._start(settings)
                     break

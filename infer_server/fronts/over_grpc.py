@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 import protos
 from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
@@ -22,9 +23,6 @@ from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
 from infer_server.fronts.settings import FrontSettings
 from infer_server.listeners import Listeners
-
-if TYPE_CHECKING:
-    from pygrpc_native import NativeGrpcFront
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +42,8 @@ def _said(metadata: Iterable[tuple[str, Any]]) -> bytes:
 class NativeCalls:
     """Calls that pygrpc-native hands over (fast.Calls), under its own numbers."""
 
-    def __init__(self, native: NativeGrpcFront, end: FrontEnd, tells_metadata: bool) -> None:
-        self._native, self._end, self._tells_metadata = native, end, tells_metadata
+    def __init__(self, outbox: Outbox, end: FrontEnd, tells_metadata: bool) -> None:
+        self._outbox, self._end, self._tells_metadata = outbox, end, tells_metadata
 
     def take(self, number: int, data: bytes, metadata: Any, peer: str, remaining_secs: float | None,
              received_ns: int) -> None:
@@ -57,13 +55,14 @@ class NativeCalls:
         self._end.send(link.LEFT_INFER, number)
 
     # ---- front_end.Infers
-    def answered(self, number: int, response: bytes, is_held: bool) -> None:
-        self._native.respond(number, bytes(response))         # no copy if it is bytes
+    def answered(self, frame: Frame, is_held: bool) -> None:
+        self._outbox.respond(frame.number, bytes(frame.payload), frame.peer.decode())       # no copy if it is bytes
         if is_held:
-            self._end.read(number)
+            self._outbox.look()                 # from here on it is counted as unread
+            self._end.read(frame.number)
 
     def failed(self, number: int, code: int, details: str) -> None:
-        self._native.fail(number, code, details)
+        self._outbox.fail(number, code, details)
 
     def streamed(self, frame: Frame) -> None:
         raise AssertionError("streams go to the server behind the fronts")
@@ -138,7 +137,8 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
             await context.abort(_CODES[code], details)
 
     # ---- front_end.Infers
-    def answered(self, number: int, response: bytes, is_held: bool) -> None:
+    def answered(self, frame: Frame, is_held: bool) -> None:
+        number, response = frame.number, frame.payload
         awaited, held = self._awaited.pop(number, (None, None))
         if awaited is None or held is None or held.client is None:      # its client has left
             if is_held:

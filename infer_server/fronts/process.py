@@ -16,6 +16,7 @@ import grpc
 
 from infer_server.endpoints.grpc.aio import aio_server
 from infer_server.endpoints.grpc.fast import FastServer
+from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere, ToLink
@@ -63,7 +64,7 @@ class Front:
     async def _listen(self, settings: FrontSettings) -> None:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
                             format="%(message)s")           # the engines' process adds the time and the level
-        inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end.read)
+        inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
         self._listeners = Listeners(Limits(settings.max_body_bytes, inflight), shares_ports=True)
         try:
             if door := settings.http:
@@ -79,14 +80,15 @@ class Front:
     def _grpc(self, settings: FrontSettings, inflight: HeldElsewhere) -> grpc.aio.Server | FastServer:
         if settings.fast:
             return FastServer(_Others(settings.others), partial(self._native_calls, settings.tells_metadata),
-                              settings.max_message_bytes, settings.channel, shares_port=True)
+                              settings.max_message_bytes, settings.channel, inflight, self._listeners.disconnect,
+                              shares_port=True)
         server = aio_server(settings.max_message_bytes, settings.channel, shares_port=True)
         self.end.infers = calls = AioCalls(self.end, inflight, self._listeners, settings)
         server.add_generic_rpc_handlers((calls,))
         return server
 
-    def _native_calls(self, tells_metadata: bool, native: Any) -> NativeCalls:
-        self.end.infers = calls = NativeCalls(native, self.end, tells_metadata)
+    def _native_calls(self, tells_metadata: bool, outbox: Outbox) -> NativeCalls:
+        self.end.infers = calls = NativeCalls(outbox, self.end, tells_metadata)
         return calls
 
     async def _close(self, answered: bool) -> None:

@@ -276,4 +276,5 @@ def shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    """An element of an array of objects: bytes, text, or what has a text: bytes(3) would be three zeros."""
+    return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else str(value).encode()

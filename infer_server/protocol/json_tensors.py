@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.codec import MAX_RANK, InputTensor, narrowed, object_array, shaped
+from infer_server.protocol.codec import InputTensor, narrowed, object_array, shaped
 
 NO_JSON = ("FP16", "BF16")                         # datatypes
+_DEEPEST = 100                                     # lists within lists; as deep as Triton reads, of whatever rank
 
 
 def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
@@ -37,24 +38,29 @@ def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
         raise InvalidRequestError(f"{tensor}: a value is outside of what {datatype.name} holds") from error
 
 
-def to_json(array: NDArray[Any], datatype: str) -> list[Any]:
-    """The elements in one list."""
+def to_json(array: NDArray[Any], datatype: str, errors: str = "strict") -> list[Any]:
+    """The elements in one list. errors: what becomes of BYTES that are no UTF-8, as bytes.decode has it. Raises
+    InvalidRequestError: there are such, and it is "strict"."""
     if datatype == "BYTES":
-        return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.flat]
+        try:
+            return [value.decode(errors=errors) if isinstance(value, bytes) else str(value) for value in array.flat]
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(
+                "bytes that are no UTF-8 have no JSON form; ask for them as binary data") from error
     values: list[Any] = array.reshape(-1).tolist()
     return values
 
 
 def flat(data: list[Any]) -> list[Any]:
-    """A nested list as one. Raises InvalidRequestError: it is nested deeper than any tensor."""
+    """A nested list as one. Raises InvalidRequestError: it is nested too deeply."""
     return _flat(data)[0]
 
 
 def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
     """The same, and the types of its elements."""
-    for _ in range(MAX_RANK):
+    for _ in range(_DEEPEST):
         types = set(map(type, data))            # the quickest look at all of a list
         if list not in types:
             return data, types
         data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
-    raise InvalidRequestError(f"'data': lists within lists, more than {MAX_RANK} deep")
+    raise InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({_DEEPEST})")

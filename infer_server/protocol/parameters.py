@@ -14,6 +14,8 @@ _MOST_DIGITS = 20                       # of a number of 64 bits
 _REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _RESERVED = "triton_"
 _OF_TRITON = ("triton_enable_empty_final_response",)
+_OF_REQUESTS = frozenset((*_OF_TRITON, "sequence_id", "sequence_start", "sequence_end", "priority", "timeout",
+                          "binary_data_output"))
 
 
 def from_messages(messages: Mapping[str, Any]) -> Parameters:
@@ -81,6 +83,18 @@ def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
     if _BYTES not in parameters:
         raise InvalidRequestError(f"{what}parameter '{_BYTES}' is missing beside '{_REGION}'")
     return Reference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
+
+
+def for_models(parameters: Parameters) -> Parameters:
+    """Those that mean something to models alone: what the server takes for itself, models are told in other ways."""
+    return {name: value for name, value in parameters.items() if name not in _OF_REQUESTS}
+
+
+def check_forwarded(headers: Iterable[str]) -> None:
+    """Raises InvalidRequestError for the name of a header that, as a parameter, would have a meaning."""
+    for name in headers:
+        if name in _OF_REQUESTS or name == "headers" or name.startswith(_RESERVED):
+            raise InvalidRequestError(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
 
 
 def check_reserved(parameters: Parameters) -> None:

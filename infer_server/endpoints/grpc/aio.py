@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
@@ -37,8 +37,9 @@ class Client:
         self._headers = context.invocation_metadata
         self._disconnect = disconnect
 
-    def header(self, name: str) -> str:
-        return next((value for key, value in self._headers() or () if key == name and isinstance(value, str)), "")
+    def headers(self) -> Iterable[tuple[str, str]]:
+        """What came beside the call, but for bytes."""
+        return ((name, value) for name, value in self._headers() or () if isinstance(value, str))
 
     def disconnect(self) -> None:
         self._disconnect(self.peer())

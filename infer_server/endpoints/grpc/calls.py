@@ -1,7 +1,7 @@
 """Calls of ModelInfer that a transport hands over as plain values, each by its number: no coroutine, no future."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,9 +19,9 @@ Metadata = Sequence[tuple[str, Any]]
 class Transport(Protocol):
     """What calls come by, and their answers go by."""
 
-    def respond(self, number: int, response: bytes) -> Any: ...
+    def respond(self, number: int, response: bytes, peer: str) -> None: ...
 
-    def fail(self, number: int, code: int, details: str) -> Any: ...
+    def fail(self, number: int, code: int, details: str) -> None: ...
 
 
 class InferCalls:
@@ -70,9 +70,8 @@ class InferCalls:
 class _Call(GrpcCall):
     metadata: Metadata = ()
 
-    def header(self, name: str) -> str:
-        value: str = dict(self.metadata).get(name, "")
-        return value
+    def headers(self) -> Iterable[tuple[str, str]]:
+        return ((name, value) for name, value in self.metadata if isinstance(value, str))
 
 
 class Answer:
@@ -90,12 +89,12 @@ class Answer:
         first, both respond, and the transport takes one."""
         if not self.gone:
             self._sent = True
-            self._calls.transport.respond(self.number, response)
+            self._calls.transport.respond(self.number, response, self._peer)
 
     def send(self, response: bytes) -> None:
         self._end()
         if not self._sent:
-            self._calls.transport.respond(self.number, response)
+            self._calls.transport.respond(self.number, response, self._peer)
 
     def fail(self, error: Exception) -> None:
         if not self.gone:

@@ -1,4 +1,4 @@
-"""Ends TCP connections of this process from outside of the library that owns them.
+"""Ends TCP connections of this process, and sees what they carried, from outside of the library that owns them.
 
 gRPC for Python has no way to close a connection, or to stop listening and go on answering; when it stops, it ends with
 CANCELLED what it has not handed out yet, and no client repeats that. A client whose connection closes, or is refused,
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import unquote
 
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
+_TCP_INFO = 11                      # <linux/tcp.h>; where it means something else, it is too short
+_BYTES_ACKED = struct.Struct("=120xQ")      # the field tcpi_bytes_acked of struct tcp_info
 
 
 def stop_listening(port: int) -> None:
@@ -41,21 +43,52 @@ def is_connected(port: int) -> bool:
     return any(not _listens(end) for _, end in _sockets(port))
 
 
+class Connections:
+    """To a port of this process, by their peers as gRPC writes them. From any thread."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._descriptors: dict[str, int] = {}      # as they were when a peer was looked for in vain
+
+    def taken_bytes(self, peer: str) -> int | None:
+        """How many bytes the other end has acknowledged since it connected. None: it has gone, or the system does not
+        tell."""
+        peer = unquote(peer)
+        taken = self._taken_bytes(peer)
+        if taken is None:
+            self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
+            taken = self._taken_bytes(peer)
+        return taken
+
+    def _taken_bytes(self, peer: str) -> int | None:
+        with suppress(KeyError, OSError, struct.error), _duplicate(self._descriptors[peer]) as connection:
+            if _peer(connection) == peer:           # the descriptor may be another's by now
+                info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_ACKED.size)
+                taken: int = _BYTES_ACKED.unpack(info)[0]
+                return taken
+        return None
+
+
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
     """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
 
     A duplicate, because another thread may close the original, and open something else in its place, at any time.
     """
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with suppress(OSError):
-            duplicate = os.dup(int(name))
-            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-                os.close(duplicate)
-                continue
-            with socket.socket(fileno=duplicate) as end:
-                internet = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
-                if internet and end.getsockname()[1] == port:
-                    yield int(name), end
+        with suppress(OSError), _duplicate(int(name)) as end:
+            internet = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
+            if internet and end.getsockname()[1] == port:
+                yield int(name), end
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Raises OSError: it is no socket."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 def _listens(end: socket.socket) -> bool:

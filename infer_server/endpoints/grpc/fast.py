@@ -1,8 +1,7 @@
 """The call ModelInfer on pygrpc-native, whose HTTP/2 runs in Rust beside the interpreter; the others on grpc.aio.
 
 Calls arrive in batches, as plain values: one hand-over to the event loop for all of them, and neither a coroutine nor a
-future for each. TLS and limits on the age of connections are for the server on grpc.aio alone. An answer counts as read
-once it is handed over, for pygrpc-native does not tell when a client has taken which.
+future for each. TLS and limits on the age of connections are for the server on grpc.aio alone.
 """
 from __future__ import annotations
 
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import protos
 from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.outbox import Outbox
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import MemoryLimitError
 from infer_server.workers import post, wait_until
 
@@ -62,19 +63,21 @@ class Fallback(Protocol):
 class FastServer:
     """As a grpc.aio.Server: one port, start() once, then stop() once. Belongs to the event loop."""
 
-    def __init__(self, behind: Fallback, calls: Callable[[NativeGrpcFront], Calls], max_message_bytes: int,
-                 channel: Mapping[str, int], shares_port: bool = False,
-                 is_looking: Callable[[], bool] = lambda: False) -> None:
-        """calls: takes calls that are answered by the front that it is given. shares_port: see aio_server. is_looking:
-        whether the event loop is to look for calls a while longer before it sleeps."""
+    def __init__(self, behind: Fallback, calls: Callable[[Outbox], Calls], max_message_bytes: int,
+                 channel: Mapping[str, int], inflight: Inflight, disconnect: Callable[[str], None],
+                 shares_port: bool = False) -> None:
+        """calls: takes calls that are answered by what it is given. inflight, disconnect: see Outbox. shares_port: see
+        aio_server."""
         self._behind, self._calls_of = behind, calls
         self._max_message_bytes = max_message_bytes
         self._settings = {_SETTINGS[name][0]: _SETTINGS[name][1](value) for name, value in channel.items()}
         self._shares_port = shares_port
         self._loop = asyncio.get_running_loop()
-        self._is_looking = is_looking
+        self._inflight, self._disconnect = inflight, disconnect
+        self._is_looking = inflight.is_looking          # the event loop, for calls, before it sleeps
         self._loop_sleeps = threading.Semaphore(0)
         self.native: NativeGrpcFront
+        self._outbox: Outbox
         self._calls: Calls
 
     def add_insecure_port(self, address: str) -> int:
@@ -84,7 +87,8 @@ class FastServer:
                                           metrics=True, reuse_port=self._shares_port, **self._settings)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"cannot bind {address}: {error}") from error
-        self._calls = self._calls_of(self.native)
+        self._outbox = Outbox(self.native, _PATH, self._inflight, self._disconnect)
+        self._calls = self._calls_of(self._outbox)
         return self.native.bound_port
 
     async def start(self) -> None:
@@ -94,17 +98,11 @@ class FastServer:
 
     async def wait_sent(self, timeout_secs: float) -> None:
         """Waits until clients have what was answered, at most `timeout_secs`."""
-        await wait_until(lambda: not self._unsent(), timeout_secs)
+        await wait_until(lambda: not self._outbox.open_calls(), timeout_secs)
 
     async def stop(self, grace: float | None) -> None:
         await self._behind.stop(grace)
         await self._loop.run_in_executor(None, self.native.close)
-
-    def _unsent(self) -> int:
-        metrics: Any = self.native.metrics()
-        calls = metrics["methods"][_PATH]
-        ended: int = sum(status["count"] for status in calls["status"].values())
-        return int(calls["started"]) - ended
 
     def _receive(self) -> None:
         """Hands calls over to the event loop, until the front is closed."""
@@ -142,6 +140,7 @@ class FastServer:
             self._loop.call_soon(self._look)
 
     def _take_all(self, events: list[Any]) -> None:
+        self._outbox.keep_looking()
         for _, number, _, data, _, details in events:
             if data is None:
                 self._calls.leave(number)

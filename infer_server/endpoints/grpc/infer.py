@@ -72,9 +72,9 @@ class GrpcCall(Call):
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
 
-    def header(self, name: str) -> str:
+    def headers(self) -> Iterable[tuple[str, str]]:
         client = self._held.client
-        return client.header(name) if isinstance(client, Client) else ""
+        return client.headers() if isinstance(client, Client) else ()
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._message.header.inputs)

@@ -77,7 +77,7 @@ def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
         add_reflection(server)
     if settings.fast:
         return FastServer(Behind(server), partial(InferCalls, front, restrictions), settings.max_message_bytes,
-                          settings.channel, is_looking=front.inflight.is_looking)
+                          settings.channel, front.inflight, front.disconnect)
     return server
 
 

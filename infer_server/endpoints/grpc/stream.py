@@ -53,7 +53,7 @@ class _Stream:
         self.client = _StreamClient(context, front.disconnect, self.fail)
         self.over = False                               # nobody reads any more
         self._unanswered: deque[_Answer] = deque()      # in the order of their requests
-        self._unsent: deque[tuple[bytes, OpenCall | None]] = deque()
+        self._unsent: deque[tuple[bytes | Exception, OpenCall | None]] = deque()       # an error ends the stream
         self._all_read = False
         self._changed = asyncio.Event()                 # there is something to send, or no more will be
         self._room = asyncio.Event()
@@ -90,6 +90,8 @@ class _Stream:
             while self._unsent:
                 message, held = self._unsent.popleft()
                 try:
+                    if isinstance(message, Exception):
+                        raise message
                     async with asyncio.timeout(self.front.inflight.send_timeout_secs):
                         await self.context.write(message)
                 except TimeoutError:
@@ -124,14 +126,15 @@ class _Stream:
         self._unanswered.remove(answer)
         self.settled()
 
-    def fails_with(self, error: Exception) -> bool:
-        """Whether the stream ends with an error of a request."""
+    def fails_with(self, error: Exception, held: OpenCall | None) -> bool:
+        """Whether the stream ends with an error of a request, behind what was answered before it."""
         if self._ends_with_status:
-            self.fail(error)
+            self._unsent.append((error, held))
+            self._changed.set()
         return self._ends_with_status
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with an error."""
+        """Ends the stream with an error, at once."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -176,6 +179,7 @@ class _Answer:
         self._submitted: Submitted | None = None
         self._kept: bytes | Exception | None = None     # until the answers before it are sent
         self.complete = False
+        self._said_last = False                         # the last response did, that it is
 
     def take(self, data: bytes) -> None:
         """Submits a serialised ModelInferRequest."""
@@ -210,7 +214,7 @@ class _Answer:
     def fail(self, error: Exception) -> None:
         self._settle(error)
 
-    def part(self, response: bytes) -> None:
+    def part(self, response: bytes, is_last: bool = False) -> None:
         """A response of a decoupled model; those of others go round it."""
         try:
             held = self._stream.front.inflight.begin(self._stream.client, len(response))
@@ -218,10 +222,11 @@ class _Answer:
             self.cancel()
             self.fail(error)
             return
-        self._stream.send((response, _FINAL[False]), held)
+        self._stream.send((response, _FINAL[is_last]), held)
+        self._said_last = is_last
 
     def end(self) -> None:
-        if self._call and self._call.parameters().get(_EMPTY_FINAL):
+        if self._call and not self._said_last and self._call.parameters().get(_EMPTY_FINAL):
             self._kept = self._about().SerializeToString()
         self.complete = True
         self.send_kept()
@@ -235,13 +240,13 @@ class _Answer:
     def send_kept(self) -> None:
         kept, held, self._held = self._kept, self._held, None
         if isinstance(kept, Exception):
-            if not self._stream.fails_with(kept):
+            if not self._stream.fails_with(kept, held):
                 response = self._about()
                 response.parameters["triton_final_response"].bool_param = True
                 self._stream.send_error(inference.ModelStreamInferResponse(
                     error_message=_said(kept), infer_response=response), held)
-                return
-        elif kept is not None:
+            return
+        if kept is not None:
             self._stream.send((kept, _FINAL[True]), held)
             return
         if held:

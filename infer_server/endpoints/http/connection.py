@@ -25,6 +25,7 @@ from infer_server.errors import CancelledError, MemoryLimitError, ServeError
 log = logging.getLogger(__name__)
 
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
+_SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 
 
@@ -123,7 +124,8 @@ class HttpConnection(asyncio.Protocol):
         self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
         self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._awaits_go_on = False                              # the client waits for its turn to send a body
-        self._has_ended = False                                   # what comes is no longer looked at
+        self._has_ended = False                                 # what comes is no longer looked at
+        self._silence: asyncio.TimerHandle | None = None        # of such a client, behind the last answer
         self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
 
@@ -138,6 +140,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
+            self._go_on_lingering()
             return
         try:
             self._reader.feed(data)
@@ -145,8 +148,9 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(refused.response)
 
     def connection_lost(self, reason: Exception | None) -> None:
-        if self._timer:
-            self._timer.cancel()
+        for timer in (self._timer, self._silence):
+            if timer:
+                timer.cancel()
         self._taken()
         self._connections.discard(self)
         self._drop_waiting()
@@ -198,7 +202,9 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- large_body.Owner
     def body_grows(self) -> None:
-        if not self._has_ended:
+        if self._has_ended:
+            self._go_on_lingering()
+        else:
             self.watch(IDLE_SECS)
 
     def body_received(self, body: bytearray) -> None:
@@ -332,14 +338,22 @@ class HttpConnection(asyncio.Protocol):
         before it would reset the connection, and the answer with it."""
         assert self._transport is not None
         self._has_ended = True
-        if not self._transport.can_write_eof():         # it is encrypted
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        elif isinstance(self._loop, asyncio.BaseEventLoop):     # whose TLS resets what sends on when it is closed
+            self._silence = self._loop.call_later(_SILENCE_SECS, self.close)
+        else:                                                   # uvloop's says that it ends, and reads on by itself
             self._transport.close()
             return
-        self._transport.write_eof()
         if self._waiting:
             self._drop_waiting()
             self._transport.resume_reading()
         self.watch(_LINGER_SECS)
+
+    def _go_on_lingering(self) -> None:
+        if self._silence:
+            self._silence.cancel()
+            self._silence = self._loop.call_later(_SILENCE_SECS, self.close)
 
     def _drop_waiting(self) -> None:
         for waiting in self._waiting:

@@ -9,7 +9,6 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -21,7 +20,7 @@ from infer_server.config.config import TensorSpec
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.infer import HttpReply
-from infer_server.endpoints.http.messages import HttpResponse, error_text, member
+from infer_server.endpoints.http.messages import HttpResponse, error_text, json_text, member
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.json_tensors import NO_JSON, flat, from_json, to_json
@@ -69,8 +68,8 @@ class GenerateCall(Call):
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
 
-    def header(self, name: str) -> str:
-        return self._headers.get(name, "")
+    def headers(self) -> Iterable[tuple[str, str]]:
+        return self._headers.items()
 
     def inputs(self) -> Sequence[InputTensor]:
         return self._inputs
@@ -94,10 +93,10 @@ class GenerateCall(Call):
         about |= {"model_name": served.model, "model_version": str(served.version)}
 
         def encode(computed: Arrays) -> bytes:
-            values = {spec.name: to_json(computed[spec.name], spec.datatype.name) for spec in served.outputs
+            values = {spec.name: to_json(computed[spec.name], spec.datatype.name, "replace") for spec in served.outputs
                       if spec.name in computed}
             plain = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
-            return json.dumps({**parameters_of(computed), **about, **plain}).encode()
+            return json_text({**parameters_of(computed), **about, **plain})
         return encode
 
 
@@ -111,7 +110,7 @@ class OneReply(HttpReply):
     def send(self, response: bytes) -> None:
         self._exchange.respond(HttpResponse((response,)))
 
-    def part(self, response: bytes) -> None:
+    def part(self, response: bytes, is_last: bool = False) -> None:
         self._parts = [*self._parts[:1], response]      # two are as wrong as more
 
     def end(self) -> None:
@@ -133,7 +132,7 @@ class EventsReply(HttpReply):
         self.part(response)
         self.end()
 
-    def part(self, response: bytes) -> None:
+    def part(self, response: bytes, is_last: bool = False) -> None:
         self._begin()
         self._exchange.part(b"data: " + response + b"\n\n")
 

@@ -6,8 +6,8 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from __future__ import annotations
 
 import functools
-import json
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
+from infer_server.config.config import ModelConfig
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.http.compression import accepted, compressed
 from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, parsed
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_text, parsed
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
@@ -33,14 +34,21 @@ from infer_server.protocol.codec import (
 from infer_server.protocol.json_tensors import NO_JSON, from_json, to_json
 from infer_server.protocol.parameters import Parameters, Reference, digits, references_of
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
+from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
 
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
 
 
-def infer(exchange: Exchange, model: str, version: str, front: Front) -> None:
-    """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors."""
-    call = HttpCall(exchange.request, model, version, front, exchange.held)
+def infer(exchange: Exchange, model: str, version: str, front: Front, find: Callable[[str, str], Model]) -> None:
+    """Submits the inference of an exchange, which is answered when it is computed. Raises ServeErrors.
+
+    find: the model of a name and a version, for a body whose tensor nothing but the model describes.
+    """
+    request = exchange.request
+    said, binary = (_described(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
+                    else _split(request))
+    call = HttpCall(request, said, binary, model, version, front, exchange.held)
     exchange.when_left(front.inferences.submit(call, _InferReply(exchange)).cancel)
 
 
@@ -126,11 +134,12 @@ class HttpCall(Call):
     protocol = "HTTP"
     _lent: Sequence[Place] = ()         # where inputs are read while it is executed; known after contents()
 
-    def __init__(self, request: HttpRequest, model: str, version: str, front: Front, held: OpenCall) -> None:
-        """Raises InvalidRequestError: the body is no inference request."""
+    def __init__(self, request: HttpRequest, said: Form, binary: memoryview, model: str, version: str, front: Front,
+                 held: OpenCall) -> None:
+        """said, binary: what the body consists of."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
         self._front, self._held, self._headers = front, held, request.headers
-        self._said, self._binary = _split(request)
+        self._said, self._binary = said, binary
         self.id = self._said.id
         self.form = self._said if self._said.is_kept else None
         self._coding = accepted(request.headers) if "accept-encoding" in request.headers else ""
@@ -138,8 +147,8 @@ class HttpCall(Call):
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
 
-    def header(self, name: str) -> str:
-        return self._headers.get(name, "")
+    def headers(self) -> Iterable[tuple[str, str]]:
+        return self._headers.items()
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._said.inputs)
@@ -240,7 +249,7 @@ class Encoder:
         if parameters:
             body["parameters"] = dict(parameters)
         body["outputs"] = described
-        text = json.dumps(body).encode()
+        text = json_text(body)
         if not is_binary:
             return HttpResponse((text,))
         return HttpResponse((text,), content_type="application/octet-stream",
@@ -287,6 +296,29 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
 @functools.lru_cache(KEPT_FORMS)
 def _kept_form(head: bytes) -> Form:
     return Form(_object(parsed(head), "the request"), is_kept=True)
+
+
+def _described(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memoryview]:
+    """What a request would say whose body is the model's one input, of one item, and nothing else; and its bytes. The
+    outputs come as bytes, too. Raises InvalidRequestError: the model does not tell the shape."""
+    if len(config.inputs) != 1:
+        raise InvalidRequestError("Raw request must only have 1 input (found 1) to be deduced but got "
+                                  f"{len(config.inputs)} inputs in '{config.name}' model configuration; say in JSON "
+                                  "which bytes are whose, and how long that is in Inference-Header-Content-Length")
+    (spec,), dims, contents = config.inputs, config.inputs[0].dims, memoryview(body)
+    if spec.datatype.name == "BYTES":
+        if dims != (1,):
+            raise InvalidRequestError(f"For BYTE datatype raw input '{spec.name}', the model must have input shape "
+                                      f"[1], and not {list(dims)}")
+        contents = memoryview(struct.pack("<I", len(body)) + body)
+    elif dims.count(-1) > 1:
+        raise InvalidRequestError(f"The shape of the raw input '{spec.name}' can not be deduced because there are more "
+                                  f"than one variable-sized dimension in {list(dims)}")
+    known = math.prod(extent for extent in dims if extent != -1) * spec.datatype.array.itemsize
+    shape = [len(body) // known if extent == -1 and known else extent for extent in dims]
+    return Form({"inputs": [{"name": spec.name, "datatype": spec.datatype.name, "shape": [1] * config.batched + shape,
+                             "parameters": {"binary_data_size": len(contents)}}],
+                 "parameters": {"binary_data_output": True}}), contents
 
 
 def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:

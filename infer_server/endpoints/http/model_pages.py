@@ -11,28 +11,26 @@ from infer_server.errors import InvalidRequestError
 from infer_server.protocol.parameters import set_parameter
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.repository.overrides import PREFIX
-from infer_server.repository.repository import Repository
 from protos import inference
 
 
 class ModelPages:
     """What answers each path, by the calls that gRPC has too."""
 
-    def __init__(self, models: ModelService, repository: Repository) -> None:
-        self._models, self._repository = models, repository
+    def __init__(self, models: ModelService) -> None:
+        self._models = models
 
     async def server(self, _: HttpRequest) -> HttpResponse:
         return json_response(to_json(await self._models.ServerMetadata(inference.ServerMetadataRequest())))
 
     async def live(self, _: HttpRequest) -> HttpResponse:
-        return HttpResponse()
+        return _if((await self._models.ServerLive(inference.ServerLiveRequest())).live)
 
     async def ready(self, _: HttpRequest) -> HttpResponse:
-        ready = (await self._models.ServerReady(inference.ServerReadyRequest())).ready
-        return HttpResponse(status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+        return _if((await self._models.ServerReady(inference.ServerReadyRequest())).ready)
 
     async def model_ready(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
-        self._repository.find(model, version)
+        await self._models.check_ready(model, version)
         return HttpResponse()
 
     async def metadata(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
@@ -63,6 +61,10 @@ class ModelPages:
         _set_parameters(asked.parameters, request)
         await self._models.RepositoryModelUnload(asked)
         return HttpResponse()
+
+
+def _if(holds: bool) -> HttpResponse:
+    return HttpResponse(status=HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _set_parameters(parameters: Any, request: HttpRequest) -> None:

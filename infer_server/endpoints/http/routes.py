@@ -36,7 +36,7 @@ _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 def server_routes(service: Service, front: Front, repository: Repository, lifecycle: Lifecycle,
                   restrictions: Restrictions, workers: int = 1) -> Handler:
     """The HTTP port: inference, and all that is asked of the server. workers: processes that read and answer."""
-    pages = ModelPages(service.models, repository)
+    pages = ModelPages(service.models)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
         ("statistics", "GET", r"/", StatusPage(repository, lifecycle, workers).page),
@@ -63,7 +63,7 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         if exchange.gone:
             return
         if how == "infer":
-            infer(exchange, model, version, front)
+            infer(exchange, model, version, front, repository.find)
         else:
             generate(exchange, repository.find(model, version), version, front, how == "generate_stream")
 

@@ -18,10 +18,11 @@ from infer_server.version import NAME, VERSION
 _REFRESH_SECS = 2
 _QUANTILES = (0.5, 0.9, 0.99)
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 96em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; width: 100%; margin-bottom: 2em }
-th, td { text-align: left; padding: .3em .6em; border-bottom: 1px solid #ddd; vertical-align: top }
-th { font-weight: 600 } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .3em .6em; border-bottom: 1px solid #ddd; vertical-align: top; white-space: nowrap;
+  font-variant-numeric: tabular-nums }
+th { font-weight: 600 } td[colspan] { white-space: normal; overflow-wrap: anywhere }
 .bar { display: inline-block; height: .8em; background: #4a7ebb; margin-right: .4em }
 .READY { color: #17752e } .UNAVAILABLE { color: #b3261e } .LOADING, .UNLOADING { color: #8a6100 }
 """
@@ -48,12 +49,13 @@ class StatusPage:
         models = self._repository.models()
         counters = {(model.name, model.version): model.statistics.snapshot() for model in models}
         state = "ready" if self._lifecycle.ready else f"not ready ({self._lifecycle.phase.value})"
+        rows = [*self._rows(index, models, counters)] or [["there is no model"]]
         body = "\n".join((
             f"<h1>{NAME} {VERSION}</h1>",
             f"<p>{state}; up for {_duration(time.monotonic() - self._started)}"
             f"{f'; {self._workers} workers read and answer' if self._workers > 1 else ''}</p>",
             *_table(("model", "version", "state", "instances", "loaded in", "waiting", "requests/s", "items/s", "p50",
-                     "p90", "p99", "answered", "failed"), self._rows(index, models, counters)),
+                     "p90", "p99", "answered", "failed"), rows),
             *(line for model in models for line in _batches(model, counters[model.name, model.version]))))
         html = (f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{NAME}</title>"
                 f"<meta http-equiv=refresh content={_REFRESH_SECS}><style>{_STYLE}</style></head>"
@@ -106,9 +108,11 @@ def _batches(model: Model, counters: Counters) -> Iterator[str]:
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>"
+    names = list(head)
+    yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     for row in rows:
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+        last = f"<td colspan={len(names) - len(row) + 1}>" if len(row) < len(names) else "<td>"
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in row[:-1])}{last}{row[-1]}</td></tr>"
     yield "</table>"
 
 

@@ -14,6 +14,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
+from infer_server.endpoints.settings import LogSettings
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -105,8 +106,8 @@ def test_only_objects_of_clients_are_registered(client: Any, region: Any, tmp_pa
     try:
         for name, key, size, said in (
                 ("r", KEY, 8, "already in manager"), ("s", KEY + "_none", 8, "Unable to open"),
-                ("s", "/../../etc/passwd", 8, "invalid key"), ("s", "/", 8, "invalid key"),
-                ("s", KEY + "_link", 8, "Unable to open"), ("s", "infer_server_1", 8, "is reserved"),
+                ("s", "/../../etc/passwd", 8, "invalid shm key"), ("s", "/", 8, "invalid shm key"),
+                ("s", KEY + "_link", 8, "Unable to open"), ("s", "infer_server_1", 8, "reserved prefix 'infer_"),
                 ("s", KEY, 113, "has no 113 bytes"), ("s", KEY, 0, "expected 1 or more")):
             with pytest.raises(InferenceServerException, match=said):
                 client.register_system_shared_memory(name, key, size)
@@ -164,6 +165,16 @@ def test_the_memory_of_gpus_tracing_and_the_log_answer_as_without_them(
             client.update_log_settings(wrong)
 
 
+@pytest.mark.parametrize(("name", "level", "least"), [
+    ("infer_server.server", logging.INFO, 0), ("__main__", logging.INFO, 0), ("engines.plan", logging.INFO, 0),
+    ("engines.plan", logging.DEBUG, 1),
+    ("azure.core.pipeline", logging.INFO, 1), ("azure.core.pipeline", logging.WARNING, 0)])
+def test_what_libraries_tell_beside_their_warnings_is_written_where_the_log_is_verbose(
+        name: str, level: int, least: int) -> None:
+    record = logging.LogRecord(name, level, __file__, 1, "", (), None)
+    assert [LogSettings(log_verbose_level=verbose).writes(record) for verbose in (0, 1)] == [least == 0, True]
+
+
 def test_an_output_comes_as_its_best_classes(protocol: Any, client: Any, server: RunningServer) -> None:
     def classes(model: str, array: np.ndarray[Any, Any], datatype: str, count: int, **how: Any) -> Any:
         return client.infer(model, [sent(protocol, array, datatype)], outputs=[
@@ -192,3 +203,12 @@ def test_strings_pass_unchanged(protocol: Any, client: Any, binary: bool) -> Non
                           outputs=[protocol.InferRequestedOutput("y", **how)])
     found = [[value if isinstance(value, str) else value.decode() for value in row] for row in result.as_numpy("y")]
     assert found == words.tolist()
+
+
+def test_bytes_that_are_no_text_are_not_answered_as_json(server: RunningServer) -> None:
+    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
+        tensor = sent(tritonclient.http, np.array([["a\xff".encode("latin-1")] * 2], np.object_), "BYTES")
+        asked = [tritonclient.http.InferRequestedOutput("y", binary_data=binary) for binary in (True, False)]
+        assert client.infer("text", [tensor], outputs=asked[:1]).as_numpy("y").tolist() == [[b"a\xff"] * 2]
+        with pytest.raises(InferenceServerException, match="no UTF-8 have no JSON form; ask for them as binary data"):
+            client.infer("text", [tensor], outputs=asked[1:])

@@ -11,6 +11,8 @@ import grpc
 import pytest
 
 from infer_server.endpoints.grpc.fast import FastServer
+from infer_server.endpoints.grpc.outbox import Outbox
+from infer_server.endpoints.inflight import Inflight
 
 pytest.importorskip("pygrpc_native")
 PATH = "/inference.GRPCInferenceService/ModelInfer"
@@ -28,11 +30,11 @@ class NoOther:
 class Echo:
     """Calls that are answered with what they brought, where they are received: as short batches are."""
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
 
     def take(self, number: int, data: bytes, *_: Any) -> None:
-        self._native.respond(number, data)
+        self._outbox.respond(number, data, "")
 
     def leave(self, number: int) -> None: ...
 
@@ -40,8 +42,8 @@ class Echo:
 class LaterEcho(Echo):
     """Answers in the event loop's next turn, after which it looks: as batches are gathered, and as it is in service."""
 
-    def __init__(self, native: Any, served: Served) -> None:
-        super().__init__(native)
+    def __init__(self, outbox: Outbox, served: Served) -> None:
+        super().__init__(outbox)
         self._served = served
 
     def take(self, number: int, data: bytes, *_: Any) -> None:
@@ -73,8 +75,10 @@ class Observed:
 class Served:
     def __init__(self, answers_later: bool = False) -> None:
         self.is_looking = False
+        inflight = Inflight(1 << 30, 10.0)
+        inflight.is_looking = lambda: self.is_looking          # type: ignore[method-assign]
         self.server = FastServer(NoOther(), partial(LaterEcho, served=self) if answers_later else Echo, 1 << 20, {},
-                                 is_looking=lambda: self.is_looking)
+                                 inflight, lambda peer: None)
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.native = self.server.native = Observed(self.server.native)     # type: ignore[assignment]
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -103,7 +103,7 @@ def test_every_response_is_an_event(server: RunningServer) -> None:
     (first, last) = events(generate(server, "counts", {"count": 9}, "generate_stream")[2])
     assert first["i"] == 9 and "cannot count so far" in last["error"]
     old = ask(server, post("/v2/models/counts/generate_stream", b'{"count": 2}').replace(b"HTTP/1.1", b"HTTP/1.0"))
-    assert old.endswith(b'"i": 1}\n\n') and b"chunked" not in old
+    assert old.endswith(b'"i":1}\n\n') and b"chunked" not in old
 
 
 @pytest.mark.parametrize(("model", "body", "how", "status", "said"), [

@@ -130,8 +130,8 @@ def test_versions_are_chosen_by_number_and_the_highest_is_the_default(client: tr
 
 @pytest.mark.parametrize(("request_", "code", "text"), [
     (request_of("nobody"), grpc.StatusCode.NOT_FOUND, "unknown model: 'nobody'"),
-    (request_of("corrupt"), grpc.StatusCode.UNAVAILABLE, "is no plan"),
-    (request_of("misspelt"), grpc.StatusCode.UNAVAILABLE, "Did you mean 'max_batch_size'?"),
+    (request_of("corrupt"), grpc.StatusCode.NOT_FOUND, "is no plan"),
+    (request_of("misspelt"), grpc.StatusCode.NOT_FOUND, "Did you mean 'max_batch_size'?"),
     (request_of(name="xx", raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "[-1, 4]. Did you mean 'x'?"),
     (request_of(shape=(1, 5), raw=bytes(20)), grpc.StatusCode.INVALID_ARGUMENT, "expected [-1, 4], got [1, 5]"),
     (request_of(shape=(4,), raw=bytes(16)), grpc.StatusCode.INVALID_ARGUMENT, "expected [-1, 4], got [4]"),

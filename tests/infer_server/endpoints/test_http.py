@@ -125,7 +125,8 @@ def test_models_are_listed_unloaded_and_loaded(
 
 def test_an_inference_that_cannot_be_served_says_why(client: triton.InferenceServerClient) -> None:
     for model, inputs, status, said in (
-            ("nobody", [tensor(X)], "404", "unknown model"), ("corrupt", [tensor(X)], "503", "not ready"),
+            ("nobody", [tensor(X)], "404", "unknown model"),
+            ("corrupt", [tensor(X)], "404", "has no available versions"),
             ("affine", [tensor(X, name="z")], "400", "unexpected input 'z'"),
             ("affine", [tensor(X[:, :2])], "400", "unexpected shape"),
             ("affine", [tensor(X.astype(np.float64), "FP64")], "400", "unexpected datatype FP64"),
@@ -149,6 +150,13 @@ def test_the_status_page_shows_models_states_and_batches(
         assert text in page, text
     assert re.search(rb"<tr><td>3</td><td>\d+</td><td>[\d.]+ ms</td>", page)
     assert b"<script" not in page and b"not a plan" not in head
+    assert re.search(rb"<td colspan=11><span class=\"UNAVAILABLE\">", page), "its reason has the width of what it lacks"
+
+
+def test_the_status_page_of_no_model_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        page = ask(server, f"GET / HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+    assert b"<td colspan=13>there is no model</td>" in page
 
 
 # ---- over a plain socket
@@ -181,6 +189,7 @@ CLOSE = "Connection: close"
     (b"{", (), 400, "failed to parse"), (b"[]", (), 400, "no JSON object"),
     (b'{"inputs": 3}', (), 400, "expected list"),
     (b"", (), 400, "failed to parse"), (body_of(data=[1, 2, 3]), (), 400, "expected 4 values"),
+    (body_of(), (), 200, '"data":[3.0,5.0,7.0,9.0]'), (b"{", (), 400, '{"error":"'),      # as scripts look for it
     (body_of(data=["a", 2, 3, 4]), (), 400, "a str in 'data'"), (body_of(data=[[1, 2], [3, 4]]), (), 200, "3.0"),
     (body_of(shape=[1, 4.0]), (), 400, "no list of integers"), (body_of(shape=[1, -4]), (), 400, "negative extent"),
     (body_of(parameters={"binary_data_size": 16}, data=None), (), 400, "exceeds the 0 bytes"),
@@ -199,7 +208,9 @@ CLOSE = "Connection: close"
     (b'{"id": "\\ud800", ' + body_of()[1:], (), 400, "failed to parse"),
     (body_of().decode().encode("utf-16"), (), 400, "failed to parse"),
     (b'{"id": "\\ud83d\\ude00", ' + body_of()[1:], (), 200, "\\ud83d\\ude00"),
-    (body_of(data=json.loads("[" * 40 + "1" + "]" * 40)), (), 400, "more than 32 deep"),
+    (body_of(data=json.loads("[" * 101 + "1" + "]" * 101)), (), 400, "JSON nesting depth exceeds"),
+    (body_of(data=json.loads("[" * 99 + "1, 2, 3, 4" + "]" * 99)), (), 200, "9.0"),
+    (body_of()[:-1] + b', "outputs": [{"name": "y"}, {"name": "y"}]}', (), 400, "'y' already exists in request"),
     (body_of(), (f"Inference-Header-Content-Length: {'9' * 5000}",), 400, "is not within the body"),
     (body_of(), ("Connection: upgrade", "Upgrade: h2c"), 501, "send it without Upgrade"),
 ], ids=count())
@@ -207,6 +218,66 @@ def test_every_body_is_answered_with_a_status(server: RunningServer, body: bytes
                                               said: str) -> None:
     answer = ask(server, post("/v2/models/affine/infer", body, CLOSE, *headers))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and said.encode() in answer
+
+
+ECHO = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor(
+            "y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy())])
+                for request in requests]
+"""
+
+
+def described(server: RunningServer, model: str, sent: bytes) -> tuple[dict[str, Any], bytes]:
+    """What the answer says of its one output, and the bytes of that."""
+    answer = ask(server, post(f"/v2/models/{model}/infer", sent, CLOSE, "Inference-Header-Content-Length: 0"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"Inference-Header-Content-Length: (\d+)", head)
+    assert head.startswith(b"HTTP/1.1 200 ") and length is not None, answer
+    (output,) = json.loads(body[:int(length[1])])["outputs"]
+    return output, body[int(length[1]):]
+
+
+@pytest.mark.parametrize(("model", "sent"), [("affine", X), ("half", X.astype(np.float16))])
+def test_a_body_that_is_nothing_but_the_one_input_needs_no_json(server: RunningServer, model: str,
+                                                               sent: np.ndarray[Any, Any]) -> None:
+    output, content = described(server, model, sent.tobytes())
+    assert (output["name"], output["shape"]) == ("y", [1, 4])
+    np.testing.assert_array_equal(np.frombuffer(content, sent.dtype), 2 * sent[0] + 1)
+
+
+def test_an_open_extent_is_told_by_the_length_of_a_body_without_json(tmp_path: Path) -> None:
+    for name, dims, kind in (("row", "-1", "FP32"), ("rows", "3, -1", "FP32"), ("plane", "-1, -1", "FP32"),
+                             ("word", "1", "STRING"), ("words", "-1", "STRING")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "model.py").write_text(ECHO)
+        (tmp_path / name / "config.pbtxt").write_text(
+            f'backend: "python" max_batch_size: {8 * (name != "rows")} instance_group {{ count: 1 }} '
+            f'input {{ name: "x" data_type: TYPE_{kind} dims: [ {dims} ] }} '
+            f'output {{ name: "y" data_type: TYPE_{kind} dims: [ {dims} ] }}')
+    numbers = bytes(range(24))
+    with serving(tmp_path) as server:
+        for model, shape in (("row", [1, 6]), ("rows", [3, 2])):
+            output, content = described(server, model, numbers)
+            assert (output["shape"], content) == (shape, numbers)
+        output, content = described(server, "word", b"\0a word\xff")
+        assert (output["shape"], content) == ([1, 1], b"\x08\0\0\0\0a word\xff")
+        for model, sent, says in (("plane", numbers, "one variable-sized dimension"), ("row", bytes(7), "got 7"),
+                                  ("words", b"a", "must have input shape [1]")):
+            answer = ask(server, post(f"/v2/models/{model}/infer", sent, CLOSE, "Inference-Header-Content-Length: 0"))
+            assert answer.startswith(b"HTTP/1.1 400 ") and says.encode() in answer
+
+
+@pytest.mark.parametrize(("model", "sent", "status", "says"), [
+    ("two", bytes(48), 400, "got 2 inputs in 'two'"), ("unknown", b"", 404, "unknown"),
+    ("affine", bytes(15), 400, "expected 16 bytes of raw contents, got 15")])
+def test_a_body_without_json_that_is_no_input_is_refused(server: RunningServer, model: str, sent: bytes, status: int,
+                                                        says: str) -> None:
+    answer = ask(server, post(f"/v2/models/{model}/infer", sent, CLOSE, "Inference-Header-Content-Length: 0"))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and says.encode() in answer
 
 
 def test_a_handle_of_gpu_memory_that_is_no_base64_is_refused(server: RunningServer) -> None:

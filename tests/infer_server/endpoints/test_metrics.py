@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
@@ -15,6 +16,7 @@ from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from infer_server.observing.gpus import Gpus
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import serving
 
 TAGS = r'metric_tags { key: "team-1" value: "a \"b\"\n" }'
@@ -45,9 +47,64 @@ def test_histograms_summaries_and_gauges_fit_the_counters(tmp_path: Path) -> Non
     assert 0 <= float(found["nv_cpu_utilization"]) <= 1
     assert 0 < int(found["nv_cpu_memory_used_bytes"]) < int(found["nv_cpu_memory_total_bytes"])
     assert float(found[f"nv_model_load_duration_secs{{{LABELS}}}"]) > 0
-    assert int(found[f"nv_cache_num_hits_per_model{{{LABELS}}}"]) == 0
     families = re.findall(r"^# TYPE (\S+) ", text, re.M)
     assert len(families) == len(set(families))
+
+
+SLOW_TO_END = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender, y = request.get_response_sender(), pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
+            time.sleep(0.2)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+TENSORS = " ".join(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: 4 }}'
+                   for kind, name in (("input", "x"), ("output", "y")))
+AROUND = TENSORS + """ensemble_scheduling { step { model_name: "slow_to_end"
+    input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }"""
+
+
+def test_the_histogram_of_first_responses_ends_with_the_first_of_a_decoupled_model(tmp_path: Path) -> None:
+    python_model(tmp_path, "slow_to_end", SLOW_TO_END, TENSORS + ' backend: "python" '
+                 'model_transaction_policy { decoupled: true }')
+    (tmp_path / "around" / "1").mkdir(parents=True)
+    (tmp_path / "around" / "config.pbtxt").write_text(AROUND)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        tensor = triton.InferInput("x", [4], "FP32")
+        tensor.set_data_from_numpy(np.zeros(4, np.float32))
+        errors: list[Exception] = []
+        client.start_stream(lambda result, error: errors.extend([error] * bool(error)))
+        client.async_stream_infer("around", [tensor])
+        client.stop_stream()
+        found = samples(scrape(server))
+    assert not errors
+    for model in ("around", "slow_to_end"):
+        labels = f'{{model="{model}",version="1"}}'
+        assert found[f"nv_inference_first_response_histogram_ms_count{labels}"] == "1"
+        first_ms = float(found[f"nv_inference_first_response_histogram_ms_sum{labels}"])
+        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 190
+
+
+def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", config="response_cache { enable: true }")
+    write_model(tmp_path, "other")
+    with (serving(tmp_path, explicit_control=True, load_models=["other"]) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert "nv_cache" not in scrape(server)
+        client.load_model("m")
+        for _ in range(3):
+            infer(client)
+        found = {name: value for name, value in samples(scrape(server)).items() if name.startswith("nv_cache")}
+    of_model = '{model="m",version="1"}'
+    for kind, count in (("hit", "2"), ("miss", "1")):
+        assert found[f"nv_cache_num_{'hits' if kind == 'hit' else 'misses'}_per_model{of_model}"] == count
+        assert found[f"nv_cache_{kind}_summary_us_count{of_model}"] == count
+        assert found[f"nv_cache_{kind}_summary_us_sum{of_model}"] == found[
+            f"nv_cache_{kind}_duration_per_model{of_model}"]
+        assert float(found[f'nv_cache_{kind}_summary_us{of_model[:-1]},quantile="0.5"}}']) > 0
+    assert not any("other" in name for name in found)
 
 
 def test_families_can_be_left_out(tmp_path: Path) -> None:

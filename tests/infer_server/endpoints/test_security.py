@@ -1,8 +1,10 @@
 """Who may call what, and over encrypted connections."""
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -16,13 +18,14 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import uvloop
 from tritonclient.utils import InferenceServerException
 
 import protos
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
+from tests.infer_server.serving import FRONTS, WORKERS, RunLoop, RunningServer, serving
 
 SECRET = parsed([f"{','.join(CATEGORIES)}:key=sesame"])
 
@@ -168,6 +171,23 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
                 pytest.raises((OSError, HTTPException)):
             connection.request("GET", "/v2/health/live")
             connection.getresponse()
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
+        tmp_path: Path, certificates: Path, run: RunLoop) -> None:
+    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    context = ssl.create_default_context(cafile=certificates / "server.pem")
+    last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    begun = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n"
+    with serving(tmp_path, run=run, http_tls=tls) as running:
+        for data, status in ((last, 200), (last + bytes(8 << 20), 200), (last + begun + bytes(8 << 20), 200),
+                             (b"no request\r\n\r\n" + bytes(8 << 20), 400)):
+            with (socket.create_connection(("127.0.0.1", running.ports.http), TIMEOUT_SECS) as plain,
+                  context.wrap_socket(plain, server_hostname="127.0.0.1") as connection):
+                connection.sendall(data)            # ConnectionResetError, BrokenPipeError: it was
+                answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 %d" % status) and answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class TritonPythonModel:
                 raise ValueError("cannot count down")
             for i in range(count):
                 sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("i", np.array([i], np.int32))]))
+            if request.request_id() == "fails":
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more")))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 COUNT_CONFIG = """
@@ -121,6 +123,19 @@ def test_a_client_may_have_its_stream_end_with_the_first_error(
         list(stub.ModelStreamInfer(iter([numbered(1, "nobody"), numbered(2)]), timeout=TIMEOUT_SECS,
                                    metadata=[("triton_grpc_error", "true")]))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_stream_that_ends_with_an_error_has_the_responses_before_it(
+        stub: service_pb2_grpc.GRPCInferenceServiceStub) -> None:
+    request = service_pb2.ModelInferRequest(model_name="counts", id="fails")
+    request.inputs.add(name="count", datatype="INT32", shape=[1])
+    request.raw_input_contents.append(np.array([100], np.int32).tobytes())
+    seen = []
+    with pytest.raises(grpc.RpcError, match="no more"):
+        for response in stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_SECS,
+                                              metadata=[("triton_grpc_error", "true")]):
+            seen.append(int(np.frombuffer(response.infer_response.raw_output_contents[0], np.int32)[0]))
+    assert seen == [*range(100)]
 
 
 def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(

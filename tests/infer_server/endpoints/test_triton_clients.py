@@ -126,7 +126,8 @@ CALLS: dict[str, Callable[[Caller], Any]] = {
     "ModelStatistics": lambda client: "inference_count" in str(client.settings("get_inference_statistics", "affine")),
     "RepositoryIndex": lambda client: "READY" in str(client.settings("get_model_repository_index")),
     "RepositoryModelUnload": reloaded,
-    "RepositoryModelLoad": lambda client: refused(lambda: client.load_model("nobody"), "failed to load 'nobody': "),
+    "RepositoryModelLoad": lambda client: refused(lambda: client.load_model("nobody"),
+                                                    "failed to load 'nobody', failed to poll from model repository: "),
     "SystemSharedMemoryRegister": registered,
     "SystemSharedMemoryStatus": lambda client: refused(
         lambda: client.get_system_shared_memory_status("nobody"), "Unable to find"),

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -207,6 +208,26 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "infer_server"
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copytree(Path(infer_server.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = os.pathsep.join([str(package.parent), *sys.path])
+    with process(models, "--workers", "2", environment={"PYTHONPATH": path}) as (running, address):
+        first, second = children_of(running.pid)
+        with (package / "version.py").open("a") as changed:
+            changed.write("# another\n")
+        os.kill(first, signal.SIGKILL)
+        assert running.stderr is not None
+        assert any("is not started again: the code of infer-server has changed" in line for line in running.stderr)
+        assert children_of(running.pid) == [second]
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+        running.terminate()
+        assert running.wait(TIMEOUT_SECS) == 0
 
 
 def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,3 +259,9 @@ def test_packed_and_raw_contents_are_not_mixed() -> None:
     request = packed("FP32", [2000], run(6, bytes(8000)))
     with pytest.raises(InvalidRequestError, match="must not be mixed"):
         decoded(InferRequest(request.form, (memoryview(bytes(8000)),), request.packed))
+
+
+def test_an_element_of_bytes_that_is_neither_bytes_nor_text_is_its_text() -> None:
+    values = np.array([b"a\xff", "b\u00e9", 3, True, bytearray(b"c")], np.object_)
+    assert bytes(encode_raw(values, DATATYPES["BYTES"])) == b"".join(
+        len(text).to_bytes(4, "little") + text for text in (b"a\xff", "b\u00e9".encode(), b"3", b"True", b"c"))
