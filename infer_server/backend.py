@@ -24,6 +24,9 @@ class Gpu(NamedTuple):
         return f"GPU {self.number} ({self.name})"
 
 
+BATCH = "batch"             # the symbolic extent that counts items
+
+
 class Tensor(Protocol):
     """An input or output as the model declares it."""
     @property
@@ -31,7 +34,7 @@ class Tensor(Protocol):
     @property
     def dtype(self) -> str: ...                         # numpy's name, or "bfloat16"
     @property
-    def shape(self) -> tuple[int | str, ...]: ...       # symbolic extents by name; the batch axis, if any, comes first
+    def shape(self) -> tuple[int | str, ...]: ...       # symbolic extents by name, BATCH that of items
 
 
 class ExecutionContext(Protocol):
@@ -145,6 +148,13 @@ def gpus_to_build_for() -> list[Gpu]:
     return [Gpu(gpu.number, gpu.name, gpu.uuid,
                 "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
             for gpu, target in gpus_here()]
+
+
+def is_mixed(engine: Engine) -> bool:
+    """Whether some tensors of an engine that takes batches have the batch elsewhere than in front, or not at all:
+    requests cannot lie side by side then, and each is executed by itself, its tensors whole."""
+    return engine.max_batch > 0 and any(next(iter(tensor.shape), 0) != BATCH
+                                        for tensor in (*engine.inputs, *engine.outputs))
 
 
 def is_open(engine: Engine) -> bool:

@@ -16,15 +16,22 @@ class ServerPhase(Enum):
 class Lifecycle:
     """Belongs to the event loop."""
 
-    def __init__(self, are_models_ready: Callable[[], bool] = lambda: True) -> None:
-        """are_models_ready: asked once all models are loaded or have failed; its changes are told by changed()."""
-        self._are_models_ready = are_models_ready
+    def __init__(self, are_models_ready: Callable[[], bool] = lambda: True,
+                 has_repository: Callable[[], bool] = lambda: True) -> None:
+        """are_models_ready: asked once all models are loaded or have failed. has_repository: whether it could be read.
+        Their changes are told by changed()."""
+        self._are_models_ready, self._has_repository = are_models_ready, has_repository
         self.phase = ServerPhase.STARTING               # changed by enter()
         self._changed = asyncio.Event()
 
     @property
+    def live(self) -> bool:
+        """Whether it serves, or may yet: one that could not read what to serve is to be started anew."""
+        return self._has_repository()
+
+    @property
     def ready(self) -> bool:
-        return self.phase is ServerPhase.READY and self._are_models_ready()
+        return self.phase is ServerPhase.READY and self.live and self._are_models_ready()
 
     def enter(self, phase: ServerPhase) -> None:
         self.phase = phase

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class ServerOptions:
     tracing: TraceSettings | None = None
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
+    forwarded: Mapping[str, re.Pattern[str]] = field(default_factory=dict)  # see Inferences
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class Server:
                         options.cores, options.kind_gpu, options.kind_auto,
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
                         custom_metrics=self._custom_metrics)
-        self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()))
+        self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
+                                   lambda: not self._without_repository())
         places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
         self.repository = Repository(places, loader.load)
         self.repository.watch(self.lifecycle.changed)
@@ -141,7 +144,8 @@ class Server:
                                 MemoryService(regions), SettingsService(self.repository, self.log_settings))
         self._tracer = Tracer(options.tracing) if options.tracing else None
         log_of = AccessLog(options.access_log) if options.access_log else None
-        self._front = Front(Inferences(self.repository, log_of, self._tracer), self._inflight, regions, on_demand)
+        inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
+        self._front = Front(inferences, self._inflight, regions, on_demand)
         front = GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect)
         self._is_fast = options.grpc_front == "fast" and options.grpc_tls is None
         self._has_fronts = options.workers > 1
@@ -179,7 +183,11 @@ class Server:
 
     def failures(self) -> dict[str, str]:
         """Why models that were to be served are not."""
-        return {**self._unreadable, **self.repository.failures()}
+        return {**self._without_repository(), **self.repository.failures()}
+
+    def _without_repository(self) -> dict[str, str]:
+        """Why there is nothing to serve, until a poll could read it."""
+        return {} if self._poller and self._poller.has_looked else self._unreadable
 
     async def stop(self) -> bool:
         """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
@@ -231,7 +239,8 @@ class Server:
         return FrontSettings(
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
             options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
-            fast=self._is_fast, tells_metadata=self._tracer is not None or "inference" in options.grpc_secrets,
+            fast=self._is_fast, 
+            tells_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 
     def _host(self, what: str) -> str:

@@ -77,6 +77,11 @@ def constant_inputs(model: str, inputs: Sequence[onnx.ValueInfoProto], given: Ma
     return values
 
 
+def is_of_numbers(value: onnx.ValueInfoProto) -> bool:
+    """Whether a value is declared as a tensor of numbers: no sequence, and no strings."""
+    return value.type.HasField("tensor_type") and value.type.tensor_type.elem_type not in (0, onnx.TensorProto.STRING)
+
+
 @dataclass(frozen=True)
 class Declared:
     """An input as the file declares it. `extents` None: of unknown rank; an extent None: unknown, without a name."""
@@ -87,7 +92,7 @@ class Declared:
     @staticmethod
     def of(model: str, value: onnx.ValueInfoProto) -> Declared:
         tensor = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or tensor.elem_type in (0, onnx.TensorProto.STRING):
+        if not is_of_numbers(value):
             raise ModelError(f"{model}: input '{value.name}' is no tensor of numbers, which is all that is supported")
         try:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))

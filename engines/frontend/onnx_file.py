@@ -18,7 +18,7 @@ import onnx
 from onnx import helper, inliner, numpy_helper
 
 from engines.errors import ModelError, PlanCorruptError
-from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_size
+from engines.frontend.inputs import Declared, Value, constant_inputs, extents_of, is_of_numbers, is_size
 from engines.frontend.names import check_branches, check_names, graphs_in, nodes_in
 from engines.frontend.opsets import check_opset, with_functions_of_its_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
@@ -145,12 +145,13 @@ def read_model(model: Model) -> OnnxModel:
 
 
 def declared_inputs(path: Path) -> dict[str, Declared]:
-    """What `read_model(path).declared()` says, for less: weights stay in the files beside it, and become no arrays.
-    Raises ModelError."""
+    """What `read_model(path).declared()` says of tensors of numbers, for less: weights stay in the files beside it, and
+    become no arrays. Raises ModelError."""
     graph = _parsed(path).graph
     weights = {tensor.name for tensor in graph.initializer}
     weights |= {sparse.values.name for sparse in graph.sparse_initializer}
-    return {value.name: Declared.of(path.stem, value) for value in graph.input if value.name not in weights}
+    return {value.name: Declared.of(path.stem, value) for value in graph.input
+            if value.name not in weights and is_of_numbers(value)}
 
 
 def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.backend import Engine, Gpu, Tensor
+from infer_server.backend import BATCH, Engine, Gpu, Tensor, is_mixed
 from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
+from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.ragged import Ragged, check_ragged, model_dims, ragged_of
 from infer_server.config.sequences import sequences_of
@@ -29,8 +30,7 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     """
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
-    if completed.name not in ("", name):
-        raise ModelConfigError(f"name: expected '{name}', the name of its folder, got '{completed.name}'")
+    check_name(completed.name, name)
     completed.name = name
     complete_names(completed)
     completed.default_model_filename = completed.default_model_filename or filename
@@ -38,7 +38,9 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     ragged = ragged_of(completed)
     _complete_max_batch_size(completed, engine, ragged)
     implied = completed.max_batch_size > 0
-    axes = _Axes(engine.max_batch > 0 or bool(ragged and implied), implied, _flat(ragged))
+    whole = implied and not ragged and takes_whole(engine)
+    axes = _Axes(engine.max_batch > 0 or whole or bool(ragged and implied), implied, implied and is_mixed(engine),
+                 _flat(ragged))
     sequences = sequences_of(completed)
     added, kept = (frozenset(sequences.added), set(sequences.kept)) if sequences else (frozenset[str](), set[str]())
     for kind, names, tensors in (("input", added, engine.inputs), ("output", kept, engine.outputs)):
@@ -54,21 +56,25 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
                       [each for each in engine.outputs if each.name not in kept - given], axes)
     if ragged:
         check_ragged(ragged, completed)
-    _complete_batching(completed, engine.dependence if not ragged else "")
+    if not whole:
+        _complete_batching(completed, engine.dependence if not ragged else "")
     settle(completed, gpus, instances)
     if not completed.version_policy.WhichOneof("policy_choice"):
         completed.version_policy.latest.num_versions = 1
     return completed
 
 
+def takes_whole(engine: Engine) -> bool:
+    """Whether an engine has no batch of its own, as a program has none, and leaves the leading extent of every input
+    open: if the configuration says that this is the batch, each request is executed by itself."""
+    return not engine.max_batch and bool(engine.inputs) and all(
+        tensor.shape and isinstance(tensor.shape[0], str) for tensor in engine.inputs)
+
+
 def _complete_batching(completed: model_config.ModelConfig, dependence: str) -> None:
-    """dependence: why requests must not share a batch; "": they may."""
-    if dependence:
-        # As in Triton without dynamic_batching: every request is a batch of its own.
-        if completed.HasField("dynamic_batching") and completed.max_batch_size:
-            raise ModelConfigError("dynamic_batching: requests cannot share a batch, for the items of this model's "
-                                   f"batch depend on each other: {dependence}; remove it")
-    elif completed.max_batch_size > 1 and not completed.HasField("sequence_batching"):
+    """dependence: why requests must not share a batch; "": they may. Where they must not, every request is a batch of
+    its own, as in Triton without dynamic_batching."""
+    if completed.max_batch_size > 1 and not dependence and not completed.HasField("sequence_batching"):
         # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
         completed.dynamic_batching.SetInParent()
 
@@ -78,14 +84,15 @@ class _Axes:
     """Where the batch is: in the engine's tensors, and implied in those of the configuration."""
     engine: bool
     implied: bool
+    mixed: bool                             # ... where not all tensors of the engine have it in front
     flat: frozenset[str] = frozenset()      # tensors that have it nowhere: requests lie one behind the other
 
     def dims(self, kind: str, tensor: Tensor) -> list[int]:
         """The extents of an engine's tensor, as a configuration has them."""
-        if self.engine and isinstance(next(iter(tensor.shape), 0), int):
-            raise ModelConfigError(f"{kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch axis in front, "
-                                   "as other tensors of the model have: such a model is not served; export it with the "
-                                   "batch axis first on every input and output")
+        if self.mixed and next(iter(tensor.shape), 0) != BATCH:
+            raise ModelConfigError(f"max_batch_size: {kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch "
+                                   "axis in front, as other tensors of the model have; write max_batch_size: 0 and "
+                                   "whole shapes, or export the model with the batch axis first everywhere")
         extents = tensor.shape[1:] if self.implied else tensor.shape
         return [extent if isinstance(extent, int) else -1 for extent in extents]
 
@@ -112,17 +119,19 @@ def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine
     """0 is given or found in dims that are whole shapes; the batch is then an axis as any other."""
     asked = completed.max_batch_size
     if ragged:
+        ragged.check_sources([tensor.name for tensor in engine.inputs])
         if engine.max_batch:
+            flat = sorted(ragged.inputs or {source for _, source in ragged.sources})
             raise ModelConfigError("allow_ragged_batch: the plan was built with a batch of its own; rebuild it with "
-                                   f"{' '.join(f'--ragged {name}' for name in sorted(ragged.inputs))}")
+                                   f"{' '.join(f'--ragged {name}' for name in flat)}")
         completed.max_batch_size = asked        # 0 is said, too
         return
-    if asked > engine.max_batch:
+    if asked > engine.max_batch and (completed.HasField("sequence_batching") or not takes_whole(engine)):
         built_for = f"a batch of {engine.max_batch} at most" if engine.max_batch else "no batch axis"
         raise ModelConfigError(f"max_batch_size: {asked} asked for, but the engine was built for {built_for}; "
                                f"lower it, or rebuild with --max-batch {asked}")
     if not completed.HasField("max_batch_size"):
-        completed.max_batch_size = 0 if _are_whole(completed, engine) else engine.max_batch
+        completed.max_batch_size = 0 if is_mixed(engine) or _are_whole(completed, engine) else engine.max_batch
 
 
 def _are_whole(completed: model_config.ModelConfig, engine: Engine) -> bool:

@@ -5,14 +5,14 @@ What is refused, and what is kept and reported, is decided by the table in field
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
-from infer_server.config.fields import Verdict, findings
+from infer_server.config.fields import Finding, Verdict, findings
 from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
 from infer_server.config.kinds import Kind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
@@ -39,6 +39,11 @@ class TensorSpec:
         """The bytes of one item; 0 if an extent is open, or if elements have no fixed size."""
         return 0 if -1 in self.dims or self.datatype.array.hasobject else (
             math.prod(self.dims) * self.datatype.array.itemsize)
+
+    @property
+    def in_model(self) -> TensorSpec:
+        """The tensor as the model has it, or the steps of an ensemble do."""
+        return self if self.reshape is None else replace(self, dims=self.reshape, reshape=None)
 
     def reshaped(self, item: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of an item of an input as the model has it; open extents keep their order."""
@@ -68,14 +73,15 @@ class VersionPolicy:
     specific: tuple[int, ...] = ()          # these; empty, with latest=0: all
 
     def choose(self, available: Iterable[int]) -> list[int]:
-        """The versions to serve, highest first. Raises ModelConfigError for a specific one that is not there."""
+        """The versions to serve, highest first. Raises ModelConfigError: of the specific ones none is there."""
         found = sorted(available, reverse=True)
         if self.latest:
             return found[:self.latest]
-        missing = sorted(set(self.specific) - set(found))
-        if missing:
-            raise ModelConfigError(f"version_policy asks for versions {missing}; the folder has {sorted(found)}")
-        return [version for version in found if version in self.specific] if self.specific else found
+        chosen = [version for version in found if version in self.specific] if self.specific else found
+        if not chosen:
+            raise ModelConfigError(f"version_policy asks for versions {sorted(self.specific)}; the folder has "
+                                   f"{sorted(found)}")
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class ModelConfig:
     rate_limits: tuple[RateLimit, ...] = ()     # of each, if any has one
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
-    default_filename: str = ""              # instead of model.plan or model.onnx
+    default_filename: str = ""              # instead of model.plan or model.onnx; perhaps in folders of the version
     kind: Kind = Kind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
@@ -106,27 +112,25 @@ class ModelConfig:
         return len(self.devices)
 
 
+# Of models, which an ensemble calls; it executes nothing itself.
+_NOT_OF_ENSEMBLES = ("instance_group", "model_warmup")
 # Of others than engines: those that get requests one by one.
 _OF_OTHERS = ("sequence_batching.iterative_sequence",)
 _ENVIRONMENT = "EXECUTION_ENV_PATH"         # a packed environment of the model's own
 
 
-def from_message(message: model_config.ModelConfig, folder: Path | None = None) -> ModelConfig:
+def from_message(message: model_config.ModelConfig, folder: Path | None = None,
+                 is_complete: bool = True) -> ModelConfig:
     """Reads a configuration. Raises ModelConfigError naming the field, and every one that is refused.
 
-    Complete or not: inputs and outputs that it leaves out are left out here. folder: of the model, whose files are read
-    if it is given.
+    Inputs and outputs that it leaves out are left out here. folder: of the model, whose files are read if it is given.
+    is_complete: all is said that will be; else a tensor of a Python model without a data_type is left out, too, for
+    its auto_complete_config may say it.
     """
     kind = kind_of(message)
-    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is Kind.ENGINE]
-    if message.HasField("sequence_batching") and message.model_warmup:
-        raise ModelConfigError("model_warmup: a model with sequences is executed on zeros only; remove it")
-    if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
-        raise ModelConfigError(*refused)
-    build, ours = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
-    if kind is Kind.PYTHON and _ENVIRONMENT in message.parameters:
-        ours = [f"parameters.{_ENVIRONMENT}: a Python model runs in this server's interpreter; install there what it "
-                "imports"]
+    unsaid = kind is Kind.PYTHON and not is_complete
+    found = _findings(message, kind)
+    build, of_build = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
@@ -142,8 +146,8 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
                                    "the max_batch_size")
     return ModelConfig(
         name=message.name,
-        inputs=_tensors("input", message.input),
-        outputs=_tensors("output", message.output),
+        inputs=_tensors("input", message.input, unsaid),
+        outputs=_tensors("output", message.output, unsaid),
         batching=batching,
         queueing=_priorities(dynamic),
         kind=kind,
@@ -152,7 +156,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         steps=steps_of(message),
         sequences=sequences_of(message, folder),
         ragged=ragged_of(message) if kind is Kind.ENGINE else None,
-        cached=_is_cached(message, kind),
+        cached=_is_cached(message),
         batched=message.max_batch_size > 0,
         devices=_devices(message),
         rate_limits=rate_limits_of(message),
@@ -160,7 +164,8 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None) 
         build=build,
         default_filename=_filename(message.default_model_filename),
         asks_for_gpu=asks_for_gpu(message),
-        notices=(*(str(each) for each in found if not _is_plain(each.path, kind)), *ours))
+        notices=(*(str(each) for each in found if not _is_plain(each.path, kind)), *of_build,
+                 *_notices(message, kind)))
 
 
 _LEVELS = 64                    # of priorities, at most
@@ -176,9 +181,35 @@ def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
                                f"write default_priority_level: {levels}")
     if unknown := sorted(set(dynamic.priority_queue_policy) - set(range(1, levels + 1))):
         raise ModelConfigError(f"priority_queue_policy: there is no level {unknown[0]} of the {levels} priority_levels")
+    if dynamic.preserve_ordering and levels > 1:
+        raise ModelConfigError(f"preserve_ordering: {levels} priority_levels change the order; write one, or leave the "
+                               "order open")
+    policies = dynamic.default_queue_policy, *dynamic.priority_queue_policy.values()
+    if dynamic.preserve_ordering and any(_queue_policy(policy).delay_expired for policy in policies):
+        raise ModelConfigError("preserve_ordering: timeout_action DELAY changes the order; write REJECT, or leave the "
+                               "order open")
     return Priorities(tuple(
         _queue_policy(dynamic.priority_queue_policy.get(level, dynamic.default_queue_policy))
         for level in range(1, levels + 1)), default or 1)
+
+
+def _findings(message: model_config.ModelConfig, kind: Kind) -> list[Finding]:
+    """Those that are served otherwise than they say. Raises ModelConfigError: some are not."""
+    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is Kind.ENGINE]
+    if kind is Kind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
+        raise ModelConfigError(f"{given[0]}: an ensemble executes nothing itself; give it to the models of its steps")
+    if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
+        raise ModelConfigError(*refused)
+    return found
+
+
+def _notices(message: model_config.ModelConfig, kind: Kind) -> Iterator[str]:
+    """What is to be said of fields that are served, but not beside what else the configuration says."""
+    if kind is Kind.PYTHON and _ENVIRONMENT in message.parameters:
+        yield (f"parameters.{_ENVIRONMENT}: a Python model runs in this server's interpreter; install there what it "
+               "imports")
+    if message.HasField("sequence_batching") and message.model_warmup:
+        yield "model_warmup: kept; a model with sequences is executed on zeros only before it is ready"
 
 
 def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
@@ -189,15 +220,13 @@ def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
         delay_expired=queue.timeout_action == model_config.ModelQueuePolicy.DELAY)
 
 
-def _is_cached(message: model_config.ModelConfig, kind: Kind) -> bool:
+def _is_cached(message: model_config.ModelConfig) -> bool:
     if not message.response_cache.enable:
         return False
-    for what, holds in (("an ensemble's", kind is Kind.ENSEMBLE),
-                        ("a decoupled model's", message.model_transaction_policy.decoupled),
+    for what, holds in (("a decoupled model's", message.model_transaction_policy.decoupled),
                         ("a sequence's", message.HasField("sequence_batching"))):
         if holds:
-            raise ModelConfigError(f"response_cache: {what} responses are not cached; remove it"
-                                   + (", and give it to the models of its steps" if kind is Kind.ENSEMBLE else ""))
+            raise ModelConfigError(f"response_cache: {what} responses are not cached; remove it")
     return True
 
 
@@ -206,12 +235,15 @@ def _is_plain(path: str, kind: Kind) -> bool:
     return path in ("batch_input", "batch_output") and kind is Kind.ENGINE
 
 
-def _tensors(
-        kind: str, tensors: Iterable[model_config.ModelInput | model_config.ModelOutput]) -> tuple[TensorSpec, ...]:
+def _tensors(kind: str, tensors: Iterable[model_config.ModelInput | model_config.ModelOutput],
+             unsaid: bool) -> tuple[TensorSpec, ...]:
+    """unsaid: what has no data_type is left out."""
     specs = []
     for tensor in tensors:
         if not tensor.name:
             raise ModelConfigError(f"an {kind} has no name")
+        if unsaid and not tensor.data_type:
+            continue
         if tensor.data_type not in FROM_CONFIG:
             raise ModelConfigError(f"{kind} '{tensor.name}': data_type is missing")
         dims = tuple(tensor.dims)
@@ -249,6 +281,10 @@ def _devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
     for group in message.instance_group:
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
+        if group.gpus and group.kind == model_config.ModelInstanceGroup.KIND_CPU:
+            raise ModelConfigError("instance_group: KIND_CPU has no gpus; remove them, or write kind: KIND_GPU")
+        if any(number < 0 for number in group.gpus):
+            raise ModelConfigError(f"instance_group.gpus: GPUs count from 0, got {min(group.gpus)}")
     if (count := sum(group.count * max(1, len(group.gpus)) for group in message.instance_group)) > _INSTANCES:
         raise ModelConfigError(f"instance_group: {count} instances are more than the {_INSTANCES} that a model may "
                                "have; write a lower count")
@@ -271,6 +307,7 @@ def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:
 
 
 def _filename(name: str) -> str:
-    if "/" in name or name in (".", ".."):
+    """A path from the version's folder, as it lies in what a hub's download makes: "all-MiniLM/onnx/model.onnx"."""
+    if name and {"", ".", ".."} & set(name.split("/")):
         raise ModelConfigError(f"default_model_filename: expected a file in the version's folder, got '{name}'")
     return name

@@ -40,6 +40,10 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
             remedy = _REMEDIES.get(name, f"served are {', '.join(_NAMES)}.{nearest(name, _NAMES)} Or {_ONNX}")
             raise ModelConfigError(f"{field}: '{name}' is not served: {remedy}")
     if message.HasField("ensemble_scheduling"):
+        for field in ("backend", "platform"):
+            if (name := getattr(message, field)) not in ("", "ensemble"):
+                raise ModelConfigError(f"{field}: '{name}' executes a model, not an ensemble_scheduling; write "
+                                       'platform: "ensemble" alone, or remove the steps')
         return Kind.ENSEMBLE
     kind = _NAMES.get(message.backend or message.platform, Kind.ENGINE)
     if kind is Kind.ENSEMBLE:

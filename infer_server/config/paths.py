@@ -25,3 +25,9 @@ def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
 def is_name(name: str) -> bool:
     """Whether a model can be called so: its name is that of a folder."""
     return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
+
+
+def check_name(given: str, folder: str) -> None:
+    """Raises ModelConfigError: a configuration calls its model other than the folder that it lies in."""
+    if given not in ("", folder):
+        raise ModelConfigError(f"name: expected '{folder}', the name of its folder, got '{given}'")

@@ -15,7 +15,7 @@ by the shapes of an input. Of the ragged input x in requests of shapes [1, 3], [
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -72,6 +72,18 @@ class Ragged:
         """Of the inputs that no client sends."""
         return frozenset(name for made in self.made for name in made.names)
 
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """The inputs whose shapes count, each behind the field that names it."""
+        return [*(("batch_input", made.source) for made in self.made),
+                *(("batch_output", source) for source in self.scattered.values())]
+
+    def check_sources(self, inputs: Collection[str]) -> None:
+        """Raises ModelConfigError: what is made, or taken apart, goes by an input that is not among these."""
+        for field, source in self.sources:
+            if source not in inputs:
+                raise ModelConfigError(f"{field}: source_input '{source}' is no input; these are {', '.join(inputs)}")
+
 
 def ragged_of(message: model_config.ModelConfig) -> Ragged | None:
     """None: nothing in it is ragged. Raises ModelConfigError."""
@@ -99,10 +111,7 @@ def check_ragged(ragged: Ragged, message: model_config.ModelConfig) -> None:
     """Compares it with the completed configuration. Raises ModelConfigError: tensors that are not there, outputs whose
     shapes do not follow."""
     inputs, outputs = ({spec.name: spec for spec in specs} for specs in (message.input, message.output))
-    for field, source in (*(("batch_input", made.source) for made in ragged.made),
-                          *(("batch_output", source) for source in ragged.scattered.values())):
-        if source not in inputs:
-            raise ModelConfigError(f"{field}: source_input '{source}' is no input; these are {', '.join(inputs)}")
+    ragged.check_sources(inputs)
     for name, source in ragged.scattered.items():
         if name not in outputs:
             raise ModelConfigError(f"batch_output: target_name '{name}' is no output; these are {', '.join(outputs)}")

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +31,11 @@ class Items:
     """How the items of a request are counted."""
     leading: bool                           # along the leading axis of every input; else a request is one item
     most: int                               # that one may have
+    axes: Mapping[str, int] = field(default_factory=dict)       # or along these, by input
+
+    def axis(self, name: str) -> int | None:
+        """Of an input; None: it does not tell."""
+        return 0 if self.leading else self.axes.get(name)
 
 
 _NONE: Arrays = MappingProxyType({})
@@ -71,37 +76,41 @@ class Signature:
                                           f"'{self._model}': expected {spec.datatype.name}")
             shape = tensor.shape
             item = shape[1:] if self._batched else shape
-            if len(shape) != len(spec.dims) + self._batched or not _fits(item, spec.dims):
+            if len(shape) < self._batched or not fits(item, spec.dims):
                 raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "
                                           f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
-            if self._items.leading:
-                own = self._model_shape(tensor)[0]
+            if (axis := self._items.axis(name)) is not None:
+                own = self._model_shape(tensor)[axis]
                 if items is not None and own != items:
                     raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {own}, but "
                                               f"the inputs before it have {items}")
                 items = own
             shapes.append(() if spec.is_ragged else (1, *item))
         items = 1 if items is None else items
-        if not 1 <= items <= self._items.most:
+        least = bool(self._batched or self._items.axes)         # a whole tensor may be empty, a batch not
+        if not least <= items <= self._items.most:
             raise InvalidRequestError(f"inference request batch-size must be within 1..{self._items.most} for "
                                       f"model '{self._model}', got {items}")
         if self._check:
             try:
-                self._check({**{name: array.shape for name, array in self._left_out(tensors, items)},
-                             **{name: self._model_shape(tensor) for name, tensor in tensors.items()}})
+                self._check({**{name: array.shape for name, array in self._left_out(tensors, items or 1)},
+                             **{name: self._executed_shape(tensor, items) for name, tensor in tensors.items()}})
             except InputError as error:
                 raise InvalidRequestError(str(error)) from error
         return Fit(items, tuple(shapes))
 
     def choose_outputs(self, requested: Iterable[str]) -> tuple[TensorSpec, ...]:
-        """The outputs to return; all of them if none is requested. Raises InvalidRequestError for an unknown one."""
-        chosen = []
+        """The outputs to return; all of them if none is requested. Raises InvalidRequestError for an unknown one, or
+        one that is there twice."""
+        chosen: dict[str, TensorSpec] = {}
         for name in requested:
             if name not in self._outputs:
                 raise InvalidRequestError(f"unexpected output '{name}' for model '{self._model}': it has "
                                           f"{self._describe(self._outputs)}.{nearest(name, self._outputs)}")
-            chosen.append(self._outputs[name])
-        return tuple(chosen or self._outputs.values())
+            if name in chosen:
+                raise InvalidRequestError(f"output '{name}' already exists in request for model '{self._model}'")
+            chosen[name] = self._outputs[name]
+        return tuple((chosen or self._outputs).values())
 
     def to_model(self, arrays: Arrays, items: int) -> Arrays:
         """The inputs of a request that fits, in the shapes that the model has, with those that it leaves out."""
@@ -111,7 +120,7 @@ class Signature:
     def _left_out(self, given: Collection[str], items: int) -> Iterator[tuple[str, NDArray[Any]]]:
         for name, array in self._defaults.items():
             if name not in given:
-                yield name, np.broadcast_to(array, (items, *array.shape[1:])) if self._items.leading else array
+                yield name, array if (axis := self._items.axis(name)) is None else np.repeat(array, items, axis)
 
     def _reshaped(self, arrays: Arrays) -> Arrays:
         return {name: array if (spec := self._inputs[name]).reshape is None else array.reshape(
@@ -125,7 +134,8 @@ class Signature:
         return lambda computed: encode(self._as_seen(computed))
 
     def _as_seen(self, computed: Arrays) -> Arrays:
-        arrays = {name: self._restored(name, array) for name, array in computed.items()}
+        """Without those that no client sees: a sequence's states."""
+        arrays = {name: self._restored(name, array) for name, array in computed.items() if name in self._outputs}
         return Outputs(arrays, computed.parameters) if isinstance(computed, Outputs) else arrays
 
     def _restored(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -137,6 +147,11 @@ class Signature:
         spec = self._inputs[tensor.name]
         return tensor.shape if spec.reshape is None else (
             *tensor.shape[:self._batched], *spec.reshaped(tensor.shape[self._batched:]))
+
+    def _executed_shape(self, tensor: InputTensor, items: int) -> tuple[int, ...]:
+        """The same as it is executed: none at all are one item of zeros."""
+        shape = self._model_shape(tensor)
+        return shape if items else (1, *shape[1:])
 
     def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
         unknown = sorted(tensors.keys() - self._inputs.keys())
@@ -150,5 +165,6 @@ class Signature:
         return ", ".join(spec.describe(self._batched) for spec in specs.values())
 
 
-def _fits(item: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return item == dims or all(extent == dim or dim == -1 for extent, dim in zip(item, dims, strict=True))
+def fits(item: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return item == dims or len(item) == len(dims) and all(
+        extent == dim or dim == -1 for extent, dim in zip(item, dims, strict=True))

@@ -5,7 +5,7 @@ import asyncio
 import importlib.util
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from infer_server.server import Ports, Server, ServerOptions
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 
 T = TypeVar("T")
+RunLoop = Callable[[Coroutine[Any, Any, None]], None]       # runs a server on an event loop of its kind
 # What serves gRPC, as parameters of tests and of fixtures; and the same in processes of their own.
 _IF_INSTALLED = pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is None,
                                    reason="pygrpc-native is not installed")
@@ -28,11 +29,12 @@ DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0}        # where a test says 
 
 
 class RunningServer:
-    def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_numpy_engine) -> None:
+    def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_numpy_engine,
+                 run: RunLoop = uvloop.run) -> None:
         self._options, self._load_engine = options, load_engine
         self._started = threading.Event()
         self._answered = False
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="server")
+        self._thread = threading.Thread(target=lambda: run(self._run()), name="server")
         self.loop: asyncio.AbstractEventLoop
         self.server: Server
         self.ports: Ports
@@ -81,9 +83,10 @@ def options(repository: Path, **given: Any) -> ServerOptions:
 
 
 @contextmanager
-def serving(repository: Path, load_engine: EngineLoader = load_numpy_engine, **given: Any) -> Iterator[RunningServer]:
+def serving(repository: Path, load_engine: EngineLoader = load_numpy_engine, run: RunLoop = uvloop.run,
+            **given: Any) -> Iterator[RunningServer]:
     """A server on free ports, all models loaded; stopped at the end."""
-    running = RunningServer(options(repository, **given), load_engine)
+    running = RunningServer(options(repository, **given), load_engine, run)
     running.start()
     try:
         yield running

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -77,6 +78,19 @@ def test_items_that_depend_on_each_other_are_not_cut(client: triton.InferenceSer
         ask(client, "whole_dependent", np.ones((9, 4), np.float32))
 
 
+def test_dynamic_batching_merges_no_requests_whose_items_depend_on_each_other(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, "m", config="dynamic_batching {}", dependence="it normalises over the items", seconds=0.05)
+    with (serving(tmp_path) as running, triton.InferenceServerClient(running.address) as client,
+          ThreadPoolExecutor(4) as pool):
+        x = np.ones((2, 4), np.float32)
+        for answer in pool.map(lambda _: ask(client, "m", x), range(4)):
+            np.testing.assert_array_equal(answer, 2 * x + 1)
+        found, = client.get_inference_statistics("m").model_stats
+        assert (found.inference_count, found.execution_count) == (8, 4)
+    assert "executed one by one, for the items of a batch depend on each other (it normalises" in caplog.text
+
+
 def test_clients_see_the_shapes_of_dims_and_the_model_those_of_reshape(client: triton.InferenceServerClient) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
     np.testing.assert_array_equal(ask(client, "reshaped", x), (2 * x + 1).reshape(3, 1, 4))
@@ -131,6 +145,56 @@ def test_a_warm_up_is_checked_and_executed_before_the_model_is_ready(
         assert re.search(refusal, failures["m version 1"])
 
 
+def test_a_model_may_lie_in_folders_of_its_version_as_a_hubs_download_does(tmp_path: Path) -> None:
+    path = "all-mini/onnx/model.plan"
+    folder = write_model(tmp_path, "deep", config=f'''default_model_filename: "{path}"
+        output {{ name: "y" data_type: TYPE_FP32 dims: 4 label_filename: "labels.txt" }}''')
+    (folder / "1" / path).parent.mkdir(parents=True)
+    (folder / "1" / "model.plan").rename(folder / "1" / path)
+    (folder / "labels.txt").write_text("a\nb\nc\nd")
+    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == ["ok"]
+    with serving(tmp_path) as running, triton.InferenceServerClient(running.address) as connected:
+        assert connected.get_model_config("deep").config.default_model_filename == path
+        assert ask(connected, "deep", np.ones((1, 4), np.float32)).any()
+
+
+def test_metadata_call_the_platform_of_a_model_as_its_configuration_does(tmp_path: Path) -> None:
+    known = {"ours": ("", "infer_server_plan"), "onnx": ('platform: "onnxruntime_onnx"', "onnxruntime_onnx"),
+             "onnx2": ('backend: "onnxruntime"', "onnxruntime_onnx"), "openvino": ('backend: "openvino"', "openvino")}
+    for name, (config, _) in known.items():
+        write_model(tmp_path, name, config=config)
+    with serving(tmp_path) as running, triton.InferenceServerClient(running.address) as connected:
+        assert {name: connected.get_model_metadata(name).platform for name in known} == {
+            name: platform for name, (_, platform) in known.items()}
+
+
+def test_a_model_file_that_is_missing_is_called_as_its_backend_would_have_it(tmp_path: Path) -> None:
+    for name, config in (("onnx", 'platform: "onnxruntime_onnx"'), ("onnx2", 'backend: "onnxruntime"'),
+                         ("plan", 'backend: "tensorrt"'), ("python", 'backend: "python"')):
+        (write_model(tmp_path, name, config=config) / "1" / "model.plan").unlink()
+    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == [
+        f"{name}/1/{file}: no such file" for name, file in (
+            ("onnx", "model.onnx"), ("onnx2", "model.onnx"), ("plan", "model.plan"), ("python", "model.py"))]
+
+
+def test_a_file_that_may_be_meant_for_one_that_is_missing_is_named_with_the_line_to_write(tmp_path: Path) -> None:
+    for name, file in (("code", "model.py"), ("other", "yolo.onnx")):
+        folder = write_model(tmp_path, name, config='platform: "onnxruntime_onnx"')
+        (folder / "1" / "model.plan").rename(folder / "1" / file)
+    said = ['code/1/model.onnx: no such file; there is a model.py: write backend: "python" if that is the model',
+            'other/1/model.onnx: no such file; there is yolo.onnx: write default_model_filename: "yolo.onnx" if that '
+            "is the model"]
+    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == said
+    with serving(tmp_path) as running:
+        assert [reason.rpartition(f"{tmp_path}/")[2] for reason in running.server.failures().values()] == said
+
+
+def test_check_says_that_a_model_is_called_other_than_its_folder(tmp_path: Path) -> None:
+    write_model(tmp_path, "folder", config='name: "model"')
+    assert [remark.text for remark in check([LocalFolder(tmp_path)], "cpu")] == [
+        "name: expected 'folder', the name of its folder, got 'model'"]
+
+
 def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tmp_path: Path) -> None:
     class Outlines(LocalFolder):
         outlines_models = False
@@ -141,6 +205,42 @@ def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tm
     graph, plan = check([Outlines(tmp_path)], "refuse")
     assert "cannot be told before its file is copied" in plan.text and not plan.is_error
     assert "KIND_GPU is refused" in graph.text and graph.is_error
+
+
+def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) -> None:
+    """With the same words as its loading, where that says it."""
+    def ensemble(name: str, step: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(f"""ensemble_scheduling {{ step {{ {step} }} }}
+            input {{ name: "x" data_type: TYPE_FP32 dims: 4 }} output {{ name: "y" data_type: TYPE_FP32 dims: 4 }}""")
+
+    def mapped(inputs: str = "x", outputs: str = "y") -> str:
+        return f'input_map {{ key: "{inputs}" value: "x" }} output_map {{ key: "{outputs}" value: "y" }}'
+
+    write_model(tmp_path, "m")
+    write_model(tmp_path, "listed", config='input { name: "x" data_type: TYPE_FP32 dims: 4 }')
+    write_model(tmp_path, "bad", config='backend: "pytorch"')
+    ensemble("inner", f'model_name: "m" {mapped()}')
+    ensemble("of_inner", f'model_name: "inner" {mapped()}')
+    ensemble("unserved", f'model_name: "bad" {mapped()}')
+    ensemble("version", f'model_name: "m" model_version: 7 {mapped()}')
+    ensemble("renamed", f'model_name: "inner" {mapped("xx")}')
+    ensemble("output", f'model_name: "inner" {mapped(outputs="z")}')
+    ensemble("perhaps", f'model_name: "listed" {mapped("xx")}')
+    ensemble("behind", f'model_name: "renamed" {mapped()}')
+    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    assert {name for name, remark in said.items() if remark.text == "ok"} == {"m", "listed", "inner", "of_inner"}
+    for name, text in (("unserved", "step 0: model 'bad' will not be served, see there"),
+                       ("version", "version 7 of model 'm' is not served, but 1; write one of these, model_version"),
+                       ("renamed", "input_map: model 'inner' has no 'xx', but x. Did you mean 'x'?"),
+                       ("output", "output_map: model 'inner' has no 'z', but y."),
+                       ("behind", "model 'renamed' will not be served, see there"),
+                       ("perhaps", "model 'listed' has no 'xx', but x")):
+        assert text in said[name].text, name
+        assert said[name].is_error == (name != "perhaps")
+    with serving(tmp_path) as server:
+        failures = server.server.failures()
+        assert said["renamed"].text in failures["renamed version 1"]
 
 
 def test_check_says_all_of_a_repository_and_what_to_write_instead(

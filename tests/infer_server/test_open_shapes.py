@@ -14,7 +14,9 @@ from engines import build_engine
 from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
-from tests.infer_server.serving import serving
+from tests.engines.compiler.small_models import node, small_model
+from tests.infer_server.endpoints.test_http import CLOSE, ask, post
+from tests.infer_server.serving import FRONTS, serving
 
 MODEL, PAIRS = attention_net(), pairs_net()
 
@@ -84,3 +86,61 @@ def test_dims_of_a_configuration_may_fix_what_the_model_leaves_open(repository: 
                                    atol=1e-4)
         with pytest.raises(InferenceServerException, match="unexpected shape"):
             answer(client, "tokens", tokens(2, 8))
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_whole_tensor_may_be_empty_and_a_batch_may_not(tmp_path: Path, front: str) -> None:
+    rows, opened = (small_model([node("Relu", "x", "y")], {"x": shape}, ["y"]) for shape in (["N", 3], ["N", "M"]))
+    whole = "max_batch_size: 0 input { name: 'x' data_type: TYPE_FP32 dims: [ -1, %s ] }"
+    for name, model, config in (("whole", rows, whole % 3), ("open", opened, whole % -1),
+                                ("batch", rows, "max_batch_size: 4")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        build_engine(model, timing=False, cache=False).save(tmp_path / name / "1" / "model.plan")
+    nothing, two = np.zeros((0, 3), np.float32), random(2, 3)
+    with (serving(tmp_path, load_plan, grpc_front=front) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert answer(client, "whole", {"x": nothing}).shape == (0, 3)
+        for columns in (5, 0):
+            assert answer(client, "open", {"x": np.zeros((0, columns), np.float32)}).shape == (0, columns)
+        np.testing.assert_array_equal(answer(client, "whole", {"x": two}), np.maximum(two, 0))
+        with pytest.raises(InferenceServerException, match=r"within 1\.\.4 for model 'batch', got 0"):
+            answer(client, "batch", {"x": nothing})
+        said = ask(server, post("/v2/models/whole/infer",
+                                b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [0, 3], "data": []}]}', CLOSE))
+    assert b'"shape":[0,3],"data":[]' in said
+
+
+def test_a_model_may_have_tensors_without_a_batch_beside_those_with_one(tmp_path: Path) -> None:
+    """Requests are whole then, and nobody shares a batch."""
+    model = small_model([node("Mul", "x scale", "m"), node("Add", "m offset", "y"),
+                         node("Mul", "scale scale", "squares"), node("Neg", "z", "minus")],
+                        {"x": ["N", 4], "scale": [4], "offset": [], "z": ["N"]}, ["y", "minus", "squares"])
+    for name, config in (("mixed", ""), ("asked", "max_batch_size: 8 dynamic_batching { }")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        build_engine(model, timing=False, cache=False, max_batch=8).save(tmp_path / name / "1" / "model.plan")
+    scale = np.float32([1, 2, 3, 4])
+
+    def asked(items: int, other: int = 0) -> None:
+        feeds = {"x": random(items, 4, seed=items), "scale": scale + items, "offset": np.array(items, np.float32),
+                 "z": random(other or items)}
+        tensors = [triton.InferInput(name, list(array.shape), "FP32") for name, array in feeds.items()]
+        for tensor, array in zip(tensors, feeds.values(), strict=True):
+            tensor.set_data_from_numpy(array)
+        found = client.infer("mixed", tensors)
+        np.testing.assert_allclose(found.as_numpy("y"), feeds["x"] * feeds["scale"] + items, rtol=1e-6)
+        np.testing.assert_array_equal(found.as_numpy("minus"), -feeds["z"])
+        np.testing.assert_array_equal(found.as_numpy("squares"), feeds["scale"] ** 2)
+
+    with (serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(8) as threads):
+        assert client.get_model_config("mixed").config.max_batch_size == 0
+        shapes = {tensor.name: list(tensor.shape) for tensor in client.get_model_metadata("mixed").inputs}
+        assert shapes == {"x": [-1, 4], "scale": [4], "offset": [], "z": [-1]}
+        list(threads.map(asked, [1, 8, 3, 2] * 6))
+        for items, other, why in ((9, 9, "must be within 1..8"), (2, 3, "'z' of model 'mixed' has batch size 3")):
+            with pytest.raises(InferenceServerException, match=why):
+                asked(items, other)
+        assert "max_batch_size: input 'scale' of shape [4] has no batch axis in front" in server.server.failures()[
+            "asked version 1"]

@@ -1,10 +1,15 @@
 """Models that are programs, or whose inputs decide by their values, behind the server."""
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
+import pytest
 import tritonclient.grpc as triton
+from onnx import TensorProto, helper
+from tritonclient.utils import InferenceServerException
 
 from engines import build_engine
 from engines.ir.graph import Array
@@ -39,3 +44,50 @@ def test_results_have_as_many_rows_as_the_data_say(tmp_path: Path) -> None:
         for name, feed in feeds:
             np.testing.assert_allclose(answer(client, name, feed), by_onnx_runtime(models[name], feed)["y"], rtol=1e-4,
                                        atol=1e-4, strict=True)
+
+
+WORDS = """max_batch_size: 4 dynamic_batching { }
+    input { name: "words" data_type: TYPE_STRING dims: 3 } output { name: "y" data_type: TYPE_STRING dims: 3 }"""
+
+
+def doubled_words() -> onnx.ModelProto:
+    """Numbers as texts, twice as large."""
+    return helper.make_model(helper.make_graph(
+        [helper.make_node("Cast", ["words"], ["x"], to=TensorProto.INT32), helper.make_node("Add", ["x", "x"], ["s"]),
+         helper.make_node("Cast", ["s"], ["y"], to=TensorProto.STRING)], "doubled",
+        [helper.make_tensor_value_info("words", TensorProto.STRING, ["N", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["N", 3])]),
+        opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def test_a_program_has_the_batch_that_its_configuration_says_and_each_request_is_executed_by_itself(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "words" / "1").mkdir(parents=True)
+    (tmp_path / "words" / "config.pbtxt").write_text(WORDS)
+    onnx.save(doubled_words(), tmp_path / "words" / "1" / "model.onnx")
+
+    def doubled(items: int) -> list[list[int]]:
+        tensor = triton.InferInput("words", [items, 3], "BYTES")
+        tensor.set_data_from_numpy(np.full((items, 3), b"%d" % items, object))
+        return [list(map(int, row)) for row in client.infer("words", [tensor]).as_numpy("y")]
+
+    with (serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client,
+          ThreadPoolExecutor(8) as threads):
+        assert "words: dynamic_batching: requests are executed one by one, for the model is a program" in caplog.text
+        sizes = [1, 2, 3, 4] * 8
+        assert list(threads.map(doubled, sizes)) == [[[2 * items] * 3] * items for items in sizes]
+        with pytest.raises(InferenceServerException, match=r"batch-size must be within 1\.\.4"):
+            doubled(5)
+        (found,) = client.get_inference_statistics("words").model_stats
+    assert (found.inference_count, found.execution_count) == (sum(sizes), len(sizes))
+
+
+def test_a_program_without_an_open_extent_in_front_has_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "words" / "1").mkdir(parents=True)
+    (tmp_path / "words" / "config.pbtxt").write_text(WORDS)
+    model = doubled_words()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, tmp_path / "words" / "1" / "model.onnx")
+    with serving(tmp_path, load_plan) as server:
+        assert "max_batch_size: 4 asked for, but the engine was built for no batch axis" in server.server.failures()[
+            "words version 1"]

@@ -201,8 +201,9 @@ def test_a_ragged_configuration_that_makes_no_sense_is_refused_by_name(text: str
 
 
 def test_an_engine_that_does_not_take_its_input_flat_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ModelConfigError, match="rebuild it with --ragged x"):
-        complete(parsed(f"max_batch_size: 4 {INPUT}"), "m", NumpyEngine(), "model.plan")
+    for text in (INPUT, 'batch_output { target_name: "y" source_input: "x" }'):
+        with pytest.raises(ModelConfigError, match="rebuild it with --ragged x"):
+            complete(parsed(f"max_batch_size: 4 {text}"), "m", NumpyEngine(), "model.plan")
     square = [NumpyTensor("x", "float32", ("N", 4))]
     with patch.multiple(NumpyEngine, inputs=square, outputs=square), pytest.raises(
             ModelConfigError, match=r"\['N', 4\]; export it to take \[-1\]"):

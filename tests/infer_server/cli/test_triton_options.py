@@ -34,9 +34,10 @@ TRITONS = {
     **dict.fromkeys(("grpc-address", "http-address", "metrics-address"), "0.0.0.0"),
     "allow-sagemaker": "false", "allow-vertex-ai": "false", "backend-config": "onnxruntime,x=y",
     "cache-config": "local,size=1048576", "cuda-memory-pool-byte-size": "0:64", "cuda-virtual-address-size": "0:64",
-    "disable-auto-complete-config": None, "enable-peer-access": "false", "grpc-header-forward-pattern": "",
+    "disable-auto-complete-config": None, "enable-peer-access": "false", "grpc-header-forward-pattern": "x_.*",
     "grpc-infer-response-compression-level": "none", "grpc-restricted-protocol": "health:key=value",
-    "host-policy": "0,numa-node=0", "http-header-forward-pattern": "", "http-restricted-api": "health:key=value",
+    "host-policy": "0,numa-node=0", "http-header-forward-pattern": "(?-i)x_.*",
+    "http-restricted-api": "health:key=value",
     "id": "mine", "load-model": "m", "log-format": "ISO8601", "metrics-config": "counter_latencies=false",
     "min-supported-compute-capability": "6.0", "model-config-name": "", "model-control-mode": "poll",
     "model-load-gpu-limit": "0:0.5", "model-namespacing": "false", "rate-limit": "execution_count",
@@ -68,7 +69,7 @@ def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: p
 def test_options_under_tritons_names_are_those_of_ours() -> None:
     parser = _parser()
     given = parser.parse_args(["--model-store=/a", "--response-cache-byte-size=7", "--http-address=[::1]", "--id=x",
-                               "--allow-metrics=false", "--model-control-mode=poll", "--log-format=x"])
+                               "--allow-metrics=false", "--model-control-mode=POLL", "--log-format=x"])
     options = _options(given)
     assert given.model_repository == ["/a"] and options.response_cache_bytes == 7 and options.poll_secs == 15
     assert options.hosts == {"http": "::1"} and options.closed == {"metrics"} and options.name == "x"
@@ -87,3 +88,14 @@ def test_ports_may_be_closed_and_lie_elsewhere(tmp_path: Path) -> None:
         assert grpc == "none"
         running.terminate()
         assert running.wait(TIMEOUT_SECS) == 0
+
+
+def test_headers_are_found_in_whatever_case_unless_the_pattern_says_otherwise(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    forwarded = _options(_parser().parse_args(["--model-store=/a", "--http-header-forward-pattern=X_",
+                                               "--grpc-header-forward-pattern=(?-i)X_"])).forwarded
+    assert {name: bool(pattern.search("my_x_1")) for name, pattern in forwarded.items()} == {
+        "HTTP": True, "gRPC": False}
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["--http-header-forward-pattern=("])
+    assert "'(' is no regular expression" in capsys.readouterr().err

@@ -63,6 +63,12 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     (STEPS.format("x", "y", "y", "y"), r"'y' is made twice, the second time by step 1 \('b'\)"),
     (STEPS.format("y", "mid", "mid", "y"), r"steps \[0, 1, 0\] wait for each other"),
     (STEPS.format("x", "mid", "mid", "last"), "output 'y' is made by no step"),
+    (f'platform: "ensemble" backend: "python" {STEPS.format("x", "mid", "mid", "y")}',
+     "backend: 'python' executes a model"),
+    (f"instance_group {{}} {STEPS.format('x', 'mid', 'mid', 'y')}", "instance_group: an ensemble executes nothing"),
+    (f"model_warmup {{}} {STEPS.format('x', 'mid', 'mid', 'y')}", "model_warmup: an ensemble executes nothing"),
+    ("instance_group { kind: KIND_CPU gpus: 0 }", "KIND_CPU has no gpus; remove them"),
+    ("instance_group { gpus: [0, -1] }", "GPUs count from 0, got -1"),
     ("response_cache { enable: true } sequence_batching {}", "response_cache: a sequence's responses are not cached"),
     ("dynamic_batching { priority_levels: 2 }", "write default_priority_level: 2"),
     ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
@@ -70,6 +76,10 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("instance_group { passive: true }", "remove its group"),
     ("instance_group { count: 1000 } instance_group { count: 25 }", "1025 instances are more than the 1024"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
+    ("dynamic_batching { preserve_ordering: true priority_levels: 2 default_priority_level: 1 }", "2 priority_levels"),
+    ("dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }", "DELAY changes"),
+    ("dynamic_batching { preserve_ordering: true priority_levels: 1 default_priority_level: 1 "
+     "priority_queue_policy { key: 1 value { timeout_action: DELAY } } }", "DELAY changes"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
     ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
@@ -79,7 +89,8 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("model_repository_agents {} model_operations {}", "model_operations: .*; model_repository_agents: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
     ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
-    ('default_model_filename: "../../secret"', "a file in the version's folder"),
+    *((f'default_model_filename: "{path}"', "a file in the version's folder")
+      for path in ("../../secret", "a/../../../secret", "/etc/secret", "a/", ".", "..")),
     ("version_policy { specific {} }", "names no versions"),
 ])
 def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refusal: str) -> None:
@@ -134,16 +145,17 @@ def test_a_model_whose_items_depend_on_each_other_is_not_batched_dynamically() -
     completed = complete(parsed(""), "m", engine, "model.plan")
     assert completed.max_batch_size == 8 and not completed.HasField("dynamic_batching")
     assert not from_message(completed).batching.merges
-    with pytest.raises(ModelConfigError, match="ReduceSum"):
-        complete(parsed("dynamic_batching { }"), "m", engine, "model.plan")
 
 
-def test_a_model_with_a_tensor_out_of_the_batch_is_refused() -> None:
+def test_a_model_with_a_tensor_out_of_the_batch_takes_whole_shapes() -> None:
     engine = NumpyEngine()
     outputs = [NumpyTensor("anchors", "float32", (4,))]
-    with (patch.object(NumpyEngine, "outputs", outputs),
-          pytest.raises(ModelConfigError, match=r"output 'anchors' of shape \[4\] has no batch axis")):
-        complete(parsed(""), "m", engine, "model.plan")
+    with patch.object(NumpyEngine, "outputs", outputs):
+        completed = complete(parsed(""), "m", engine, "model.plan")
+        assert completed.max_batch_size == 0 and not completed.HasField("dynamic_batching")
+        assert [list(tensor.dims) for tensor in (*completed.input, *completed.output)] == [[-1, 4], [4]]
+        with pytest.raises(ModelConfigError, match=r"output 'anchors' of shape \[4\] has no batch axis"):
+            complete(parsed("max_batch_size: 8"), "m", engine, "model.plan")
 
 
 def leaves(descriptor: Any, above: str = "") -> Iterator[str]:
@@ -196,7 +208,7 @@ def test_without_a_max_batch_size_dims_are_whole_shapes(text: str, dims: list[in
         complete(parsed('max_batch_size: 0 input { name: "x" data_type: TYPE_FP32 dims: 4 }'), "m", NumpyEngine(), "f")
 
 
-def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:
+def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for version in (1, 3, 12):
         folder = write_model(tmp_path, "m", version)
     (folder / "notes").mkdir()
@@ -210,6 +222,8 @@ def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path) -> None:
     assert versions("version_policy { latest { num_versions: 2 } }") == [12, 3]
     assert versions("version_policy { all {} }") == [12, 3, 1]
     assert versions("version_policy { specific { versions: [1, 12] } }") == [12, 1]
+    assert versions("version_policy { specific { versions: [1, 2] } }") == [1]
+    assert "asks for versions [2], too, which are not there" in caplog.text
     with pytest.raises(ModelConfigError, match=r"asks for versions \[2\]; the folder has \[1, 3, 12\]"):
         versions("version_policy { specific { versions: 2 } }")
 
