@@ -203,7 +203,7 @@ def peaks(bench: Bench) -> None:
     """What the card does at best, by our own kernels: bytes and products, beside what the cost model assumes."""
     device, card = bench.device, CARDS[bench.target]
     copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
-    with Passing(bench, device) as held:
+    with Passing(device) as held:
         a, b, stream = held.allocate(copied), held.allocate(copied), device.stream()
         held.add(stream.close)
         copy = partial(stream.copy_rows, a, copied, b, copied, copied, 1)
@@ -243,7 +243,7 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
     assert isinstance(execution, CudaExecution)
     tensors = (*context.plan.inputs, *context.plan.outputs)
     with_copies = median(execution.seconds(batch) for _ in range(REPEATS))
-    with Passing(bench, bench.device) as held:
+    with Passing(bench.device) as held:
         for io in tensors:
             context.bind(io.name, _Room(held, io.shape_of(batch), io.dtype))
         alone = median(execution.seconds(batch) for _ in range(REPEATS))

@@ -3,12 +3,13 @@
     python -m benchmarks.serving                              # ResNet-50 INT8 of the zoo, concurrency 1 to 32
     python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
     python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --grpc-front fast
+    python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --way http
 
 At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the
 throughput that the engine alone has at that size. The server has one instance, as run-engine has one context. Loads and
 engine runs alternate, so that a busy moment of the machine meets both; the table shows the median of the repetitions.
 The load test takes part of the machine: its share is in it. With --apart the server has a core of its own and the
-client another, and that is a bare connection (transport/http2.py): what the server loses, it loses by itself.
+client another, and that is a bare connection (transport/bare.py): what the server loses, it loses by itself.
 """
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from benchmarks.models import build, run, source_of
 from benchmarks.reports.document import Cell, machine, markdown_table, write_section
 from benchmarks.transport import bare
 from clients import ClientError, InferenceClient
+from infer_server.server import Ports
 
 READY_TIMEOUT_S = 120
 
@@ -57,18 +59,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(plan: Path, options: argparse.Namespace) -> Iterator[str]:
-    """"host:port" of an infer-server whose model is ready; `plan` is <repository>/<model>/<version>/model.plan."""
+def serving(plan: Path, options: argparse.Namespace) -> Iterator[Ports]:
+    """An infer-server whose model is ready; `plan` is <repository>/<model>/<version>/model.plan."""
     grpc, http, metrics = (free_port() for _ in range(3))
     process = subprocess.Popen(
         [sys.executable, "-m", "infer_server.cli.serve", "--model-repository", plan.parents[2],
          "--threads", str(options.threads), "--cores", str(options.threads),         # one instance
-         "--grpc-front", options.grpc_front, "--log-level", "warning",
+         "--grpc-front", options.grpc_front, "--log-level", "warning", "--allow-client-shm",
          "--grpc-port", str(grpc), "--http-port", str(http), "--metrics-port", str(metrics)],
         preexec_fn=partial(_pin, options.apart[1:]))
     try:
         wait_until_ready(f"127.0.0.1:{grpc}", plan.parents[1].name, process)
-        yield f"127.0.0.1:{grpc}"
+        yield Ports(grpc, http, metrics)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -90,13 +92,13 @@ def wait_until_ready(address: str, model: str, process: subprocess.Popen[bytes])
     raise SystemExit(f"infer-server at {address} did not get '{model}' ready; its log says why")
 
 
-def loaded(address: str, model: str, concurrency: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def loaded(ports: Ports, model: str, concurrency: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """load-test's level at one concurrency, or the bare client's."""
     if options.apart:
         _pin(options.apart[:1])
-        return bare.level(address, model, concurrency, options.duration)
-    run("clients.load.cli", "-m", model, "-u", address, "--concurrency", concurrency, "--duration", options.duration,
-        "--json", folder / "load.json")
+        return bare.level(ports, model, concurrency, options.duration, options.way)
+    run("clients.load.cli", "-m", model, "-u", f"127.0.0.1:{ports.grpc}", "--concurrency", concurrency,
+        "--duration", options.duration, "--json", folder / "load.json")
     level: dict[str, Any] = json.loads((folder / "load.json").read_text())["levels"][0]
     return level
 
@@ -116,8 +118,8 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
     for concurrency in options.concurrency:
         levels, engines = [], []
         for _ in range(options.repeats):
-            with serving(plan, options) as address:
-                levels.append(loaded(address, model, concurrency, options, folder))
+            with serving(plan, options) as ports:
+                levels.append(loaded(ports, model, concurrency, options, folder))
             batch = max(1, round(levels[-1]["server"]["mean_batch"]))
             engines.append(alone(plan, batch, options))
         points.append(Point(
@@ -156,6 +158,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="a plan of <repository>/<model>/<version>/ instead of building one")
     parser.add_argument("--apart", type=lambda text: [int(part) for part in text.split(",")], default=[],
                         metavar="CLIENT,SERVER", help="cores, and the bare client instead of load-test")
+    parser.add_argument("--way", choices=bare.WAYS, default="grpc", help="of the bare client's inputs")
     parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     options = parser.parse_args(arguments)

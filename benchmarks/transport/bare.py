@@ -1,22 +1,32 @@
-"""A served model under a closed loop of single items, asked over a bare connection (http2.py)."""
+"""A served model under a closed loop of single items, asked over bare connections (http2.py, http1.py)."""
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import grpc
 import numpy as np
 
 import protos
+from benchmarks.transport.http1 import Connections
 from benchmarks.transport.http2 import Connection
+from infer_server.server import Ports
 from protos import inference
 
+WAYS = ("grpc", "http", "shared memory")        # of inputs; those in shared memory are asked for over gRPC
 _WARM_SECS = 1.0
+_REGION = "items"
+
+Ask = Callable[[str, Any], bytes]               # a call of the service, and what it is given
 
 
-def level(address: str, model: str, concurrency: int, seconds: float) -> dict[str, Any]:
-    """What load-test's JSON says of a level, as far as the table of benchmarks.serving needs it."""
-    with grpc.insecure_channel(address) as channel:
+def level(ports: Ports, model: str, concurrency: int, seconds: float, way: str) -> dict[str, Any]:
+    """What load-test's JSON says of a level, as far as the table of benchmarks.serving needs it. way: of WAYS."""
+    with grpc.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel, ExitStack() as stack:
         def ask(call: str, request: Any) -> bytes:
             answer: bytes = channel.unary_unary(f"/{protos.INFERENCE_SERVICE}/{call}")(request.SerializeToString())
             return answer
@@ -26,17 +36,21 @@ def level(address: str, model: str, concurrency: int, seconds: float) -> dict[st
                 ask("ModelStatistics", inference.ModelStatisticsRequest(name=model))).model_stats[0]
             return found.inference_count, found.execution_count
 
-        metadata = inference.ModelMetadataResponse.FromString(
-            ask("ModelMetadata", inference.ModelMetadataRequest(name=model)))
-        connection = Connection(int(address.rpartition(":")[2]), f"/{protos.INFERENCE_SERVICE}/ModelInfer",
-                                _one_item(model, metadata).SerializeToString(), concurrency)
-        connection.run(_WARM_SECS)
+        request = _one_item(model, inference.ModelMetadataResponse.FromString(
+            ask("ModelMetadata", inference.ModelMetadataRequest(name=model))))
+        if way == "shared memory":
+            stack.enter_context(_in_shared_memory(request, ask))
+        client = (Connections(ports.http, f"/v2/models/{model}/infer", *_over_http(request), concurrency)
+                  if way == "http" else
+                  Connection(ports.grpc, f"/{protos.INFERENCE_SERVICE}/ModelInfer", request.SerializeToString(),
+                             concurrency))
+        stack.callback(client.close)
+        client.run(_WARM_SECS)
         items, executions = counted()
         began = time.perf_counter()
-        ended = connection.run(seconds)
+        ended = client.run(seconds)
         took = time.perf_counter() - began
         items, executions = (now - before for now, before in zip(counted(), (items, executions), strict=True))
-        connection.close()
     p50, p99 = np.percentile(ended.seconds, (50, 99)) * 1e3
     if ended.failed:
         raise SystemExit(f"{ended.failed} requests failed")
@@ -52,3 +66,36 @@ def _one_item(model: str, metadata: inference.ModelMetadataResponse) -> inferenc
         request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
         request.raw_input_contents.append(np.random.default_rng(0).random(shape, np.float32).tobytes())
     return request
+
+
+def _over_http(request: inference.ModelInferRequest) -> tuple[dict[str, str], bytes]:
+    """The headers and the body of the same request, tensors as bytes both ways."""
+    head = json.dumps({"parameters": {"binary_data_output": True}, "inputs": [
+        {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
+         "parameters": {"binary_data_size": len(content)}}
+        for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True)]}).encode()
+    return {"Inference-Header-Content-Length": str(len(head))}, b"".join((head, *request.raw_input_contents))
+
+
+@contextmanager
+def _in_shared_memory(request: inference.ModelInferRequest, ask: Ask) -> Iterator[None]:
+    """Moves a request's inputs into system shared memory, each after the other, which the server then knows."""
+    contents = list(request.raw_input_contents)
+    request.ClearField("raw_input_contents")
+    memory = SharedMemory(create=True, size=sum(map(len, contents)))
+    try:
+        ask("SystemSharedMemoryRegister", inference.SystemSharedMemoryRegisterRequest(
+            name=_REGION, key=f"/{memory.name.lstrip('/')}", byte_size=memory.size))
+        at, room = 0, memory.buf
+        assert room is not None
+        for tensor, content in zip(request.inputs, contents, strict=True):
+            room[at:at + len(content)] = content
+            tensor.parameters["shared_memory_region"].string_param = _REGION
+            tensor.parameters["shared_memory_offset"].int64_param = at
+            tensor.parameters["shared_memory_byte_size"].int64_param = len(content)
+            at += len(content)
+        yield
+        ask("SystemSharedMemoryUnregister", inference.SystemSharedMemoryUnregisterRequest(name=_REGION))
+    finally:
+        memory.close()
+        memory.unlink()

@@ -35,6 +35,7 @@ class Case:
 
 CASES = (
     Case("16 floats, gRPC", "floats", "gRPC", 64),
+    Case("16 floats, gRPC, 8 at a time", "floats", "gRPC", 8),
     Case("16 floats, gRPC, alone", "floats", "gRPC", 1),
     Case("16 floats, HTTP", "floats", "HTTP", 64),
     Case("16 floats, HTTP, alone", "floats", "HTTP", 1),

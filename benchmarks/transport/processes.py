@@ -13,15 +13,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmarks.serving import free_port
+from infer_server.server import Ports
 
 _READY_SECS = 60.0
-
-
-@dataclass(frozen=True)
-class Ports:
-    grpc: int
-    http: int
-    metrics: int
 
 
 @dataclass(frozen=True)

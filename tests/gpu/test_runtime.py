@@ -2,8 +2,10 @@
 plays."""
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from engines.backends import gpus_here
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.holdings import Holdings, Passing
 from engines.backends.cuda.runtime.library import CudaMemoryError, found_gpus
 from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
@@ -117,12 +119,24 @@ def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, 
 def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
     own, other = EmulatedGpu("sm_80"), EmulatedGpu("sm_80")
     memory, owner = SharedMemory(other, other.share(other.allocate(8))), set[int]()
-    Holdings(owner, other).allocate(8)
+    Holdings(other, owner).allocate(8)
     own.use()
     del memory
     assert used() is own.cuda and not other.opened
     del owner
     assert used() is own.cuda and len(other.allocated) == 1
+
+
+def test_what_was_held_for_a_block_keeps_nothing_of_a_gpu_after_it() -> None:
+    gpu = EmulatedGpu("sm_80")
+    with Passing(gpu) as held:
+        held.allocate(8)
+        assert len(gpu.allocated) == 1
+    assert not gpu.allocated
+    forgotten = weakref.ref(gpu)
+    del gpu, held
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Plans) -> None:

@@ -97,7 +97,7 @@ class GpuTuner:
         """Of a launch. Raises CudaError."""
         device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
         device.use()
-        with Passing(one, device) as held:
+        with Passing(device) as held:
             module = self._module(one, code)
             held.add(partial(device.unload, module))
             function = device.function(module, SYMBOL, grid.shared_bytes)

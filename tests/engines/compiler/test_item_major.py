@@ -16,6 +16,7 @@ from engines.compiler.specialise import Specialiser
 from engines.errors import PlanCorruptError
 from engines.ir.graph import Array
 from engines.machine.timing_cache import TimingCache
+from engines.plan.arena import PAGE
 from engines.plan.plan import ItemMajorRun, Plan
 from engines.plan.verification import verify
 from engines.runtime import context
@@ -47,26 +48,26 @@ def test_item_by_item_the_bytes_are_the_same(plan: Plan) -> None:
 def test_items_are_read_where_they_lie_and_the_bytes_are_the_same(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "ITEM_BYTES", 0)
     monkeypatch.setattr(context, "LENT_BYTES", 0)
-    x = images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3)
+    x = far_from_the_end_of_a_page(images_for(TINY["mobilenet_v2"](), MAX_BATCH, seed=3))
     expected = Engine(plan).run({"input": x})["output"]
     monkeypatch.setattr(np, "copyto", None)         # nothing is copied
     for one in (plan, run_item_major(plan, long_runs(plan))):
         own = Engine(one).create_context()
         assert own.in_place == {"input"}
         for bytes_off in (0, 1, 6):
-            memory = np.zeros((MAX_BATCH, x[0].nbytes + 4096 + 8), np.uint8)
-            pieces = [far_from_the_end_of_a_page(row, bytes_off, item) for row, item in zip(memory, x, strict=True)]
+            pieces = [far_from_the_end_of_a_page(x[i:i + 1], bytes_off) for i in range(MAX_BATCH)]
             own.execute_with(MAX_BATCH, {"input": pieces})
             np.testing.assert_array_equal(own.output("output", MAX_BATCH), expected)
         np.testing.assert_array_equal(Engine(one).run({"input": x})["output"], expected)
 
 
-def far_from_the_end_of_a_page(memory: Array, bytes_off: int, item: Array) -> Array:
-    """The item, as a batch of one, in a row of memory."""
-    at = next(at for at in range(bytes_off, len(memory), 256)
-              if address_of(memory[at:at + item.nbytes]) is not None)
-    memory[at:at + item.nbytes] = np.frombuffer(item.tobytes(), np.uint8)
-    return memory[at:at + item.nbytes].view(item.dtype).reshape(1, *item.shape)
+def far_from_the_end_of_a_page(array: Array, bytes_off: int = 0) -> Array:
+    """A copy that lies where steps can read it, so many bytes from a multiple of 64."""
+    memory = np.zeros(array.nbytes + 2 * PAGE, np.uint8)
+    first = -memory.ctypes.data % 64 + bytes_off
+    at = next(at for at in range(first, first + PAGE, 64) if address_of(memory[at:at + array.nbytes]) is not None)
+    memory[at:at + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    return memory[at:at + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 def test_a_run_is_one_call_whatever_the_batch(plan: Plan) -> None:

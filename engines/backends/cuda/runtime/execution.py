@@ -41,7 +41,7 @@ class LoadedPlan:
         memory."""
         self.plan, self.gpu = verify(plan), gpu
         self.layout = plan_memory(plan.machine.buffers, plan.machine.fills)
-        with Holdings(self, gpu) as held:
+        with Holdings(gpu, self) as held:
             gpu.use()
             self.constants = self.allocate(len(plan.machine.constants), "its constants", held)
             try:
@@ -89,7 +89,7 @@ class CudaExecution:
         self._graphs: dict[Key, Recorded] = {}
         self._bound: dict[TensorView, DeviceTensor] = {}
         self._placed: dict[TensorView, Sequence[DeviceTensor | int]] = {}
-        self._held = Holdings(self, self._gpu)
+        self._held = Holdings(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()

@@ -14,12 +14,14 @@ from engines.ir.graph import Array
 
 
 class Holdings:
-    """Of one owner. As a context manager it releases them if its block fails."""
+    """As a context manager it releases them if its block fails."""
 
-    def __init__(self, owner: object, gpu: GpuDriver) -> None:
+    def __init__(self, gpu: GpuDriver, owner: object | None = None) -> None:
+        """owner: with which they are released, at the latest."""
         self._gpu = gpu
         self._releases: list[Callable[[], None]] = []
-        weakref.finalize(owner, self.release).atexit = False        # a process that ends gives all back
+        if owner is not None:
+            weakref.finalize(owner, self.release).atexit = False    # a process that ends gives all back
 
     def add(self, release: Callable[[], None]) -> None:
         """release: called before those that were added earlier."""

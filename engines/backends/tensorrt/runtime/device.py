@@ -91,7 +91,7 @@ class TensorRtExecution:
     def __init__(self, loaded: LoadedEngine) -> None:
         """Raises PlanError: there is not so much memory."""
         self._loaded, self._gpu, plan = loaded, loaded.gpu, loaded.plan
-        self._held = Holdings(self, self._gpu)
+        self._held = Holdings(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()

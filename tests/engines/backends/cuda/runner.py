@@ -80,7 +80,7 @@ class GpuRunner:
         """pieces: a launch is one. aligned: how far from an address of the GPU's own each tensor begins."""
         way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
         grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
-        with Passing(way, device) as held:
+        with Passing(device) as held:
             device.use()
             addresses = [held.place(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
                          for tensor in tensors]
