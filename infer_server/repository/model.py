@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +27,8 @@ from infer_server.observing.closing import why_closed
 from infer_server.rate_limiter import RateLimiter
 from infer_server.workers import post
 from protos import model_config
+
+log = logging.getLogger(__name__)
 
 _LOADS = count()                    # so that a model that is loaded again finds nothing of before
 
@@ -253,7 +257,12 @@ class QueuedModel(Model):
                     enqueued_ns.append(request.enqueued_ns)
                     if self.config.decoupled:
                         responding_ns.append(request.responding_ns)
-                request.end(result)
+                try:
+                    request.end(result)
+                except Exception as error:      # a front's bug, which the others of the batch must not notice
+                    log.error("model '%s': a request could not be answered", self.name, exc_info=error)
+                    with suppress(Exception):
+                        request.finish(error)
             if self._sequences:
                 self._sequences.finished(request)
         if execution:

@@ -17,6 +17,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.batching.request import AwaitedReply, Request
 from infer_server.endpoints import inflight
 from infer_server.endpoints.grpc.errors import answering
 from infer_server.endpoints.inflight import Inflight
@@ -221,3 +222,32 @@ class Nobody:
 
     def disconnect(self) -> None:
         raise AssertionError("it is not late")
+
+
+class BrokenReply:
+    """One whose front fails at what a client is to be sent."""
+    gone = False
+    failed: Exception | None = None
+
+    def send(self, response: bytes) -> None:
+        raise RuntimeError("a bug of a front")
+
+    def fail(self, error: Exception) -> None:
+        self.gone, self.failed = True, error
+
+
+def test_an_answer_that_cannot_be_sent_leaves_the_others_of_its_batch_alone(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", config="max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 20000 }")
+
+    async def ask(server: RunningServer) -> tuple[BrokenReply, bytes]:
+        model = server.server.repository.find("m")
+        broken, whole = BrokenReply(), AwaitedReply(asyncio.get_running_loop())
+        for reply in (broken, whole):
+            model.submit(Request({"x": np.zeros((1, 4), np.float32)}, 1, (), lambda _: b"answer", reply))
+        return broken, await whole.response
+
+    with serving(tmp_path) as server:
+        broken, answer = server.run(ask(server))
+        assert answer == b"answer" and isinstance(broken.failed, RuntimeError)
+        counters = server.server.repository.find("m").statistics.snapshot()
+        assert counters.execution_count == 1
