@@ -73,7 +73,7 @@ class GpuTensor:
         return {"shape": self.shape, "typestr": self.dtype.str, "strides": None, "version": 3,
                 "data": (self.memory.address + self.offset, False)}
 
-    def reshape(self, *shape: int) -> GpuTensor:
+    def reshape(self, shape: tuple[int, ...]) -> GpuTensor:
         return replace(self, shape=shape)
 
     def array(self) -> NDArray[Any]:

@@ -72,6 +72,7 @@ class ServerOptions:
     kind_auto: str = "cpu"                      # of a model.onnx, instances that leave the kind open; or "gpu"
     explicit_control: bool = False              # models are loaded and unloaded by clients
     model_memory_bytes: int = 0                 # of models, which are loaded on demand; 0: they are loaded at start
+    config_name: str = ""                       # of the configuration of a model that goes before its config.pbtxt
     poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
     load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
@@ -130,7 +131,7 @@ class Server:
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository())
         places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(places, loader.load)
+        self.repository = Repository(places, loader.load, options.config_name)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from infer_server.cli.common import boolean
 from infer_server.endpoints.grpc import reflection
 from infer_server.endpoints.metrics import MetricsSettings
@@ -27,6 +29,7 @@ _CHANNEL = {
     "grpc-max-connection-age": ("grpc.max_connection_age_ms", "ms after which a connection is renewed"),
     "grpc-max-connection-age-grace": ("grpc.max_connection_age_grace_ms", "ms for its calls to end after that"),
 }
+_COMPRESSED = {"grpc.default_compression_algorithm": grpc.Compression.Gzip.value}       # at every level
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,9 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                                  f"{', '.join(CATEGORIES)}; can be repeated")
     for option, (_, text) in _CHANNEL.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
+    parser.add_argument("--grpc-infer-response-compression-level", choices=("none", "low", "medium", "high"),
+                        default="none", metavar="LEVEL",
+                        help="but none: answers over grpcio that become smaller are sent as gzip (default %(default)s)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
     _flag(parser, "grpc-reflection", "tools such as grpcurl may ask for the protocol's definitions", False)
     parser.add_argument("--access-log", choices=FORMS, default="", metavar="FORM",
@@ -76,6 +82,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
                if _value(given, option) is not None},
+            **({} if given.grpc_infer_response_compression_level == "none" else _COMPRESSED),
             "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
     }
 

@@ -25,16 +25,20 @@ def parse_dims(text: str) -> tuple[str, Dims]:
 
 
 def given_shapes(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dict[str, Shape]:
-    """The shapes to build for: of the inputs whose extents the model leaves open, and all of `dims` are numbers.
+    """The shapes to build for: of the inputs whose extents the model leaves open, and all of `dims` are numbers; of
+    those of unknown rank, all that dims say.
 
     batch_first: the leading extent of every input is the batch, if it is open; a model that leaves these extents
     without a name, or gives each one its own, does not say so. What does not fit is left out here: the server compares
     the engine with its configuration, and says so.
     """
-    every = {name: kind.extents for name, kind in declared_inputs(Path(model)).items() if kind.extents}
+    declared = {name: kind.extents for name, kind in declared_inputs(Path(model)).items()}
+    every = {name: extents for name, extents in declared.items() if extents}
     opened = [extents[0] for extents in every.values() if not is_size(extents[0])]
     said = batch_first and len(opened) > 1 and (None in opened or len(set(opened)) > 1)
-    shapes: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {
+        name: ((None,) if batch_first else ()) + tuple(None if extent == -1 else extent for extent in dims[name])
+        for name, extents in declared.items() if extents is None and name in dims}
     for name, extents in every.items():
         if fixed := _fixed(extents, dims.get(name)):
             shapes[name] = fixed

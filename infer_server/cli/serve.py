@@ -65,7 +65,7 @@ def _check(parsed: argparse.Namespace) -> int:
     """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
     try:
         places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
-        remarks = list(check(places, parsed.kind_gpu))
+        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name))
     except RepositoryError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -163,6 +163,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         grpc_port=parsed.grpc_port, http_port=parsed.http_port, metrics_port=parsed.metrics_port,
         workers=parsed.workers, grpc_front=parsed.grpc_front, threads=parsed.threads, cores=parsed.cores,
         kind_gpu=parsed.kind_gpu, kind_auto=parsed.kind_auto, name=parsed.id,
+        config_name=parsed.model_config_name,
         response_cache_bytes=parsed.cache_config if parsed.response_cache_byte_size is None else (
             parsed.response_cache_byte_size),
         explicit_control=parsed.model_control_mode == "explicit", repository_cache=parsed.repository_cache,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infer_server.cli.common import boolean, positive
+from infer_server.config.paths import is_name
 from infer_server.version import NAME
 
 # Options that tune what is otherwise here: they are taken, and said to change nothing.
@@ -24,9 +25,6 @@ _WITHOUT_EFFECT = (
 _REFUSED = {
     "allow-sagemaker": ("false", "SageMaker's own routes are not served; it can call /v2"),
     "allow-vertex-ai": ("false", "Vertex AI's own routes are not served; it can call /v2"),
-    "grpc-infer-response-compression-level": ("none", "responses over gRPC are sent as they are; over HTTP a client "
-                                                      "may ask for gzip or deflate"),
-    "model-config-name": ("", "the configuration is config.pbtxt; a load may bring another with it"),
     "model-namespacing": ("false", "names of models are unique over all repositories"),
     "trace-count": ("", "write --trace-config mode=opentelemetry"),
     "trace-file": ("", "write --trace-config mode=opentelemetry, and opentelemetry,url=URL"),
@@ -52,6 +50,8 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
                             help=f"false: there is no {port} port (default true)")
     parser.add_argument("--id", default=NAME, metavar="NAME",
                         help="what the server calls itself in its metadata (default %(default)s)")
+    parser.add_argument("--model-config-name", type=_config_name, default="", metavar="NAME",
+                        help="a model that has configs/NAME.pbtxt is configured by that, not by its config.pbtxt")
     parser.add_argument("--log-verbose", type=int, default=0, help=argparse.SUPPRESS)
     for name in ("log-info", "log-warning", "log-error"):
         parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=True, help=argparse.SUPPRESS)
@@ -98,6 +98,12 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(own, 0 if own != text else re.IGNORECASE)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"'{text}' is no regular expression: {error}") from error
+
+
+def _config_name(text: str) -> str:
+    if text and not is_name(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a file in configs/, without its .pbtxt")
+    return text
 
 
 def _only(taken: str, instead: str) -> Callable[[str], str]:

@@ -44,7 +44,8 @@ def settle(message: model_config.ModelConfig, gpus: Sequence[Gpu] = (), instance
     if message.dynamic_batching.preserve_ordering:
         instances = 1
     _place(message, gpus, auto=True)
-    for group in message.instance_group:
+    for number, group in enumerate(message.instance_group):
+        group.name = group.name or f"{message.name}_{number}"
         group.count = group.count or (1 if group.kind == Group.KIND_GPU else instances)
 
 

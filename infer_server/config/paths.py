@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from infer_server.errors import ModelConfigError
 
-CONFIG = "config.pbtxt"             # in a model's folder, as the next two
+CONFIG = "config.pbtxt"             # in a model's folder, as the next three
+CONFIGS = "configs"                 # of its other configurations, each NAME.pbtxt
 WARMUP = "warmup"                   # of the files of its model_warmup
 INITIAL_STATE = "initial_state"     # likewise, of its sequences'
 

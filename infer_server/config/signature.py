@@ -124,7 +124,7 @@ class Signature:
 
     def _reshaped(self, arrays: Arrays) -> Arrays:
         return {name: array if (spec := self._inputs[name]).reshape is None else array.reshape(
-            *array.shape[:self._batched], *spec.reshaped(array.shape[self._batched:]))
+            (*array.shape[:self._batched], *spec.reshaped(array.shape[self._batched:])))
                 for name, array in arrays.items()}
 
     def to_client(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
@@ -140,7 +140,7 @@ class Signature:
 
     def _restored(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         spec, lead = self._outputs[name], array.shape[:self._batched]
-        return array if spec.reshape is None else array.reshape(*lead, *spec.restored(array.shape[len(lead):]))
+        return array if spec.reshape is None else array.reshape((*lead, *spec.restored(array.shape[len(lead):])))
 
     def _model_shape(self, tensor: InputTensor) -> tuple[int, ...]:
         """The shape of an input as the model has it."""

@@ -112,7 +112,7 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
         command += ["--batch-first"]
     for spec in source.config.inputs:
         dims = spec.dims if spec.reshape is None else spec.reshape
-        if dims and set(dims) != {-1}:
+        if (dims or spec.reshape is not None) and not spec.is_ragged:
             command += ["--dims", f"{spec.name}:{'x'.join(map(str, dims))}"]
     if options.calibrator:
         command += ["--calibrator", options.calibrator]

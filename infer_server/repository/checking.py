@@ -31,9 +31,9 @@ class Remark:
         return f"{self.model}: {'error: ' if self.is_error else ''}{self.text}"
 
 
-def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
+def check(places: Sequence[Place], kind_gpu: str, config_name: str = "") -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
-    without any, that it is well."""
+    without any, that it is well. config_name: see read_model."""
     found: dict[Place, list[str]] = {}
     for place in places:
         try:
@@ -45,7 +45,7 @@ def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
     remarks: dict[tuple[Place, str], list[Remark]] = {}
     for place, models in found.items():
         for name in models:
-            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu)
+            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu, config_name)
             if name in owner:
                 of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = place
@@ -55,11 +55,12 @@ def check(places: Sequence[Place], kind_gpu: str) -> Iterator[Remark]:
         yield from [*of_model, *of_steps.get(name, ())] or [Remark(name, "ok")]
 
 
-def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu: str) -> list[Remark]:
+def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu: str, config_name: str
+             ) -> list[Remark]:
     """served: is given the versions of the model that are to be, where they can be read."""
     try:
         with place.outline(name) as folder:
-            return list(_check_model(folder, name, served, kind_gpu, place.outlines_models))
+            return list(_check_model(folder, name, served, kind_gpu, place.outlines_models, config_name))
     except (ServeError, OSError) as error:
         return [Remark(name, str(error), True)]
     except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
@@ -67,10 +68,10 @@ def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu:
         return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
-def _check_model(repository: Path, name: str, served: dict[str, list[Source]], kind_gpu: str, has_models: bool
-                 ) -> Iterator[Remark]:
+def _check_model(repository: Path, name: str, served: dict[str, list[Source]], kind_gpu: str, has_models: bool,
+                 config_name: str) -> Iterator[Remark]:
     try:
-        sources = read_model(repository, name)
+        sources = read_model(repository, name, config_name=config_name)
         check_name(sources[0].config.name, name)
     except RepositoryError as error:
         for reason in error.args:

@@ -1,6 +1,7 @@
 """The folders of a model repository, as Triton lays them out.
 
     <repository>/<model>/config.pbtxt           optional
+    <repository>/<model>/configs/<name>.pbtxt   another configuration, where one of that name is asked for
     <repository>/<model>/<version>/model.plan   or model.onnx, which is built when it is loaded
 """
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from infer_server.backend import Gpu, gpus_for, gpus_to_build_for
 from infer_server.config.config import ModelConfig, TensorSpec, from_message
 from infer_server.config.kinds import Kind
-from infer_server.config.paths import CONFIG, inside
+from infer_server.config.paths import CONFIG, CONFIGS, inside
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError
 from protos import model_config
@@ -75,14 +76,18 @@ def read_labels(source: Source) -> dict[str, tuple[str, ...]]:
     return labels
 
 
-def read_model(repository: Path, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
-    """The versions of a model that its policy chooses, highest first. `message` overrides config.pbtxt.
+def read_model(repository: Path, name: str, message: model_config.ModelConfig | None = None,
+               config_name: str = "") -> list[Source]:
+    """The versions of a model that its policy chooses, highest first. `message` overrides config.pbtxt, and so does
+    configs/<config_name>.pbtxt, where the model has that.
 
     Raises RepositoryError or ModelConfigError.
     """
     folder = repository / name
     if message is None:
-        path = folder / CONFIG
+        path = folder / CONFIGS / f"{config_name}.pbtxt"
+        if not config_name or not path.exists():
+            path = folder / CONFIG
         message = read_config(path) if path.exists() else model_config.ModelConfig()
     if not message.backend and not message.platform and not message.HasField("ensemble_scheduling") and any(
             folder.glob("[1-9]*/model.py")):

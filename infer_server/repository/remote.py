@@ -26,14 +26,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.files import atomic_write
-from infer_server.config.paths import CONFIG, INITIAL_STATE, WARMUP, is_name
+from infer_server.config.paths import CONFIG, CONFIGS, INITIAL_STATE, WARMUP, is_name
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.places import Place
 
 log = logging.getLogger(__name__)
 
 _MANIFESTS = ".manifests"
-_NAMED = (WARMUP, INITIAL_STATE)    # folders of a model whose files its configuration names
+_NAMED = (CONFIGS, WARMUP, INITIAL_STATE)   # folders of a model: its other configurations, and what one names
 # What tells versions of a file apart, where a store has such a thing, under the names that stores have for it.
 _VERSION = ("ETag", "etag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "crc32c", "checksum")
 _TIME = ("mtime", "LastModified", "last_modified", "updated", "created", "modified")

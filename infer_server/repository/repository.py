@@ -69,8 +69,10 @@ class IndexEntry:
 class Repository:
     """Folders of models. find() is the request path: two dictionary lookups."""
 
-    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model]) -> None:
+    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model], config_name: str = "") -> None:
+        """config_name: see read_model."""
         self._places = places
+        self._config_name = config_name
         self._load = load
         self._watchers: list[Callable[[], None]] = []
         self._versions: dict[str, dict[int, Status]] = {}
@@ -244,7 +246,7 @@ class Repository:
     def _read(self, name: str, message: model_config.ModelConfig | None = None) -> list[Source]:
         place = place_of(self._places, name)
         place.fetch(name)
-        return read_model(place.path, name, message)
+        return read_model(place.path, name, message, self._config_name)
 
     def _with_steps(self, name: str, read: Callable[[], Sequence[Source]]) -> tuple[Sequence[Source], list[str]]:
         """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""

@@ -35,6 +35,10 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[triton.Inferenc
         max_batch_size: 8
         input { name: "x" data_type: TYPE_FP32 dims: [2, 2] reshape { shape: 4 } }
         output { name: "y" data_type: TYPE_FP32 dims: [1, 4] reshape { shape: 4 } }""")
+    write_model(folder, "scalar", shape=[], max_batch=0, config="""
+        max_batch_size: 0
+        input { name: "x" data_type: TYPE_FP32 dims: 1 reshape { } }
+        output { name: "y" data_type: TYPE_FP32 dims: 1 reshape { } }""")
     with serving(folder) as running, triton.InferenceServerClient(running.address) as connected:
         yield connected
 
@@ -94,6 +98,10 @@ def test_dynamic_batching_merges_no_requests_whose_items_depend_on_each_other(
 def test_clients_see_the_shapes_of_dims_and_the_model_those_of_reshape(client: triton.InferenceServerClient) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
     np.testing.assert_array_equal(ask(client, "reshaped", x), (2 * x + 1).reshape(3, 1, 4))
+
+
+def test_a_scalar_of_the_model_is_a_tensor_of_one_element_for_clients(client: triton.InferenceServerClient) -> None:
+    np.testing.assert_array_equal(ask(client, "scalar", np.ones(1, np.float32)), [3])
 
 
 def test_equal_requests_are_executed_once_where_responses_are_cached(tmp_path: Path) -> None:
@@ -156,6 +164,20 @@ def test_a_model_may_lie_in_folders_of_its_version_as_a_hubs_download_does(tmp_p
     with serving(tmp_path) as running, triton.InferenceServerClient(running.address) as connected:
         assert connected.get_model_config("deep").config.default_model_filename == path
         assert ask(connected, "deep", np.ones((1, 4), np.float32)).any()
+
+
+def test_a_configuration_of_another_name_is_used_where_a_model_has_it(tmp_path: Path) -> None:
+    for name in ("both", "usual"):
+        write_model(tmp_path, name, config="max_batch_size: 2")
+    (tmp_path / "both" / "configs").mkdir()
+    (tmp_path / "both" / "configs" / "h100.pbtxt").write_text("max_batch_size: 5")
+    with (serving(tmp_path, config_name="h100") as running,
+          triton.InferenceServerClient(running.address) as client):
+        assert {name: client.get_model_config(name).config.max_batch_size for name in ("both", "usual")} == {
+            "both": 5, "usual": 2}
+    (tmp_path / "both" / "configs" / "h100.pbtxt").write_text("max_batchsize: 5")
+    (remark, well) = check([LocalFolder(tmp_path)], "cpu", "h100")
+    assert remark.is_error and "h100.pbtxt" in remark.text and not well.is_error
 
 
 def test_metadata_call_the_platform_of_a_model_as_its_configuration_does(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from infer_server.cli import build_engine
 from infer_server.cli.dims import given_shapes, parse_dims
 
 
-def added(path: Path, *shapes: tuple[str | int | None, ...]) -> str:
-    """A model of inputs of these shapes, and their sum."""
+def added(path: Path, *shapes: tuple[str | int | None, ...] | None) -> str:
+    """A model of inputs of these shapes, None of unknown rank, and their sum."""
     names = "abc"[:len(shapes)]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
               for name, shape in zip(names, shapes, strict=True)]
@@ -31,6 +31,16 @@ def test_dims_fix_what_the_model_leaves_open_with_or_without_the_batch(tmp_path:
         assert given_shapes(path, dict([parse_dims(text)]), batch_first=False) == {"a": shape}
     for text in ("a:-1x4", "a:7", "other:7x4"):
         assert given_shapes(path, dict([parse_dims(text)]), batch_first=True) == {}
+
+
+@pytest.mark.parametrize(("dims", "batch_first", "shape"), [
+    ("a:7x4", True, (None, 7, 4)), ("a:7x4", False, (7, 4)), ("a:-1x4", True, (None, None, 4)),
+    ("a:-1x4", False, (None, 4)), ("a:", True, (None,)), ("a:", False, ()),
+])
+def test_dims_are_all_that_is_known_of_an_input_of_unknown_rank(tmp_path: Path, dims: str, batch_first: bool,
+                                                                shape: tuple[int | None, ...]) -> None:
+    path = added(tmp_path / "m.onnx", None, (None, 4))
+    assert given_shapes(path, dict([parse_dims(dims)]), batch_first) == {"a": shape}
 
 
 @pytest.mark.parametrize(("shapes", "said"), [

@@ -35,11 +35,11 @@ TRITONS = {
     "allow-sagemaker": "false", "allow-vertex-ai": "false", "backend-config": "onnxruntime,x=y",
     "cache-config": "local,size=1048576", "cuda-memory-pool-byte-size": "0:64", "cuda-virtual-address-size": "0:64",
     "disable-auto-complete-config": None, "enable-peer-access": "false", "grpc-header-forward-pattern": "x_.*",
-    "grpc-infer-response-compression-level": "none", "grpc-restricted-protocol": "health:key=value",
+    "grpc-infer-response-compression-level": "medium", "grpc-restricted-protocol": "health:key=value",
     "host-policy": "0,numa-node=0", "http-header-forward-pattern": "(?-i)x_.*",
     "http-restricted-api": "health:key=value",
     "id": "mine", "load-model": "m", "log-format": "ISO8601", "metrics-config": "counter_latencies=false",
-    "min-supported-compute-capability": "6.0", "model-config-name": "", "model-control-mode": "poll",
+    "min-supported-compute-capability": "6.0", "model-config-name": "h100", "model-control-mode": "poll",
     "model-load-gpu-limit": "0:0.5", "model-namespacing": "false", "rate-limit": "execution_count",
     "rate-limit-resource": "R1:10:0",
     "sagemaker-safe-port-range": "1-2", "trace-config": "level=OFF", "trace-count": "", "trace-file": "",
@@ -59,7 +59,7 @@ def test_every_option_of_tritons_is_taken_or_says_what_to_do(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1",
-                                   "grpc-infer-response-compression-level=high", "trace-level=TIMESTAMPS"])
+                                   "trace-level=TIMESTAMPS"])
 def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parser().parse_args([f"--{given}"])

@@ -192,6 +192,7 @@ def test_what_means_something_else_here_is_reported_and_the_model_is_served() ->
                          "model.onnx")
     assert (completed.backend, completed.platform) == ("onnxruntime", "onnxruntime_onnx")
     assert completed.instance_group[0].kind == model_config.ModelInstanceGroup.KIND_CPU
+    assert completed.instance_group[0].name == "m_0", "as Triton calls one that has no name"
 
 
 @pytest.mark.parametrize(("text", "dims"), [

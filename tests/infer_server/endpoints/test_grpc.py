@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from infer_server.cli.serve import _options, _parser
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
@@ -223,3 +225,17 @@ def test_statistics_count_requests_rows_and_executions_by_batch_size(client: tri
 def test_loading_and_unloading_by_clients_must_be_switched_on(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="--model-control-mode explicit"):
         client.unload_model("affine")
+
+
+@pytest.mark.parametrize("front", ["grpcio", "grpcio, 2 workers"])
+def test_answers_are_compressed_where_that_is_asked_for(tmp_path: Path, front: str) -> None:
+    write_model(tmp_path, "affine", shape=[1000])
+    request = request_of(shape=(1, 1000), raw=np.zeros(1000, np.float32).tobytes())
+    only_plain = {"options": [("grpc.compression_enabled_algorithms_bitset", 1)]}
+    channel = _options(_parser().parse_args(["--grpc-infer-response-compression-level=low"])).grpc_channel
+    with (serving(tmp_path, grpc_front=front, grpc_channel=channel) as server,
+          grpc.insecure_channel(server.address) as usual, grpc.insecure_channel(server.address, **only_plain) as plain):
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(usual).ModelInfer(request, timeout=TIMEOUT_SECS)
+        assert answer.raw_output_contents == [np.ones(1000, np.float32).tobytes()]
+        with pytest.raises(grpc.RpcError, match="gzip"):
+            service_pb2_grpc.GRPCInferenceServiceStub(plain).ModelInfer(request, timeout=TIMEOUT_SECS)
