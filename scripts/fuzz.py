@@ -27,6 +27,7 @@ from scripts.stress import add_front, front, serving
 from tests.infer_server.numpy_engine import write_model
 
 ANSWER_SECS = 120.0
+MORE_SECS = 0.5                     # after which a client says that it sends no more
 AT_A_TIME = 16
 MODEL = "m"
 # Control would take the model away from under the other messages; that it is refused is tested elsewhere.
@@ -121,8 +122,7 @@ async def over_http(port: int, messages: int, rng: random.Random, seen: Counter[
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(message)
-            writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(), ANSWER_SECS)
+            answer = await _read(reader, writer)
             seen[f"http {answer[9:12].decode('latin-1') or 'closed'}"] += 1
             seen["failure: " + answer.decode("latin-1")] += b"internal error" in answer
         except TimeoutError:
@@ -131,6 +131,16 @@ async def over_http(port: int, messages: int, rng: random.Random, seen: Counter[
             seen["http closed"] += 1
         finally:
             writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """All that is answered. A server waits for the rest of what lost its end, until it is told that there is none; who
+    says so at once has gone, and gets no answer."""
+    reading = asyncio.ensure_future(reader.read())
+    await asyncio.wait([reading], timeout=MORE_SECS)
+    if not reading.done():
+        writer.write_eof()
+    return await asyncio.wait_for(reading, ANSWER_SECS)
 
 
 async def fuzz(grpc_address: str, http_port: int, messages: int, seed: int) -> Counter[str]:
