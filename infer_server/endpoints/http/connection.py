@@ -3,6 +3,9 @@
 A request is handed on when all of it is there (reading.py). Those that a client sends before it has its answer
 (pipelining) wait in the order in which they came, and the socket is not read while one waits.
 
+A client that closes its direction along with its request says that it sends nothing more, and has its answer; one that
+does so later has gone, for to TCP both look the same, and most who close a connection that they wait on want no answer.
+
 https://www.rfc-editor.org/rfc/rfc9112
 """
 from __future__ import annotations
@@ -26,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
+_ALONG_SECS = 0.01              # behind a request, as the loop sees both: nobody gives up so soon
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 
 
@@ -126,6 +130,8 @@ class HttpConnection(asyncio.Protocol):
         self._awaits_go_on = False                              # the client waits for its turn to send a body
         self._has_ended = False                                 # what comes is no longer looked at
         self._silence: asyncio.TimerHandle | None = None        # of such a client, behind the last answer
+        self._heard_at = 0.0                                    # on the loop's clock: a request's end, or what follows
+        self._sends_no_more = False                             # the client, which has answers to come
         self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
 
@@ -146,6 +152,14 @@ class HttpConnection(asyncio.Protocol):
             self._reader.feed(data)
         except RefusedError as refused:
             self._refuse(refused.response)
+
+    def eof_received(self) -> bool:
+        """Whether the connection goes on: for the answers to what came before the client closed its direction."""
+        transport = self._transport
+        self._sends_no_more = (self.exchange is not None and transport is not None
+                               and transport.can_write_eof()        # which TLS cannot
+                               and self._loop.time() - self._heard_at < _ALONG_SECS)
+        return self._sends_no_more
 
     def connection_lost(self, reason: Exception | None) -> None:
         for timer in (self._timer, self._silence):
@@ -191,6 +205,7 @@ class HttpConnection(asyncio.Protocol):
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
+        self._heard_at = self._loop.time()
         if self._has_ended:
             self._limits.inflight.end(held)
         elif self.exchange is None and not self._waiting:
@@ -309,13 +324,16 @@ class HttpConnection(asyncio.Protocol):
             self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
         elif self._refusal:
             self._say_last(self._refusal)
+        elif self._sends_no_more:
+            self._end()
         elif self._awaits_go_on:
             self.go_on()
 
     def _next(self) -> None:
         if self._transport and self.exchange is None and self._waiting:
             self._take(*self._waiting.popleft())
-            if not self._waiting:
+            if not self._waiting and self._transport:
+                self._heard_at = self._loop.time()
                 self._transport.resume_reading()
 
     def _refuse(self, response: HttpResponse) -> None:
@@ -338,6 +356,9 @@ class HttpConnection(asyncio.Protocol):
         before it would reset the connection, and the answer with it."""
         assert self._transport is not None
         self._has_ended = True
+        if self._sends_no_more:
+            self._transport.close()
+            return
         if self._transport.can_write_eof():
             self._transport.write_eof()
         elif isinstance(self._loop, asyncio.BaseEventLoop):     # whose TLS resets what sends on when it is closed

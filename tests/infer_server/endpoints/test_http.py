@@ -429,6 +429,19 @@ def test_what_is_no_http_and_headers_without_end_are_refused(server: RunningServ
     assert ask(server, b"GET /v2 HTTP/1.1\r\n" + many + b"\r\n").startswith(b"HTTP/1.1 431")
 
 
+def test_a_client_that_sends_no_more_has_its_answers(server: RunningServer) -> None:
+    one = post("/v2/models/affine/infer", body_of())
+    for sent, statuses in ((one, 1), (one * 3, 3), (post("/v2/models/affine/infer", body_of(), CLOSE), 1),
+                           (one + b"nonsense\r\n\r\n", 2), (b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n", 1), (one[:-1], 0)):
+        with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            begun = time.monotonic()
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.count(b"HTTP/1.1 ") == statuses, sent
+        assert time.monotonic() - begun < TIMEOUT_SECS / 2, "the server closes, too"
+
+
 def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -> None:
     def waiting() -> int:
         return server.server.repository.find("gated").pending
@@ -439,6 +452,7 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
             assert GATES["http"].holds(1)
             second.sendall(post("/v2/models/gated/infer", body_of()))
             assert eventually(lambda: waiting() == 1)
+            time.sleep(2 * connections._ALONG_SECS)
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
