@@ -254,7 +254,7 @@ def test_the_model_of_a_step_has_the_reason_of_a_failure_and_the_ensemble_anothe
             client.infer(name, [tensor])
         said = scrape(server)
     for model, reason in (("items", "BACKEND"), (name, "OTHER")):
-        assert f'nv_inference_request_failure{{model="{model}",version="1",reason="{reason}"}} 1' in said
+        assert f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} 1' in said
 
 
 def test_responses_of_an_ensemble_are_cached_until_a_model_of_its_steps_is_another(tmp_path: Path) -> None:
