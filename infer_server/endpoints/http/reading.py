@@ -238,7 +238,7 @@ class RequestReader:
             raise RefusedError(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                                               f"{what} size of {count} bytes exceeds the maximum allowed input size of "
                                               f"{most} bytes. Use --http-max-input-size to increase the limit. "
-                                              "(--max-message-mib is that of both protocols.)"))
+                                              "(Of both protocols: --max-message-mib.)"))
         try:
             if incoming.held is None:
                 incoming.held = inflight.begin(self._receiver, count)
