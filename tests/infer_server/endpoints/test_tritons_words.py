@@ -152,7 +152,7 @@ def what(text: str) -> dict[str, np.ndarray[Any, Any]]:
     (Asked("asks", what("nobody")), "Error when running inference: Request for unknown model: 'nobody' is not found"),
     (Asked("asks", what("two")), "expected 2 inputs but got 0 inputs for model 'two'"),
     (Asked("asks", what("stream")), "Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls"),
-])
+], ids=count())
 def test_what_an_inference_is_refused_for_is_said_in_tritons_words(
         protocol: Any, client: Any, asked: Asked, words: str) -> None:
     assert words in refusal(protocol, client, asked)
@@ -172,7 +172,7 @@ def test_what_an_inference_is_refused_for_is_said_in_tritons_words(
      "failed to register shared memory region 'r': invalid args"),
     (lambda client: client.register_system_shared_memory("r", KEY, 0),
      "failed to register shared memory region 'r': invalid args"),
-])
+], ids=count())
 def test_what_a_call_is_refused_for_is_said_in_tritons_words(
         client: Any, call: Callable[[Any], None], words: str) -> None:
     region = shm.create_shared_memory_region("r", KEY, 64)
@@ -226,7 +226,8 @@ def test_all_inputs_that_are_missing_are_named_however_many(tmp_path: Path, fron
     names = [f"past_key_values.{layer}.{kind}" for layer in range(24) for kind in ("key", "value")]
     python_model(tmp_path, "many", RETURNS, f"""backend: "python" output {{ name: "y" data_type: TYPE_FP32 dims: 1 }}
         {" ".join(f'input {{ name: "{name}" data_type: TYPE_FP32 dims: 1 }}' for name in names)}""")
-    with serving(tmp_path, grpc_front=front) as running, tritonclient.grpc.InferenceServerClient(running.address) as client:
+    with (serving(tmp_path, grpc_front=front) as running,
+          tritonclient.grpc.InferenceServerClient(running.address) as client):
         said = refusal(tritonclient.grpc, client, Asked("many", {name: np.ones(1, np.float32) for name in names[:-1]}))
         assert f"but missing required input(s) ['{names[-1]}']" in said
         for letter, most in (("x", 6000), ("%", 2000), ("\u00e9", 1000)):      # escaped they are of 1, 3 and 6 bytes
