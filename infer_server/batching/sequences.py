@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from infer_server.batching.queue import RequestQueue
 from infer_server.batching.request import Arrays, InSequence, Request
 from infer_server.errors import InvalidRequestError, ServeError
-from infer_server.protocol.codec import FROM_ENGINE
 from infer_server.workers import post
 
 _LARGEST_ID = (1 << 64) - 1         # that the protocols have
@@ -51,7 +50,7 @@ class Control:
         if self.kind is ControlKind.CORRELATION:
             if self.dtype.hasobject:
                 return str(at.id).encode()
-            datatype = FROM_ENGINE[self.dtype.name].name
+            datatype = self.dtype.name.upper()          # of an integer, as the protocol calls it
             if isinstance(at.id, str):
                 raise InvalidRequestError(f"sequence batching control '{self.name}' data-type is 'BYTES', but model "
                                           f"'{model}' expects '{datatype}': the correlation id {at.id!r} is text")
