@@ -1,7 +1,7 @@
 """The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
 
     ServeError
-    ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError
+    ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError, UnopenedRegionError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
     └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
@@ -28,6 +28,10 @@ class UnknownRegionError(InvalidRequestError):
 
 class RegionExistsError(InvalidRequestError):
     """A region of shared memory is registered under that name already."""
+
+
+class UnopenedRegionError(InvalidRequestError):
+    """There is no shared memory of that name here: client and server may not see the same."""
 
 
 class UnknownModelError(ServeError):

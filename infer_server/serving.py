@@ -32,6 +32,8 @@ from infer_server.repository.repository import Repository
 
 _KEPT = 256                         # of the forms of a model's requests
 _NONE: Mapping[str, Any] = MappingProxyType({})
+# Where requests are answered with one response each, by protocol, in Triton's words.
+_ONE_RESPONSE = {"gRPC": "ModelInfer RPC", "HTTP": "HTTP end point"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +69,7 @@ class Call(ABC):
     received_ns: int
     deadline_ns: int = 0            # when its client gives up; 0: never
     id: str = ""                    # the client's name of it
-    protocol: str                   # for the access log
+    protocol: str                   # for the access log, and for errors: "gRPC" or "HTTP"
     early: Callable[[Any], None] | None = None      # see Request
     form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
     rooms: Mapping[str, GpuRoom] = {}       # of outputs on GPUs; known when encoder() has been called
@@ -199,8 +201,9 @@ class Inferences:
     def _submit(self, call: Call, reply: Reply) -> Submitted:
         model = self._repository.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
-            raise NotServedError(f"model '{model.name}' is decoupled, and has any number of responses: ask for it "
-                                 "in a stream (ModelStreamInfer)")
+            raise NotServedError(f"{_ONE_RESPONSE[call.protocol]} doesn't support models with decoupled transaction "
+                                 f"policy: model '{model.name}' has any number of responses; ask for it in a stream "
+                                 "(ModelStreamInfer, generate_stream)")
         try:
             request = _request(call, model, reply)
             if pattern := self._forwarded.get(call.protocol):

@@ -45,12 +45,18 @@ class Control:
     false: Any = 0
     true: Any = 1
 
-    def value(self, at: InSequence) -> Any:
+    def value(self, at: InSequence, model: str) -> Any:
+        """Raises InvalidRequestError: the model takes no such correlation id."""
         if self.kind is ControlKind.CORRELATION:
             if self.dtype.hasobject:
                 return str(at.id).encode()
-            if isinstance(at.id, str) or not np.can_cast(np.min_scalar_type(at.id), self.dtype, "safe"):
-                raise InvalidRequestError(f"the correlation id {at.id!r} is no {self.dtype}, as '{self.name}' takes it")
+            datatype = self.dtype.name.upper()          # of an integer, as the protocol calls it
+            if isinstance(at.id, str):
+                raise InvalidRequestError(f"sequence batching control '{self.name}' data-type is 'BYTES', but model "
+                                          f"'{model}' expects '{datatype}': the correlation id {at.id!r} is text")
+            if not np.can_cast(np.min_scalar_type(at.id), self.dtype, "safe"):
+                raise InvalidRequestError(f"the correlation id {at.id!r} is no {datatype}, which model '{model}' "
+                                          f"expects for the sequence batching control '{self.name}'")
             return at.id
         holds = {ControlKind.START: at.start, ControlKind.END: at.end, ControlKind.READY: True}[self.kind]
         return self.true if holds else self.false
@@ -126,7 +132,7 @@ class Sequences:
             raise InvalidRequestError(f"inference request to model '{self._model}' must specify batch-size 1 due to "
                                       "requirements of sequence batcher")
         for control in self._policy.controls:
-            control.value(at)
+            control.value(at, self._model)
         sequence = self._active.get(at.id)
         if at.start and not (sequence and self._policy.iterative):      # of these the one of the same id ends first
             sequence = self._begin(at.id)
@@ -239,7 +245,8 @@ class Sequences:
 
     def _controls(self, at: InSequence) -> Arrays:
         lead = (1, 1) if self._policy.batched else (1,)
-        return {control.name: np.full(lead, control.value(at), control.dtype) for control in self._policy.controls}
+        return {control.name: np.full(lead, control.value(at, self._model), control.dtype)
+                for control in self._policy.controls}
 
     def _release_if_done(self, sequence: _Sequence) -> None:
         if not sequence.ended or sequence.waiting or sequence.executing:

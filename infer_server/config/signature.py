@@ -15,7 +15,7 @@ from infer_server.batching.request import Arrays, Outputs
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.codec import InputTensor
+from infer_server.protocol.codec import InputTensor, listed
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,25 @@ class Signature:
                 shapes.append(() if default is None or spec.reshape else (1, *default.shape[self._batched:]))
                 continue
             if tensor.datatype != spec.datatype:
-                raise InvalidRequestError(f"unexpected datatype {tensor.datatype.name} for input '{name}' of model "
-                                          f"'{self._model}': expected {spec.datatype.name}")
+                raise InvalidRequestError(f"inference input '{name}' data-type is '{tensor.datatype.name}', but model "
+                                          f"'{self._model}' expects '{spec.datatype.name}'")
             shape = tensor.shape
             item = shape[1:] if self._batched else shape
             if len(shape) < self._batched or not fits(item, spec.dims):
-                raise InvalidRequestError(f"unexpected shape for input '{name}' of model '{self._model}': expected "
-                                          f"{list(spec.full_shape(self._batched))}, got {list(shape)}")
+                raise self._wrong_shape(spec, shape)
             if (axis := self._items.axis(name)) is not None:
                 own = self._model_shape(tensor)[axis]
                 if items is not None and own != items:
-                    raise InvalidRequestError(f"input '{name}' of model '{self._model}' has batch size {own}, but "
-                                              f"the inputs before it have {items}")
+                    raise InvalidRequestError(f"input '{name}' batch size does not match other inputs for "
+                                              f"'{self._model}': it has {own}, and those before it {items}")
                 items = own
             shapes.append(() if spec.is_ragged else (1, *item))
         items = 1 if items is None else items
         least = bool(self._batched or self._items.axes)         # a whole tensor may be empty, a batch not
         if not least <= items <= self._items.most:
-            raise InvalidRequestError(f"inference request batch-size must be within 1..{self._items.most} for "
-                                      f"model '{self._model}', got {items}")
+            bound = f"<= {self._items.most}" if items else ">= 1"
+            raise InvalidRequestError(
+                f"inference request batch-size must be {bound} for '{self._model}', got {items}")
         if self._check:
             try:
                 self._check({**{name: array.shape for name, array in self._left_out(tensors, items or 1)},
@@ -105,7 +105,7 @@ class Signature:
         chosen: dict[str, TensorSpec] = {}
         for name in requested:
             if name not in self._outputs:
-                raise InvalidRequestError(f"unexpected output '{name}' for model '{self._model}': it has "
+                raise InvalidRequestError(f"unexpected inference output '{name}' for model '{self._model}': it has "
                                           f"{self._describe(self._outputs)}.{nearest(name, self._outputs)}")
             if name in chosen:
                 raise InvalidRequestError(f"output '{name}' already exists in request for model '{self._model}'")
@@ -153,16 +153,38 @@ class Signature:
         shape = self._model_shape(tensor)
         return shape if items else (1, *shape[1:])
 
+    def _wrong_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> InvalidRequestError:
+        if self._batched and not shape:
+            return InvalidRequestError(f"input '{spec.name}' has no shape but model requires batch dimension for "
+                                       f"'{self._model}': expected {listed(spec.full_shape(True))}")
+        wanted = spec.full_shape(self._batched)
+        note = ", the batch dimension first" if self._batched and len(shape) != len(wanted) else ""
+        return InvalidRequestError(f"unexpected shape for input '{spec.name}' for model '{self._model}'. Expected "
+                                   f"{listed(wanted)}, got {listed(shape)}{note}")
+
     def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
-        unknown = sorted(tensors.keys() - self._inputs.keys())
-        missing = sorted(self._required - tensors.keys())
-        problem = f"unexpected input '{unknown[0]}'" if unknown else f"input '{missing[0]}' is missing"
+        """How many there are, if that cannot be; then the first that is unknown, or all that are missing."""
+        unknown = [name for name in tensors if name not in self._inputs]
+        missing = [name for name in self._inputs if name in self._required - tensors.keys()]
+        least, most = len(self._required), len(self._inputs)
+        problem = ""
+        if not least <= len(tensors) <= most:
+            expected = f"{most} inputs" if least == most else f"number of inputs between {least} and {most}"
+            problem = (f"expected {expected} but got {len(tensors)} inputs for model '{self._model}'. Got input(s) "
+                       f"{_named(tensors)}{', but ' if missing else '. '}")
+        if missing and (problem or not unknown):
+            problem += f"missing required input(s) {_named(missing)}. Please provide all required input(s). "
+        if unknown:
+            problem += f"unexpected inference input '{unknown[0]}' for model '{self._model}'. "
         hint = nearest(unknown[0], self._inputs) if unknown else ""
-        return InvalidRequestError(
-            f"{problem} for model '{self._model}': expected {self._describe(self._inputs)}.{hint}")
+        return InvalidRequestError(f"{problem}Model '{self._model}' has {self._describe(self._inputs)}.{hint}")
 
     def _describe(self, specs: Mapping[str, TensorSpec]) -> str:
         return ", ".join(spec.describe(self._batched) for spec in specs.values())
+
+
+def _named(names: Iterable[str]) -> str:
+    return listed(f"'{name}'" for name in names)
 
 
 def fits(item: tuple[int, ...], dims: tuple[int, ...]) -> bool:

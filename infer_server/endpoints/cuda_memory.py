@@ -55,7 +55,7 @@ class CudaRegion(Region):
 
 def register(regions: Regions, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
     """handle: CUDA's of a client's memory on that GPU. Raises as Regions.register()."""
-    regions.check_room(name, "CUDA")
+    regions.check_room(name, "cuda")
     failed = f"failed to register CUDA shared memory region: '{name}', "
     if not has_gpus():
         raise InvalidRequestError(f"{failed}GPUs not supported")

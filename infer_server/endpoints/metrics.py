@@ -114,7 +114,7 @@ def _counters(seen: list[_Seen]) -> Iterator[str]:
         yield from _family(name, "counter", text, (
             (labels, of(done)) for each in seen for labels, done in _by_device(each)))
     yield from _family("nv_inference_request_failure", "counter", "Number of failed inference requests", (
-        (f'{each.labels},reason="{reason.value}"', failed)
+        (_labels(each.model, reason=reason.value), failed)
         for each in seen for reason, failed in each.counters.failures.items()))
     yield from _family("nv_inference_pending_request_count", "gauge", "Instantaneous number of pending requests",
                        ((each.labels, each.model.pending) for each in seen))
@@ -126,8 +126,8 @@ def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:
     """The executions of a model, where its instances are on several devices those on each by themselves."""
     uuids = {gpu.number: gpu.uuid for gpu in seen.model.gpus}
     for device in dict.fromkeys(seen.model.config.devices):
-        own = "" if device not in uuids or "gpu_uuid=" in seen.labels else f',gpu_uuid="{_escaped(uuids[device])}"'
-        yield f"{seen.labels}{own}", seen.counters.devices.get(device, Executions())
+        labels = _labels(seen.model, gpu_uuid=uuids[device]) if device in uuids else seen.labels
+        yield labels, seen.counters.devices.get(device, Executions())
 
 
 def _summaries(seen: list[_Seen], quantiles: tuple[float, ...], prefix: str, phases: Iterable[str]) -> Iterator[str]:
@@ -174,13 +174,13 @@ def _number(value: float) -> str:
     return "NaN" if value != value else repr(round(value, 6)) if isinstance(value, float) else str(value)
 
 
-def _labels(model: Model) -> str:
-    """model, version, what metric_tags of its configuration say, and the GPU if all of it is on one."""
-    tags = {"model": model.name, "version": str(model.version), **{
-        name: value for name, value in sorted(model.config_message.metric_tags.items())}}
+def _labels(model: Model, **more: str) -> str:
+    """model, version, what metric_tags of its configuration say, and the GPU if all of it is on one; by name, as Triton
+    has them, whose users look for whole lines."""
+    tags = {"model": model.name, "version": str(model.version), **model.config_message.metric_tags}
     if len(set(model.config.devices)) == 1 == len(model.gpus):
         tags["gpu_uuid"] = model.gpus[0].uuid
-    return ",".join(f'{_name(name)}="{_escaped(value)}"' for name, value in tags.items())
+    return ",".join(f'{_name(name)}="{_escaped(value)}"' for name, value in sorted({**tags, **more}.items()))
 
 
 def _name(text: str) -> str:

@@ -58,8 +58,8 @@ class ModelService:
     async def check_ready(self, name: str, version: str) -> None:
         """Raises ServeErrors: why a model is not ready."""
         if not await self._repository.find(name, version).is_ready():
-            raise UnavailableError(f"model '{name}' is not ready: its is_ready() says so, failed or took too long, or "
-                                   "that of one of its steps did")
+            raise UnavailableError(f"Model '{name}' is not ready (user-defined check failed): its is_ready() says so, "
+                                   "failed or took too long, or that of one of its steps did")
 
     async def ServerMetadata(self, _: inference.ServerMetadataRequest) -> inference.ServerMetadataResponse:
         return inference.ServerMetadataResponse(name=self._server_name, version=VERSION, extensions=EXTENSIONS)
@@ -80,7 +80,7 @@ class ModelService:
 
     async def ModelStatistics(self, request: inference.ModelStatisticsRequest) -> inference.ModelStatisticsResponse:
         if request.version:
-            models = [self._repository.find(request.name, request.version)]
+            models = [self._version(request.name, request.version)]
         elif request.name:
             self._repository.find(request.name)
             models = [model for model in self._repository.models() if model.name == request.name]
@@ -110,6 +110,11 @@ class ModelService:
     async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
         """For a client, or a Python model: see kinds.local.Control."""
         self._check_control()
+        if not name.strip():
+            raise InvalidRequestError("Model name cannot be empty. Please enter a valid name to deploy.")
+        if name.strip() == ".." or "/" in name:
+            raise InvalidRequestError(f"invalid model name '{name}', model name must not contain path traversal "
+                                      "characters")
         try:
             await self._repository.load(name, _config_override(parameters), _files(parameters), at_once)
         except ServeError as error:
@@ -128,6 +133,13 @@ class ModelService:
         await self._repository.unload(name)
         for step in sorted(steps):
             await self._repository.unload(step)
+
+    def _version(self, name: str, version: str) -> Model:
+        """For statistics. Raises ServeErrors."""
+        try:
+            return self._repository.find(name, version)
+        except ServeError as error:
+            raise type(error)(f"requested model version is not available for model '{name}': {error}") from error
 
     async def _loaded(self, name: str, version: str) -> Model:
         if self._on_demand:
@@ -185,8 +197,8 @@ def _files(parameters: Parameters) -> dict[str, bytes]:
         raise InvalidRequestError(f"files of a model come with its configuration: give the parameter 'config' beside "
                                   f"'{PREFIX}{min(files)}'")
     if unknown := sorted(name for name in parameters if name != "config" and not name.startswith(PREFIX)):
-        raise InvalidRequestError(f"parameter '{unknown[0]}' of a model load is not served; only 'config' and "
-                                  f"'{PREFIX}<version>/<file>' are")
+        raise InvalidRequestError(f"unrecognized load parameter '{unknown[0]}'. Only 'config' and "
+                                  f"'{PREFIX}<version>/<file>' are served")
     return files
 
 

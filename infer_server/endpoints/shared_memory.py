@@ -30,6 +30,7 @@ from infer_server.errors import (
     RegionExistsError,
     ServeError,
     UnknownRegionError,
+    UnopenedRegionError,
 )
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.parameters import Reference
@@ -149,7 +150,8 @@ class Place:
     def write(self, data: memoryview, tensor: str) -> None:
         if data.nbytes > self.byte_size:
             raise InvalidRequestError(f"shared memory size specified with the request for output '{tensor}' "
-                                      f"({self.byte_size} bytes) should be at least {data.nbytes} bytes")
+                                      f"({self.byte_size} bytes) should be at least {data.nbytes} bytes to hold the "
+                                      "results")
         self.region.write(self.offset, data)
 
 
@@ -168,10 +170,7 @@ class Regions:
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Raises NotServedError, RegionExistsError, InvalidRequestError, MemoryLimitError."""
         self.check_room(name, "system")
-        if offset < 0 or byte_size <= 0:
-            raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid args: a byte_size of "
-                                      f"{byte_size} at {offset}; expected 1 or more at 0 or more")
-        descriptor = _opened(name, key, offset + byte_size)
+        descriptor = _opened(name, key, offset, byte_size)
         self.add(SystemRegion(name, byte_size, key, offset, descriptor, mapped(descriptor, offset, byte_size)))
 
     def check_room(self, name: str, kind: str) -> None:
@@ -179,7 +178,8 @@ class Regions:
         MemoryLimitError."""
         self._check_allowed()
         if not name:
-            raise InvalidRequestError(f"'region name' is necessary to register {kind} shared memory region")
+            raise InvalidRequestError("failed to register shared memory region: invalid args: 'region name' is "
+                                      f"necessary to register {kind} shared memory region")
         if name in self._regions:
             raise RegionExistsError(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= _MOST_REGIONS:
@@ -220,8 +220,9 @@ class Regions:
             raise NotServedError(OFF)
 
 
-def _opened(name: str, key: str, least_bytes: int) -> int:
-    """A descriptor of the object that a client has under that key. Raises InvalidRequestError."""
+def _opened(name: str, key: str, offset: int, byte_size: int) -> int:
+    """A descriptor of the object that a client has under that key, and so many bytes in it. Raises
+    InvalidRequestError."""
     file = key.removeprefix("/")
     for prefix in _OWN_KEYS:
         if key.lstrip("/").startswith(prefix):
@@ -232,10 +233,11 @@ def _opened(name: str, key: str, least_bytes: int) -> int:
     try:
         descriptor = os.open(_FOLDER / file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise InvalidRequestError(f"Unable to open shared memory region: '{key}': {error.strerror}") from error
+        raise UnopenedRegionError(f"Unable to open shared memory region: '{key}': {error.strerror}") from error
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_size >= least_bytes:
+    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    if offset >= 0 and 0 < byte_size <= size - offset:
         return descriptor
     os.close(descriptor)
-    raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid args: '{key}' has no "
-                              f"{least_bytes} bytes")
+    raise InvalidRequestError(f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes at "
+                              f"{offset} of '{key}', which has {size}")

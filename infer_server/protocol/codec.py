@@ -22,6 +22,7 @@ from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
+_MOST_BYTES = (1 << 63) - 1 # of a tensor, and elements: what its shape may say
 _FEW_BYTES = 4096           # which are copied as quickly as looked at
 _NOWHERE: Mapping[int, Any] = MappingProxyType({})
 
@@ -67,11 +68,17 @@ class InputTensor:
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
+    model: str = ""                 # that it is sent to, for errors
 
     @functools.cached_property
     def raw_bytes(self) -> int:
         """Of its raw contents, where it is one of numbers."""
         return math.prod(self.shape) * self.datatype.array.itemsize
+
+    @property
+    def whose(self) -> str:
+        """Its name and its model's, as Triton's errors have them."""
+        return f"'{self.name}' for model '{self.model}'" if self.model else f"'{self.name}'"
 
     def __str__(self) -> str:
         return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
@@ -87,26 +94,42 @@ class Declared(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def declared_inputs(inputs: Iterable[Declared]) -> tuple[InputTensor, ...]:
-    """The inputs of a request, in its order. Raises InvalidRequestError for a declaration that is none.
+def declared_inputs(inputs: Iterable[Declared], model: str = "") -> tuple[InputTensor, ...]:
+    """The inputs of a request to that model, in its order. Raises InvalidRequestError for a declaration that is none.
 
     They are compared with the model before their contents are read: what no model asks for is not worth the time.
     """
     tensors: dict[str, InputTensor] = {}
     for tensor in inputs:
         if tensor.name in tensors:
-            raise InvalidRequestError(f"input '{tensor.name}' is given twice")
+            raise InvalidRequestError(f"input '{tensor.name}' already exists in request: it is given twice")
         datatype = DATATYPES.get(tensor.datatype)
         if datatype is None:
             raise InvalidRequestError(f"input '{tensor.name}': unknown datatype '{tensor.datatype}'; "
                                       f"expected one of {', '.join(DATATYPES)}")
         if len(tensor.shape) > MAX_RANK:
             raise InvalidRequestError(f"input '{tensor.name}': a shape of {len(tensor.shape)} axes; at most {MAX_RANK}")
-        shape = tuple(tensor.shape)
-        if any(extent < 0 for extent in shape):
-            raise InvalidRequestError(f"input '{tensor.name}': shape {list(shape)} has a negative extent")
-        tensors[tensor.name] = InputTensor(tensor.name, datatype, shape)
+        tensors[tensor.name] = declared = InputTensor(tensor.name, datatype, tuple(tensor.shape), model)
+        _check_extents(declared)
     return tuple(tensors.values())
+
+
+def _check_extents(tensor: InputTensor) -> None:
+    name, shape, count = tensor.name, listed(tensor.shape), math.prod(tensor.shape)
+    if any(extent < 0 for extent in tensor.shape):
+        raise InvalidRequestError(f"All input dimensions should be specified for input {tensor.whose}, got {shape}, "
+                                  "which has a negative extent")
+    if count > _MOST_BYTES:
+        raise InvalidRequestError(f"invalid shape for input '{name}': shape {shape} causes total element count to "
+                                  f"exceed maximum size of {_MOST_BYTES}")
+    if tensor.raw_bytes > _MOST_BYTES and tensor.datatype.name != "BYTES":
+        raise InvalidRequestError(f"byte size overflow for input '{name}': element count ({count}) * data type size "
+                                  f"({tensor.datatype.array.itemsize}) exceeds maximum allowed size ({_MOST_BYTES})")
+
+
+def listed(values: Iterable[object]) -> str:
+    """A shape, or names, as Triton's errors have them: "[1,16]"."""
+    return f"[{','.join(map(str, values))}]"
 
 
 def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
@@ -119,9 +142,12 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
     raw_inputs = request.raw_inputs
     if len(raw_inputs) == len(tensors) and not (elsewhere or request.packed or request.form.has_contents):
         return {tensor.name: from_raw(tensor, raw) for tensor, raw in zip(tensors, raw_inputs, strict=True)}
-    if raw_inputs and len(raw_inputs) != len(tensors) - len(elsewhere):
-        raise InvalidRequestError(f"raw_input_contents holds {len(raw_inputs)} tensors for "
-                                  f"{len(tensors) - len(elsewhere)} inputs; give one for each input")
+    awaited = [tensor for i, tensor in enumerate(tensors) if i not in elsewhere]
+    if raw_inputs and len(raw_inputs) != len(awaited):
+        without = [f"unable to find data for input tensor {tensor.whose} in request: "
+                   for tensor in awaited[len(raw_inputs):len(raw_inputs) + 1]]
+        raise InvalidRequestError(f"{''.join(without)}raw_input_contents holds {len(raw_inputs)} tensors for "
+                                  f"{len(awaited)} inputs; give one for each input")
     arrays: dict[str, Any] = {}
     raws = iter(raw_inputs)
     for i, (tensor, message) in enumerate(zip(tensors, request.header.inputs, strict=True)):
@@ -129,8 +155,11 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
             arrays[tensor.name] = (_from_packed(tensor, request.packed[i]) if i in request.packed
                                    else _from_contents(tensor, message.contents))
         elif message.HasField("contents") or i in request.packed:
-            raise InvalidRequestError(f"{tensor}: raw_input_contents and contents must not be mixed in a request, nor "
-                                      "given beside shared memory")
+            raise InvalidRequestError(
+                f"unexpected 'content' provided when using shared memory for input tensor {tensor.whose}"
+                if i in elsewhere else
+                f"contents field must not be specified when using raw_input_contents for {tensor.whose}: the two must "
+                "not be mixed in a request")
         else:
             raw = elsewhere[i] if i in elsewhere else next(raws)
             arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw, memoryview) else raw
@@ -165,25 +194,41 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
 def check_bytes(tensor: InputTensor, found: int) -> None:
     """Raises InvalidRequestError: a tensor of numbers has not so many bytes of raw contents."""
     if found != tensor.raw_bytes and tensor.datatype.name != "BYTES":
-        raise InvalidRequestError(f"{tensor}: expected {tensor.raw_bytes} bytes of raw contents, got {found}")
+        raise _wrong_size(tensor, found, f"bytes of {tensor.datatype.name} {list(tensor.shape)}")
+
+
+def _wrong_size(tensor: InputTensor, found: int, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"input byte size mismatch for input {tensor.whose}. Expected {tensor.raw_bytes}, got "
+                               f"{found}: {what}")
+
+
+def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
+    """found: elements that there are of a tensor of BYTES."""
+    count = math.prod(tensor.shape)
+    return InvalidRequestError(
+        f"expected {count} string elements for inference input {tensor.whose}, got {found}" if found < count else
+        f"unexpected number of string elements {found} for inference input {tensor.whose}, expecting {count}")
 
 
 def _from_raw_bytes(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     count = math.prod(tensor.shape)
     values: list[bytes] = []
     position = 0
-    while position < raw.nbytes and len(values) < count:
+    while position < raw.nbytes:
         if position + 4 > raw.nbytes:
-            raise InvalidRequestError(f"{tensor}: the raw contents end within the length of element {len(values)}")
+            raise InvalidRequestError(f"incomplete string length indicator for inference input {tensor.whose}, "
+                                      f"expecting 4 bytes but only {raw.nbytes - position} bytes available for "
+                                      f"element {len(values)}")
+        if len(values) == count:
+            raise _wrong_count(tensor, count + 1)
         (length,) = struct.unpack_from("<I", raw, position)
         position += 4
         if position + length > raw.nbytes:
             raise InvalidRequestError(f"{tensor}: element {len(values)} of {length} bytes ends after the raw contents")
         values.append(bytes(raw[position:position + length]))
         position += length
-    if len(values) != count or position != raw.nbytes:
-        raise InvalidRequestError(f"{tensor}: expected {count} elements, each with its length, got {len(values)} and "
-                                  f"{raw.nbytes - position} more bytes")
+    if len(values) != count:
+        raise _wrong_count(tensor, len(values))
     return shaped(tensor, object_array(values))
 
 
@@ -244,12 +289,17 @@ def _check_fields(tensor: InputTensor, found: Sequence[str]) -> None:
         raise InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in "
                                   "raw_input_contents")
     if others := [name for name in found if name != wanted]:
-        raise InvalidRequestError(f"{tensor}: expected its values in {wanted}, got {', '.join(others)}")
+        raise InvalidRequestError(f"unexpected explicit tensor data for input tensor {tensor.whose}: expected the "
+                                  f"values of {tensor.datatype.name} in {wanted}, got {', '.join(others)}")
 
 
 def _check_count(tensor: InputTensor, found: int) -> None:
-    if found != (count := math.prod(tensor.shape)):
-        raise InvalidRequestError(f"{tensor}: expected {count} values in {tensor.datatype.contents}, got {found}")
+    if found == (count := math.prod(tensor.shape)):
+        return
+    if tensor.datatype.name == "BYTES":
+        raise _wrong_count(tensor, found)
+    raise _wrong_size(tensor, found * tensor.datatype.array.itemsize,
+                      f"expected {count} values in {tensor.datatype.contents}, got {found}")
 
 
 def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:

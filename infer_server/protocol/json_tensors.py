@@ -18,13 +18,15 @@ def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
     """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
     datatype = tensor.datatype
     if datatype.name in NO_JSON:
-        raise InvalidRequestError(f"{tensor}: {datatype.name} has no JSON form; send it as binary data")
+        raise InvalidRequestError(f"receiving {datatype.name} data via JSON is not supported. Please use the binary "
+                                  f"data format for input {tensor.name}")
     if not isinstance(data, list):
-        raise InvalidRequestError(f"{tensor}: 'data' is missing, or no list")
+        raise InvalidRequestError(f"Unable to parse 'data' of {tensor}: it is missing, or no list")
     values, found = _flat(data)
     count = math.prod(tensor.shape)
     if len(values) != count:
-        raise InvalidRequestError(f"{tensor}: expected {count} values in 'data', got {len(values)}")
+        raise InvalidRequestError("Unable to parse 'data': Shape does not match true shape of 'data' field: expected "
+                                  f"{count} values for {tensor}, got {len(values)}")
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
     if others := found - kinds.get(datatype.array.kind, {int}):
         raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")

@@ -43,7 +43,7 @@ def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str
     if value is None:
         return default
     if type(value) is not kind:
-        raise InvalidRequestError(f"{what}invalid value type for '{name}' parameter: expected {kind.__name__}, got "
+        raise InvalidRequestError(f"{what}invalid value type for '{name}' parameter, expected {kind.__name__}, got "
                                   f"{type(value).__name__}")
     return value
 
@@ -57,7 +57,7 @@ def natural(parameters: Parameters, name: str, default: int = 0, what: str = "")
     """An integer of 0 or more. Raises InvalidRequestError."""
     value: int = typed(parameters, name, int, default, what)
     if value < 0:
-        raise InvalidRequestError(f"{what}parameter '{name}': expected 0 or more, got {value}")
+        raise InvalidRequestError(f"{what}invalid value for '{name}' parameter, expected >= 0, got {value}")
     return value
 
 
@@ -81,7 +81,8 @@ def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
     if region is None:
         return None
     if _BYTES not in parameters:
-        raise InvalidRequestError(f"{what}parameter '{_BYTES}' is missing beside '{_REGION}'")
+        raise InvalidRequestError(
+            f"'{_BYTES}' must be specified along with '{_REGION}' parameter for tensor '{tensor}'")
     return Reference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
 
 
@@ -101,6 +102,7 @@ def check_reserved(parameters: Parameters) -> None:
     """Raises InvalidRequestError for a name of Triton's own that it does not have."""
     for name in parameters:
         if name.startswith(_RESERVED) and name not in _OF_TRITON:
-            raise InvalidRequestError(f"parameter '{name}': keys starting with '{_RESERVED}' are reserved; those that "
-                                      f"exist are {', '.join(_OF_TRITON)}")
+            raise InvalidRequestError(
+                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage. Only the following keys "
+                f"starting with '{_RESERVED}' are allowed: {' '.join(_OF_TRITON)}; got '{name}'")
     typed(parameters, _OF_TRITON[0], bool, False)

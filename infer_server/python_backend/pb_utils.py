@@ -81,6 +81,8 @@ class TritonError:
 
 def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of the parameters of a request or a response, of the types that both protocols have."""
+    if not isinstance(parameters, Mapping | None):
+        raise TritonModelException(f"Expect a dict of parameters, got {type(parameters)}")
     for name, value in (parameters or {}).items():
         if not isinstance(name, str):
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")

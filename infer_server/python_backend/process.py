@@ -354,7 +354,8 @@ class ModelProcess:
         """The encoded response, or the error, or AGAIN."""
         if "again" in head:
             return AGAIN if self.launch.is_iterative else ExecutionError(
-                f"{self.launch.name}: it reschedules a request; write sequence_batching {{ iterative_sequence: true }}")
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
+                f"to handle such a flag. {self.launch.name}: write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
             return _ERRORS[head["code"]](head["error"])
         try:

@@ -248,22 +248,27 @@ class Process:
         """One for each request; None: its sender has sent, or will send, its responses."""
         if responses is None:
             responses = [None] * len(requests)
-        if not isinstance(responses, list | tuple) or len(responses) != len(requests):
+        if not isinstance(responses, list | tuple):
             raise pb_utils.TritonModelException(
-                f"execute must return a list of a response for each of the {len(requests)} requests, got "
-                f"{len(responses) if isinstance(responses, list | tuple) else type(responses).__name__}")
+                f"Expected a list in the execute return, found type '{type(responses)}'.")
+        if len(responses) != len(requests):
+            raise pb_utils.TritonModelException(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)}")
         for request, response in zip(requests, responses, strict=True):
             if not isinstance(response, pb_utils.InferenceResponse | None):
                 raise pb_utils.TritonModelException(
-                    f"execute must return InferenceResponse objects, got a {type(response).__name__}")
+                    "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                    f"'{type(response)}'.")
             if response is not None and pb_utils.is_decoupled:
                 raise pb_utils.TritonModelException(
                     f"Python model '{self._name}' is using the decoupled mode and the execute function must return "
                     "None. Its responses are sent by the requests' get_response_sender()")
             again = request.is_rescheduled
             if again and response is not None:
-                raise pb_utils.TritonModelException("execute returned a response for a request that it reschedules; "
-                                                    "return None, and send by its response sender what is to be sent")
+                raise pb_utils.TritonModelException(
+                    "Expected a None object in the execute function return list for reschduled request, found type "
+                    f"'{type(response)}'. What is to be sent before it is executed again, send by its response sender")
             if response is None and request.sender is None and not again:
                 raise pb_utils.TritonModelException("execute returned None for a request whose response sender it "
                                                     "never asked for")

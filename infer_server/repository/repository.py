@@ -107,7 +107,8 @@ class Repository:
         if version:
             number = digits(version)
             if number is None:
-                raise InvalidRequestError(f"model version must be a number, got '{version}'")
+                raise InvalidRequestError(f"failed to get model version from specified version string '{version}', "
+                                          "version should be an integral value > 0")
             status = statuses.get(number)
             if status is None:
                 known = ", ".join(map(str, sorted(statuses)))

@@ -56,7 +56,7 @@ def test_an_optional_input_that_a_request_leaves_out_has_the_models_value(
     assert [tensor.optional for tensor in client.get_model_config("optional").config.input] == [False, True]
     assert ask_for_sum("x") == [[11, 12, 13, 14]] * 2
     assert ask_for_sum("x", "x2") == [[20] * 4] * 2
-    with pytest.raises(InferenceServerException, match="input 'x' is missing"):
+    with pytest.raises(InferenceServerException, match=r"missing required input\(s\) \['x'\]"):
         ask_for_sum("x2")
     with pytest.raises(InferenceServerException, match="'x2': optional, but the plan has no value for it"):
         client.infer("valueless", [])
@@ -78,7 +78,7 @@ def test_a_request_of_more_items_than_the_engine_takes_is_executed_in_pieces(
 
 
 def test_items_that_depend_on_each_other_are_not_cut(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match=r"within 1\.\.8"):
+    with pytest.raises(InferenceServerException, match=r"must be <= 8"):
         ask(client, "whole_dependent", np.ones((9, 4), np.float32))
 
 
@@ -135,8 +135,8 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
 @pytest.mark.parametrize(("warmup", "refusal"), [
     ("batch_size: 4 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 random_data: true } } count: 2", ""),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'one' } }", ""),
-    ("inputs { key: 'z' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': unexpected input 'z'"),
-    ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*within 1..8"),
+    ("inputs { key: 'z' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': unexpected inference input 'z'"),
+    ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*must be <= 8"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'two' } }", "warmup/two: No such file"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are numbers"),
 ])

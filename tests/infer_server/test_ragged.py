@@ -130,9 +130,9 @@ def test_all_inputs_of_a_request_have_as_many_items_ragged_or_not() -> None:
             ("x", (x, 5)), ("z", (z, 2)), ("p", (p, 1)))]).items
 
     assert fit(2, 2, 2) == 2
-    for items, refusal in (((2, 1, 1), "input 'z' of model 'pair' has batch size 1, but the inputs before it have 2"),
-                           ((2, 2, 1), "input 'p' of model 'pair' has batch size 1, but"),
-                           ((0, 2, 2), "input 'z' of model 'pair' has batch size 2, but")):
+    for items, refusal in (((2, 1, 1), "input 'z' batch size does not match .* it has 1, and those before it 2"),
+                           ((2, 2, 1), "input 'p' batch size does not match .* it has 1"),
+                           ((0, 2, 2), "input 'z' batch size does not match .* it has 2")):
         with pytest.raises(InvalidRequestError, match=refusal):
             fit(*items)
 

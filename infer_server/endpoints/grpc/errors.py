@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +22,7 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownRegionError: grpc.StatusCode.NOT_FOUND,
     errors.RegionExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.UnopenedRegionError: grpc.StatusCode.INTERNAL,
     errors.UnknownModelError: grpc.StatusCode.NOT_FOUND,
     errors.UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     errors.RestrictedError: grpc.StatusCode.PERMISSION_DENIED,
@@ -35,7 +37,7 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
-_MOST_CHARACTERS = 500          # of a status: with each byte of UTF-8 escaped 6000 bytes at most, of 8 KiB
+_MOST_BYTES = 6000              # of a status, in metadata of 8 KiB
 
 
 def status_of(error: ServeError) -> grpc.StatusCode:
@@ -63,7 +65,14 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
 
 def _clipped(text: str) -> str:
     """What fits into the metadata that clients take by default; a name that they sent may be longer."""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+    sizes = accumulate(map(_escaped_bytes, text[:_MOST_BYTES]))
+    most = sum(size <= _MOST_BYTES for size in sizes)
+    return text if most == len(text) else f"{text[:most]} ..."
+
+
+def _escaped_bytes(character: str) -> int:
+    """In gRPC's metadata, where each byte that is no printed character of ASCII becomes three."""
+    return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
 
 
 def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> Handler[T]:

@@ -77,7 +77,7 @@ class GrpcCall(Call):
         return client.headers() if isinstance(client, Client) else ()
 
     def inputs(self) -> Sequence[InputTensor]:
-        return declared_inputs(self._message.header.inputs)
+        return declared_inputs(self._message.header.inputs, self.model)
 
     def outputs(self) -> Iterable[str]:
         return (tensor.name for tensor in self._message.header.outputs)

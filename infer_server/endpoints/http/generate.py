@@ -56,14 +56,16 @@ class GenerateCall(Call):
         members = {**body, **member(body, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}
         self._values = {name: _values(value) for name, value in members.items() if name in specs}
-        self._inputs = [InputTensor(name, specs[name].datatype, _shape(specs[name], model.config.batched, len(values)))
+        self._inputs = [InputTensor(name, specs[name].datatype,
+                                    _shape(specs[name], model.config.batched, len(values)), model.name)
                         for name, values in self._values.items()]
         self._parameters = {name: value for name, value in members.items()
                             if name not in specs and name not in ("id", _PARAMETERS) and value is not None}
         for name, value in self._parameters.items():
             if isinstance(value, list | dict):
-                raise InvalidRequestError(f"'{name}' is no input of model '{model.name}', which has "
-                                          f"{', '.join(specs)}; and a parameter is text, a number or a truth")
+                raise InvalidRequestError(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or "
+                                          f"'string', for it is no input of model '{model.name}', which has "
+                                          f"{', '.join(specs)}")
 
     def client(self) -> str:
         return self._held.client.peer() if self._held.client else ""
@@ -87,8 +89,10 @@ class GenerateCall(Call):
         return {tensor.name: from_json(tensor, self._values[tensor.name]) for tensor in tensors}
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes]:
-        if names := [spec.name for spec in served.outputs if spec.datatype.name in NO_JSON]:
-            raise InvalidRequestError(f"output '{names[0]}' has no JSON form: ask for it by an inference, as bytes")
+        if specs := [spec for spec in served.outputs if spec.datatype.name in NO_JSON]:
+            raise InvalidRequestError(f"sending {specs[0].datatype.name} data via JSON is not supported. Please use "
+                                      f"the binary data format for output '{specs[0].name}': ask for it by an "
+                                      "inference")
         about = {"id": self.id} if self.id else {}
         about |= {"model_name": served.model, "model_version": str(served.version)}
 

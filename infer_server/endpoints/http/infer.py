@@ -124,8 +124,9 @@ class Form:
         binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
         for output, raw in zip(outputs, binary, strict=True):
             if not raw and not output.place and output.datatype.name in NO_JSON:
-                raise InvalidRequestError(f"output '{output.spec.name}': {output.datatype.name} has no JSON form; ask "
-                                          "for it with \"binary_data\": true")
+                raise InvalidRequestError(f"sending {output.datatype.name} data via JSON is not supported. Please use "
+                                          f"the binary data format for output '{output.spec.name}': ask for it with "
+                                          "\"binary_data\": true")
         return Encoder(served, outputs, binary, self.id)
 
 
@@ -151,7 +152,7 @@ class HttpCall(Call):
         return self._headers.items()
 
     def inputs(self) -> Sequence[InputTensor]:
-        return declared_inputs(self._said.inputs)
+        return declared_inputs(self._said.inputs, self.model)
 
     def outputs(self) -> Iterable[str]:
         return (tensor.name for tensor in self._said.outputs)
@@ -178,13 +179,17 @@ class HttpCall(Call):
                 continue
             if given.data is not None:
                 raise InvalidRequestError(f"{tensor}: 'data' and 'binary_data_size' must not both be given")
-            if not 0 <= size <= len(self._binary) - at:
-                raise InvalidRequestError(f"{tensor}: binary_data_size {size} exceeds the {len(self._binary) - at} "
-                                          "bytes that are left of the body")
+            if size < 0:
+                raise InvalidRequestError(f"{tensor}: a binary_data_size of {size}")
+            if (left := len(self._binary) - at) < size:
+                raise InvalidRequestError(f"unexpected size for input '{tensor.name}', expecting {size - left} "
+                                          f"additional bytes for model '{self.model}': binary_data_size {size} exceeds "
+                                          f"the {left} bytes that are left of the body")
             arrays[tensor.name] = from_raw(tensor, self._binary[at:at + size])
             at += size
         if at != len(self._binary):
-            raise InvalidRequestError(f"{len(self._binary) - at} bytes of the body belong to no input")
+            raise InvalidRequestError(f"unexpected additional input data for model '{self.model}': "
+                                      f"{len(self._binary) - at} bytes of the body belong to no input")
         return arrays
 
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
@@ -285,9 +290,12 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
     if length is None:
         return Form(_object(parsed(request.body), "the request")), memoryview(b"")
     size = digits(length)
-    if size is None or size > len(request.body):
-        raise InvalidRequestError(f"Inference-Header-Content-Length '{length}' is not within the body of "
-                                  f"{len(request.body)} bytes")
+    if size is None:
+        raise InvalidRequestError(f"Unable to parse Inference-Header-Content-Length, got: {length}, which is no number "
+                                  "of bytes")
+    if size > len(request.body):
+        raise InvalidRequestError(f"inference header size should be in range (0, {len(request.body)}), got: {length}, "
+                                  "which is more than the body has (Inference-Header-Content-Length)")
     head = bytes(request.body[:size])
     return (_kept_form(head) if size <= KEPT_BYTES else Form(_object(parsed(head), "the request")),
             memoryview(request.body)[size:])
@@ -329,8 +337,9 @@ def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:
         shape = _typed(tensor, "shape", list, [])
         if not name:
             raise InvalidRequestError(f"an element of '{key}' has no name")
-        if any(type(extent) is not int for extent in shape):
-            raise InvalidRequestError(f"'{name}': shape {shape} is no list of integers")
+        if any(type(extent) is not int or extent < 0 for extent in shape):
+            raise InvalidRequestError("Unable to parse 'shape': attempt to access JSON non-unsigned-integer as "
+                                      f"unsigned-integer: the shape of '{name}' is {shape}")
         tensors.append(JsonTensor(name, _typed(tensor, "datatype", str, ""), shape,
                                   _typed(tensor, "parameters", dict, {}), tensor.get("data")))
     return tensors

@@ -25,6 +25,7 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
     errors.UnknownRegionError: HTTPStatus.NOT_FOUND,
     errors.RegionExistsError: HTTPStatus.CONFLICT,
+    errors.UnopenedRegionError: HTTPStatus.INTERNAL_SERVER_ERROR,
     errors.UnknownModelError: HTTPStatus.NOT_FOUND,
     errors.UnknownServiceError: HTTPStatus.NOT_FOUND,
     errors.RestrictedError: HTTPStatus.FORBIDDEN,

@@ -21,6 +21,7 @@ from infer_server.errors import MemoryLimitError
 from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
+_JSON_BYTES = "inference-header-content-length"     # there where a body is not all JSON
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
 _KEPT_BYTES = 2048              # of a head
 _SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that come in pieces, or wait
@@ -233,9 +234,11 @@ class RequestReader:
         """There will be a body of so many bytes, or there are that many already."""
         incoming, most, inflight = self._incoming, self._limits.message_bytes, self._limits.inflight
         if count > most:
+            what = "request" if _JSON_BYTES in incoming.headers else "request JSON"
             raise RefusedError(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                                              f"a body of {count} bytes; at most {most} are taken (--max-message-mib, "
-                                              "--http-max-input-size)"))
+                                              f"{what} size of {count} bytes exceeds the maximum allowed input size of "
+                                              f"{most} bytes. Use --http-max-input-size to increase the limit. "
+                                              "(Of both protocols: --max-message-mib.)"))
         try:
             if incoming.held is None:
                 incoming.held = inflight.begin(self._receiver, count)

@@ -37,7 +37,7 @@ def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequen
                parameters: Mapping[str, Any] | None = None) -> Request:
     """A request for a model. Raises InvalidRequestError: it does not fit."""
     known = {spec.name: spec.datatype for spec in model.config.inputs}
-    fit = model.signature.fit([InputTensor(name, _datatype(name, array, known.get(name)), array.shape)
+    fit = model.signature.fit([InputTensor(name, _datatype(name, array, known.get(name)), array.shape, model.name)
                                for name, array in arrays.items()])
     chosen = model.signature.choose_outputs(outputs)
     return Request(

@@ -299,12 +299,15 @@ class _Asked:
 
     def _submit(self) -> None:
         head = self._message.head
+        failed = f"Model {head['model']} - Error when running inference: "
         self._open[head["number"]] = self
         try:
             model = self._find(head["model"], str(head["version"]) if head["version"] > 0 else "")
             self._decoupled = model.is_decoupled
             if self._decoupled and not head["decoupled"]:
-                raise NotServedError(f"model '{model.name}' is decoupled: ask it with exec(decoupled=True)")
+                raise NotServedError("The current BLS request call doesn't support models using the decoupled "
+                                     "transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+                                     "'async_exec' calls for decoupled models.")
             self._outputs = head["outputs"] or [spec.name for spec in model.config.outputs]
             sequence = head["sequence"]
             request = request_of(
@@ -314,9 +317,9 @@ class _Asked:
             model.submit(request)
             self._submitted = model, request
         except ServeError as error:
-            self.fail(error)
+            self.fail(type(error)(f"{failed}{error}"))
         except (KeyError, TypeError, ValueError) as error:
-            self.fail(InvalidRequestError(f"{type(error).__name__}: {error}"))
+            self.fail(InvalidRequestError(f"{failed}{type(error).__name__}: {error}"))
 
     def _encode(self, computed: Arrays) -> None:
         """Sends the outputs, on the thread that made them, while they are valid."""

@@ -20,7 +20,7 @@ from tests.infer_server.python_backend.test_python_models import HEAD, python_mo
 from tests.infer_server.serving import serving
 
 TAGS = r'metric_tags { key: "team-1" value: "a \"b\"\n" }'
-LABELS = r'model="m",version="1",team_1="a \"b\"\n"'
+LABELS = r'model="m",team_1="a \"b\"\n",version="1"'
 
 
 def samples(text: str) -> dict[str, str]:

@@ -185,7 +185,7 @@ def test_a_full_queue_refuses_at_once_and_the_waiting_are_answered(
                 infer(client)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert executing.result().all() and waiting.result().all()
-        assert 'reason="REJECTED"} 1' in scrape(server)
+        assert 'reason="REJECTED",version="1"} 1' in scrape(server)
 
 
 def test_a_request_whose_timeout_passes_in_the_queue_is_refused(

@@ -101,7 +101,7 @@ def test_answers_come_in_order_whatever_is_done_first(
     found = list(answers)
     assert [each.infer_response.id for each in found] == [str(i) for i in range(601)]
     assert [first_value(each) for each in found[:-1]] == [2.0 * i + 1 for i in range(600)]
-    assert "expected 16 bytes" in found[-1].error_message
+    assert "Expected 16, got 5" in found[-1].error_message
     assert found[-1].infer_response.parameters["triton_final_response"].bool_param
 
 

@@ -237,7 +237,7 @@ def test_typed_contents_in_any_other_form_are_read_as_well() -> None:
 @pytest.mark.parametrize(("datatype", "contents", "text"), [
     ("FP32", run(6, bytes(8001)), "ends within a value"),
     ("FP32", run(6, bytes(8004)), "expected 2000 values in fp32_contents, got 2001"),
-    ("FP32", run(7, bytes(16000)), "expected its values in fp32_contents, got fp64_contents"),
+    ("FP32", run(7, bytes(16000)), "expected the values of FP32 in fp32_contents, got fp64_contents"),
     ("FP16", run(6, bytes(8000)), "FP16 has no typed contents"),
     ("INT8", run(2, b"\x80\x01" * 2000), "outside of INT8's"),
     ("INT32", run(2, bytes(4500)), "expected 2000 values in int_contents, got 4500"),

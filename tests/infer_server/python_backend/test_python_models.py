@@ -261,7 +261,7 @@ def test_each_response_of_a_decoupled_step_goes_on_through_the_ensemble_in_order
     assert not any(error for _, error in found)
     results = [result for result, _ in found if result is not None and result.as_numpy("y") is not None]
     assert [result.as_numpy("y")[0, 0] for result in results] == [2 * i + 1 for i in range(20)]
-    with pytest.raises(InferenceServerException, match="model 'stream' is decoupled"):
+    with pytest.raises(InferenceServerException, match="decoupled transaction policy: model 'stream'"):
         client.infer("stream", [tensor("count", np.array([1], np.int32))])
 
 

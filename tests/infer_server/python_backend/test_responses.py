@@ -122,7 +122,7 @@ def test_what_a_step_leaves_out_is_no_input_of_the_next_and_no_output_of_the_ens
         result = client.infer("chain", inputs(asked("x")))
         assert [output.name for output in result.get_response().outputs] == ["x", "at"]
         assert result.as_numpy("at").tolist() == [0, 0, 1]
-        with pytest.raises(InferenceServerException, match=r"step 0 \('place'\): input 'x' is missing"):
+        with pytest.raises(InferenceServerException, match=r"step 0 \('place'\): missing required input\(s\) \['x'\]"):
             client.infer("chain", inputs(asked("y")))
 
 

@@ -116,7 +116,7 @@ def test_steps_with_a_batch_axis_and_without_follow_each_other(tmp_path: Path) -
                 expected = 2 * expected + 1
             np.testing.assert_array_equal(asked(client, name, [4]), expected)
         np.testing.assert_array_equal(asked(client, of_items, [1, 4]), 8 * np.arange(4, dtype=np.float32)[None] + 7)
-        with pytest.raises(InferenceServerException, match=r"step 1 \('whole'\): unexpected shape .* got \[2, 4\]"):
+        with pytest.raises(InferenceServerException, match=r"step 1 \('whole'\): unexpected shape .* got \[2,4\]"):
             asked(client, of_items, [2, 4])                     # two items are not the whole of one
         np.testing.assert_array_equal(asked(client, of_pairs, [2, 4]),
                                       4 * np.arange(8, dtype=np.float32).reshape(2, 4) + 3)
@@ -254,7 +254,7 @@ def test_the_model_of_a_step_has_the_reason_of_a_failure_and_the_ensemble_anothe
             client.infer(name, [tensor])
         said = scrape(server)
     for model, reason in (("items", "BACKEND"), (name, "OTHER")):
-        assert f'nv_inference_request_failure{{model="{model}",version="1",reason="{reason}"}} 1' in said
+        assert f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} 1' in said
 
 
 def test_responses_of_an_ensemble_are_cached_until_a_model_of_its_steps_is_another(tmp_path: Path) -> None:
@@ -349,5 +349,5 @@ def test_a_request_of_an_ensemble_ends_when_a_model_of_its_steps_has_other_input
         python_model(tmp_path, "own", "class TritonPythonModel:\n    def execute(self, requests): ...",
                      f"max_batch_size: 8 {tensors}")
         client.load_model("own")
-        with pytest.raises(InferenceServerException, match=r"step \d \('own'\): unexpected input 'x'"):
+        with pytest.raises(InferenceServerException, match=r"step \d \('own'\): unexpected inference input 'x'"):
             asked(client, name, [4])

@@ -113,7 +113,7 @@ def test_what_is_no_picture_is_told(client: Any, server: RunningServer) -> None:
                         (files(b"GIF89a" + bytes(40)), "no JPEG or PNG"),
                         (files(bomb(8192, 8193)), "8192x8193 are more than 67108864 pixels"),
                         (np.array([[b"a", b"b"]], np.object_), "of shape .N. or .N, 1."),
-                        (files(*[jpeg()] * 9), "batch-size must be within 1..8")):
+                        (files(*[jpeg()] * 9), "batch-size must be <= 8")):
         with pytest.raises(InferenceServerException, match=said):
             answer(client, "recorded", array)
     assert failures().failures[Failure.OTHER] == before + 7
