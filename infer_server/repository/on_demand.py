@@ -127,8 +127,9 @@ class OnDemand:
 
     def _least_used(self, kept: str) -> str | None:
         models = self._repository.models()
-        needed = {kept, *self._repository.needed()}.union(*(_steps(model) for model in models if model.name == kept))
-        busy = needed | self._loading.keys() | {model.name for model in models if model.is_busy}
+        busy = {kept, *self._repository.needed(), *self._loading, *(model.name for model in models if model.is_busy)}
+        while more := {step for model in models if model.name in busy for step in _steps(model)} - busy:
+            busy |= more
         used = {model.name: max(self._loaded_ns.get(model.name, 0), model.statistics.snapshot().used_ns)
                 for model in models if model.memory_bytes}
         return min(used.keys() - busy, key=lambda name: used[name], default=None)

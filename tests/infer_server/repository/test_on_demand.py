@@ -86,6 +86,20 @@ def test_what_an_ensemble_needs_that_is_being_loaded_makes_no_room(server: Runni
     assert asked.result() == [7, 11, 15, 19]
 
 
+def test_what_an_ensemble_needs_that_somebody_waits_for_makes_no_room_either(server: RunningServer) -> None:
+    async def victims() -> tuple[str | None, str | None]:
+        demand = server.server._front.on_demand
+        assert demand is not None
+        usually = demand._least_used("a")
+        demand._loading["chain"] = asyncio.ensure_future(asyncio.sleep(0))      # as until who waits has gone on
+        awaited = demand._least_used("a")
+        del demand._loading["chain"]
+        return usually, awaited
+
+    assert answer(tritonclient.grpc, server, "chain") == [3, 5, 7, 9]
+    assert server.run(victims()) == ("step", None)
+
+
 def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with tritonclient.grpc.InferenceServerClient(server.address) as client:
