@@ -3,9 +3,6 @@
 A request is handed on when all of it is there (reading.py). Those that a client sends before it has its answer
 (pipelining) wait in the order in which they came, and the socket is not read while one waits.
 
-A client that closes its direction along with its request says that it sends nothing more, and has its answer; one that
-does so later has gone, for to TCP both look the same, and most who close a connection that they wait on want no answer.
-
 https://www.rfc-editor.org/rfc/rfc9112
 """
 from __future__ import annotations
@@ -19,9 +16,9 @@ from http import HTTPStatus
 from typing import NamedTuple, Protocol, cast
 
 from infer_server.endpoints.http.compression import decompressed
-from infer_server.endpoints.http.large_body import LargeBody
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
+from infer_server.endpoints.http.transports import HalfClosed, LargeBody
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import CancelledError, MemoryLimitError, ServeError
 
@@ -29,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
-_ALONG_SECS = 0.01              # behind a request, as the loop sees both: nobody gives up so soon
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 
 
@@ -124,14 +120,14 @@ class HttpConnection(asyncio.Protocol):
         self._closes_at = math.inf                              # on the loop's clock
         self._peer = ""
         self._keep_alive = True
-        self._chunked = False                                   # pieces of a body say how long they are
+        self._has_begun = False                                 # to be answered piece by piece
+        self._chunked = False                                   # these say how long they are
         self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
         self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._awaits_go_on = False                              # the client waits for its turn to send a body
         self._has_ended = False                                 # what comes is no longer looked at
         self._silence: asyncio.TimerHandle | None = None        # of such a client, behind the last answer
-        self._heard_at = 0.0                                    # on the loop's clock: a request's end, or what follows
-        self._sends_no_more = False                             # the client, which has answers to come
+        self._half_closed: HalfClosed | None = None             # the client, which may have an answer to come
         self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
 
@@ -155,14 +151,14 @@ class HttpConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Whether the connection goes on: for the answers to what came before the client closed its direction."""
-        transport = self._transport
-        self._sends_no_more = (self.exchange is not None and transport is not None
-                               and transport.can_write_eof()        # which TLS cannot
-                               and self._loop.time() - self._heard_at < _ALONG_SECS)
-        return self._sends_no_more
+        exchange, transport = self.exchange, self._transport
+        if exchange and transport and exchange.request.version == "1.1" and not self._has_begun and (
+                transport.can_write_eof()):         # TLS has no such end
+            self._half_closed = HalfClosed(self._loop, transport)
+        return self._half_closed is not None
 
     def connection_lost(self, reason: Exception | None) -> None:
-        for timer in (self._timer, self._silence):
+        for timer in (self._timer, self._silence, self._half_closed):
             if timer:
                 timer.cancel()
         self._taken()
@@ -205,7 +201,6 @@ class HttpConnection(asyncio.Protocol):
 
     def received(self, request: HttpRequest, held: OpenCall, keep_alive: bool) -> None:
         self._awaits_go_on = False
-        self._heard_at = self._loop.time()
         if self._has_ended:
             self._limits.inflight.end(held)
         elif self.exchange is None and not self._waiting:
@@ -215,7 +210,7 @@ class HttpConnection(asyncio.Protocol):
             if self._transport:
                 self._transport.pause_reading()
 
-    # ---- large_body.Owner
+    # ---- transports.Owner
     def body_grows(self) -> None:
         if self._has_ended:
             self._go_on_lingering()
@@ -264,7 +259,9 @@ class HttpConnection(asyncio.Protocol):
     def begin(self, content_type: str, chunked: bool) -> None:
         """Sends the head of a response. chunked: pieces of its body say how long they are; else its end is the end of
         the connection."""
-        self._chunked, self._keep_alive = chunked, self._keep_alive and chunked
+        self._has_begun, self._chunked, self._keep_alive = True, chunked, self._keep_alive and chunked
+        if self._half_closed:
+            self._half_closed.cancel()
         head = HttpResponse(content_type=content_type)
         self._write(head.head(self._keep_alive, "Transfer-Encoding: chunked" if chunked else "Cache-Control: no-store"))
 
@@ -314,7 +311,9 @@ class HttpConnection(asyncio.Protocol):
         """The response to an exchange is written: what waits behind it is next."""
         transport = self._transport
         assert transport is not None and exchange is self.exchange
-        self.exchange = exchange.left = None
+        self.exchange, exchange.left, self._has_begun = None, None, False
+        if self._half_closed:
+            self._half_closed.cancel()
         if self._keep_alive:
             self.watch(IDLE_SECS)
         else:
@@ -324,7 +323,7 @@ class HttpConnection(asyncio.Protocol):
             self._loop.call_soon(self._next)        # not from here: a thousand requests would be as many frames
         elif self._refusal:
             self._say_last(self._refusal)
-        elif self._sends_no_more:
+        elif self._half_closed:
             self._end()
         elif self._awaits_go_on:
             self.go_on()
@@ -332,8 +331,7 @@ class HttpConnection(asyncio.Protocol):
     def _next(self) -> None:
         if self._transport and self.exchange is None and self._waiting:
             self._take(*self._waiting.popleft())
-            if not self._waiting and self._transport:
-                self._heard_at = self._loop.time()
+            if not self._waiting:
                 self._transport.resume_reading()
 
     def _refuse(self, response: HttpResponse) -> None:
@@ -356,7 +354,7 @@ class HttpConnection(asyncio.Protocol):
         before it would reset the connection, and the answer with it."""
         assert self._transport is not None
         self._has_ended = True
-        if self._sends_no_more:
+        if self._half_closed:
             self._transport.close()
             return
         if self._transport.can_write_eof():

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from infer_server.endpoints.http.large_body import LARGE_BYTES
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
+from infer_server.endpoints.http.transports import LARGE_BYTES
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
 from infer_server.protocol.parameters import digits
