@@ -83,8 +83,10 @@ class BuildConfig:
 class Builder:
     """One configuration, any number of builds."""
 
-    def __init__(self, config: BuildConfig, progress: Progress | None = None) -> None:
-        self.config, self.progress = config, progress
+    def __init__(self, config: BuildConfig, progress: Progress | None = None, fewer: bool = False) -> None:
+        """fewer: of other shapes of an open model: a plan may take fewer items than the configuration asks for, where
+        so many are large for this machine's memory."""
+        self.config, self.progress, self._fewer = config, progress, fewer
         self.cache = TimingCache(config.timing_cache or None)
         backend = backend_of(config.target)
         self._session = backend.session(config.target, self.cache, config.timing)
@@ -201,7 +203,7 @@ class Builder:
         """The plan of a graph for other shapes than those of the plan taken over, without compiling what is general;
         usual: the graph for those shapes, where it is not the one built before. None: the backend has nothing
         general."""
-        chosen = self._session.general(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch,
+        chosen = self._session.general(self.stored(graph, ranges), *self._batches(graph),
                                        usual and (lambda: self.stored(usual(), ranges)))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
@@ -209,7 +211,7 @@ class Builder:
     def counted(self, graph: Graph, ranges: Ranges | None = None) -> Plan | None:
         """The same of a graph in which extents are counted, and of kernels that are told them: a plan of such numbers.
         None: the backend has nothing general. Raises Pinned."""
-        chosen = self._session.counted(self.stored(graph, ranges), self._max_batch(graph), self.config.opt_batch)
+        chosen = self._session.counted(self.stored(graph, ranges), *self._batches(graph))
         return self._plan(self._session, chosen, bare=True) if chosen else None
 
     @property
@@ -233,12 +235,12 @@ class Builder:
         return [self._chosen(mixed), int8, *floats]
 
     def _chosen(self, graph: Graph) -> Chosen:
-        max_batch = self._max_batch(graph)
-        if (self.config.opt_batch or 1) > max(max_batch, 1):
+        max_batch, opt_batch = self._batches(graph)
+        if (opt_batch or 1) > max(max_batch, 1):
             raise ConfigError(f"--opt-batch {self.config.opt_batch}: " + (
                 f"the plan takes at most {max_batch} items; raise --max-batch" if max_batch else
                 "the model's inputs have no symbolic batch axis, so it is timed in the shape that it declares"))
-        chosen: Chosen = self._session.choose(graph, max_batch, self.config.opt_batch, self.progress)
+        chosen: Chosen = self._session.choose(graph, max_batch, opt_batch, self.progress)
         return chosen
 
     @property
@@ -278,10 +280,18 @@ class Builder:
                       **({"opt_batch": self.config.opt_batch} if self.config.opt_batch else {}), **(metadata or {})})
         return plan.bare() if bare else plan
 
+    def _batches(self, graph: Graph) -> tuple[int, int | None]:
+        """The most items, and those that tactics are timed with, if that is said."""
+        max_batch, opt_batch = self._max_batch(graph), self.config.opt_batch
+        return max_batch, min(opt_batch, max_batch) if opt_batch and self._fewer and max_batch else opt_batch
+
     def _max_batch(self, graph: Graph) -> int:
         """0 for a model of fixed shape."""
         if _has_batch(graph):
-            return self.config.max_batch or usual_max_batch(graph, self._is_open)
+            asked = self.config.max_batch
+            if asked and (graph.dependence or not self._fewer):
+                return asked
+            return fitting(graph, asked) if asked else usual_max_batch(graph, self._is_open)
         if (self.config.max_batch or 1) > 1:
             raise ConfigError(f"--max-batch {self.config.max_batch}: the model's inputs have no symbolic batch axis, "
                               "so it takes exactly the shape it declares; export it with a dynamic batch axis, or say "
@@ -298,15 +308,27 @@ def usual_max_batch(graph: Graph, is_open: bool) -> int:
     says how many a plan takes; more are run in slices. is_open: in plans of other shapes the items may be larger."""
     if graph.dependence:
         return DEFAULT_MAX_BATCH
-    batched = {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
-    most = max((sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs}) for node in graph.nodes), default=0)
-    items = DEFAULT_MAX_BATCH
-    while items > 1 and items * most > MEMORY_SHARE * memory_limit():
-        items //= 2
+    items = fitting(graph, DEFAULT_MAX_BATCH)
     if items == DEFAULT_MAX_BATCH and not is_open:
-        while items < MOST_SMALL and 2 * items * sum(batched.values()) <= SMALL_BYTES:
+        small = sum(_of_an_item(graph).values())
+        while items < MOST_SMALL and 2 * items * small <= SMALL_BYTES:
             items *= 2
     return items
+
+
+def fitting(graph: Graph, most: int) -> int:
+    """So many items, or fewer that fit into memory well."""
+    batched, room, items = _of_an_item(graph), int(MEMORY_SHARE * memory_limit()), most
+    for node in graph.nodes:        # each alone: a template then holds wherever all of them are small
+        size = sum(batched.get(name, 0) for name in {*node.inputs, *node.outputs})
+        while items > 1 and items * size > room:
+            items //= 2
+    return items
+
+
+def _of_an_item(graph: Graph) -> dict[str, int]:
+    """The bytes of each tensor that has the batch."""
+    return {name: bytes_of(kind) for name, kind in graph.types.items() if kind.shape[:1] == (BATCH,)}
 
 
 def io_tensors(graph: Graph, names: Sequence[str]) -> tuple[IoTensor, ...]:

@@ -107,8 +107,8 @@ class Specialiser:
         self.first: Engine | None = None        # of the plan, where somebody has it loaded
 
     def plan(self, extents: Extents, max_batch: int | None = None) -> Plan:
-        """The plan for these numbers of the open extents; max_batch: for other than its usual number of items. Raises
-        EngineError."""
+        """The plan for these numbers of the open extents; max_batch: for so many items. Without it for the plan's, or
+        for fewer where they are large; more are run in slices. Raises EngineError."""
         cache = self._cache
         if cache is None or not self._fingerprint:
             return self._made(self._target, extents, max_batch)
@@ -195,7 +195,7 @@ class Specialiser:
                 timing=self._timing, threads=options.threads)
             types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in self._part.declared}
             usual = dict.fromkeys((*open_extents(self._part.declared), *map(value_name, self._part.deciding)), 0)
-            builder = Builder(config)
+            builder = Builder(config, fewer=max_batch is None)
             if builder.target == self._plan.machine.target:
                 builder.take_over(self._plan)
             self._subjects[key] = Subject(builder, self._source, types, usual, (), self._part.deciding,
@@ -231,7 +231,7 @@ def relower(plan: Plan, target: str = "", timing: bool = False) -> Plan:
         chosen = session.settle(session.choose(graph, plan.max_batch, plan.metadata.get("opt_batch")))
         return session.tuned(replace(plan, machine=session.assemble(chosen), fingerprint=""))
     specialiser = Specialiser(plan, target, timing=timing)
-    first, *others = (specialiser.plan(one.extents) for one in (plan, *plan.open.others))
+    first, *others = (specialiser.plan(one.extents, one.max_batch or None) for one in (plan, *plan.open.others))
     part = replace(plan.open, others=tuple(others), options=replace(plan.open.options, target=target))
     return replace(first, metadata=plan.metadata, open=part)
 

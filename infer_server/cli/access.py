@@ -58,7 +58,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                         help="writes a line for each inference to the log, as text or json (default: none)")
     parser.add_argument("--trace-config", action="append", default=[], metavar="SETTING",
                         help="mode=opentelemetry sends spans of inferences to a collector; rate=N: of one in N whose "
-                             "client does not say (default 1000); opentelemetry,url=URL; "
+                             "client does not say (default 1000; 0: of none of these); opentelemetry,url=URL; "
                              "opentelemetry,resource=KEY=VALUE; level=OFF; can be repeated")
     _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
     _flag(parser, "allow-gpu-metrics", "metrics of GPUs, where there are some (pip install 'infer-server[nvml]')", True)

@@ -25,7 +25,7 @@ _RESOURCE = {"service.name": "infer-server"}
 class TraceSettings:
     """What --trace-config says."""
     url: str = "http://localhost:4318/v1/traces"        # of a collector, OTLP over HTTP
-    rate: int = 1000                                    # one of so many requests whose client does not say; as Triton's
+    rate: int = 1000        # one of so many requests whose client does not say; as Triton's. 0: none of these
     resource: Mapping[str, str] = field(default_factory=dict)   # attributes of this server
 
 
@@ -63,7 +63,8 @@ class Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        self._provider = TracerProvider(sampler=ParentBasedTraceIdRatio(1 / settings.rate), shutdown_on_exit=False,
+        sampler = ParentBasedTraceIdRatio(1 / settings.rate if settings.rate else 0.0)
+        self._provider = TracerProvider(sampler=sampler, shutdown_on_exit=False,
                                         resource=Resource.create({**_RESOURCE, **settings.resource}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=settings.url)))
         self._tracer = self._provider.get_tracer("infer_server")
@@ -129,13 +130,15 @@ def parsed(texts: Sequence[str]) -> TraceSettings | None:
         elif of_mode and name == "resource":
             key, _, of = value.partition("=")
             settings = replace(settings, resource={**settings.resource, key: of})
-        elif name == "rate" and value.isdecimal() and int(value):
+        elif name == "rate" and value.isdecimal():
             settings = replace(settings, rate=int(value))
+        elif setting == "count=-1":
+            continue        # as many as there are, which are all that there can be here
         elif name == "level" and value in ("OFF", "TIMESTAMPS"):
             on = on and value != "OFF"
         elif not of_mode and setting != f"mode={MODE}":
-            raise ValueError(f"{text}: expected mode={MODE}, level=TIMESTAMPS or OFF, rate=N, {MODE},url=URL or "
-                             f"{MODE},resource=KEY=VALUE")
+            raise ValueError(f"{text}: expected mode={MODE}, level=TIMESTAMPS or OFF, rate=N, count=-1, {MODE},url=URL "
+                             f"or {MODE},resource=KEY=VALUE")
         elif of_mode:
             raise ValueError(f"{text}: expected {MODE},url=URL or {MODE},resource=KEY=VALUE; the rest is said by "
                              "OpenTelemetry's own variables, OTEL_BSP_SCHEDULE_DELAY and its like")

@@ -10,7 +10,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from engines import build_engine
+from engines import build_engine, capacity
+from engines.compiler import builder
 from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
@@ -66,6 +67,22 @@ def test_an_onnx_file_is_built_and_answers_lengths_that_the_build_did_not_meet(t
     with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
         feed = tokens(1, 5)
         np.testing.assert_allclose(answer(client, "tokens", feed), by_onnx_runtime(MODEL, feed)["y"], 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("specialise", ["wait", "off"])
+def test_a_batch_that_is_too_large_for_memory_at_a_shape_does_not_keep_one_item_of_it_from_being_answered(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specialise: str) -> None:
+    model = small_model([node("Relu", "x", "y")], {"x": ["N", "H", "W"]}, ["y"])
+    (tmp_path / "large" / "1").mkdir(parents=True)
+    build_engine(model, timing=False, cache=False, max_batch=256).save(tmp_path / "large" / "1" / "model.plan")
+    (tmp_path / "large" / "config.pbtxt").write_text(
+        f'max_batch_size: 256 parameters {{ key: "specialise" value: {{ string_value: "{specialise}" }} }}')
+    for module in (builder, capacity):
+        monkeypatch.setattr(module, "memory_limit", lambda: 100_000_000)
+    with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        for items in (1, 40):       # of 1 MB, in and out
+            feed = {"x": random(items, 500, 500)}
+            np.testing.assert_array_equal(answer(client, "large", feed), feed["x"].clip(0))
 
 
 def test_a_model_without_a_batch_takes_open_extents_too(repository: Path) -> None:

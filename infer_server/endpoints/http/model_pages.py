@@ -24,14 +24,14 @@ class ModelPages:
         return json_response(to_json(await self._models.ServerMetadata(inference.ServerMetadataRequest())))
 
     async def live(self, _: HttpRequest) -> HttpResponse:
-        return _if((await self._models.ServerLive(inference.ServerLiveRequest())).live)
+        return _probe("live", (await self._models.ServerLive(inference.ServerLiveRequest())).live)
 
     async def ready(self, _: HttpRequest) -> HttpResponse:
-        return _if((await self._models.ServerReady(inference.ServerReadyRequest())).ready)
+        return _probe("ready", (await self._models.ServerReady(inference.ServerReadyRequest())).ready)
 
     async def model_ready(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
         await self._models.check_ready(model, version)
-        return HttpResponse()
+        return json_response({"name": model, "ready": True})
 
     async def metadata(self, _: HttpRequest, model: str, version: str) -> HttpResponse:
         request = inference.ModelMetadataRequest(name=model, version=version)
@@ -63,8 +63,10 @@ class ModelPages:
         return HttpResponse()
 
 
-def _if(holds: bool) -> HttpResponse:
-    return HttpResponse(status=HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE)
+def _probe(what: str, holds: bool) -> HttpResponse:
+    """Triton's clients read the status and KServe's the body, which Triton leaves empty."""
+    status = HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE
+    return json_response({what: holds})._replace(status=status)
 
 
 def _set_parameters(parameters: Any, request: HttpRequest) -> None:

@@ -9,6 +9,7 @@ import pytest
 from engines import build_engine
 from engines.compiler import builder as builders
 from engines.compiler.builder import BuildConfig, Builder
+from engines.compiler.specialise import Specialiser
 from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.lowering import buffers
@@ -16,6 +17,8 @@ from engines.ops import reference
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Plan, writes_border
 from engines.runtime.engine import Engine
+from engines.runtime.open_engine import OpenEngine
+from engines.runtime.policy import Policy
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
 from tests.engines.compiler.zoo_engines import compiled
@@ -99,12 +102,18 @@ def test_small_items_of_an_open_model_are_as_many_as_large_ones() -> None:
     assert {engine.at({"x": (5, columns)}).max_batch for columns in (4, 4096)} == {engine.max_batch} == {32}
 
 
-def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an engine and by its contexts."""
+@pytest.mark.parametrize("specialise", ["wait", "off"])
+@pytest.mark.parametrize("asked", [None, 32])
+def test_fewer_items_that_are_large_share_a_batch_and_more_are_run_in_slices(
+        monkeypatch: pytest.MonkeyPatch, asked: int | None, specialise: str) -> None:
+    """By an engine and by its contexts, by specialisations and by general versions, whoever says how many a plan takes
+    of the usual shape."""
     monkeypatch.setattr(builders, "memory_limit", lambda: 160_000_000)
     model = small_model([node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "y")],
                         {"x": ["N", 1, "H", "W"]}, ["y"], {"w": random(2, 1, 3, 3)})
-    engine, pictures = build_engine(model, timing=False, cache=False).engine(), random(9, 1, 448, 448)
+    plan = build_engine(model, timing=False, cache=False, max_batch=asked, opt_batch=16).plan
+    engine = OpenEngine(plan, lambda: Specialiser(plan), policy=Policy(specialise))
+    pictures = random(9, 1, 448, 448)
     here = {"x": pictures.shape}
     assert (engine.max_batch, engine.at(here).max_batch) == (32, 8)
     context = engine.create_context().at(here)

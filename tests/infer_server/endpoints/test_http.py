@@ -287,6 +287,16 @@ def test_a_handle_of_gpu_memory_that_is_no_base64_is_refused(server: RunningServ
         assert answer.startswith(b"HTTP/1.1 400") and b"b64 is no Base64" in answer
 
 
+def test_probes_say_in_their_body_what_clients_of_kserve_read_there(server: RunningServer) -> None:
+    def said(path: str) -> tuple[bytes, Any]:
+        answer = ask(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+        return answer[9:12], json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert said("/v2/health/live") == (b"200", {"live": True})
+    assert said("/v2/models/affine/ready") == (b"200", {"name": "affine", "ready": True})
+    status, body = said("/v2/health/ready")
+    assert body == {"ready": status == b"200"}
+
+
 def test_methods_and_paths_that_are_none_are_told_apart(server: RunningServer) -> None:
     def status(line: str) -> bytes:
         return ask(server, f"{line} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())

@@ -11,6 +11,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.observing.access_log import OK, Entry
 from infer_server.observing.tracing import Tracer, TraceSettings, parsed
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
@@ -85,9 +86,23 @@ def test_settings_are_read_as_triton_has_them() -> None:
     settings = parsed(["mode=opentelemetry", "level=TIMESTAMPS", "rate=5", "opentelemetry,url=collector:4318/v1/traces",
                        "opentelemetry,resource=service.name=mine"])
     assert settings == TraceSettings("http://collector:4318/v1/traces", 5, {"service.name": "mine"})
-    for text in ("mode=triton", "triton,file=/tmp/x", "level=TENSORS", "rate=0", "opentelemetry,bsp_max_queue_size=1"):
+    for text in ("mode=triton", "triton,file=/tmp/x", "level=TENSORS", "rate=x", "count=100",
+                 "opentelemetry,bsp_max_queue_size=1"):
         with pytest.raises(ValueError, match="expected|write mode=opentelemetry"):
             parsed([text])
+
+
+def test_no_request_is_traced_but_those_with_a_context_under_triton_s_command_line_for_that() -> None:
+    settings = parsed(["rate=0", "level=TIMESTAMPS", "count=-1", "mode=opentelemetry"])
+    assert settings == TraceSettings(rate=0)
+    exporter = memory.InMemorySpanExporter()
+    tracer = Tracer(settings, exporter)
+    for headers in {}, {"traceparent": f"00-{'-'.join(CLIENT)}-01"}:
+        trace = tracer.begin(lambda name, headers=headers: headers.get(name, ""))       # type: ignore[misc]
+        trace.end(Entry("", "grpc", "", "m", "", 0), OK)
+    tracer.close()
+    (span,) = exporter.get_finished_spans()
+    assert f"{span.parent.span_id:016x}" == CLIENT[1]
 
 
 def test_spans_go_to_a_collector_before_the_server_ends(tmp_path: Path) -> None:
