@@ -103,10 +103,10 @@ def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(serv
             tensor.set_data_from_numpy(X)
             np.testing.assert_array_equal(served.client.infer(model, [tensor]).as_numpy("y"), WANTED)
     metrics = page(served, served.server.ports.metrics, "metrics")
-    assert 'nv_inference_request_success{model="second",version="1",gpu_uuid="GPU-1"} 6' in metrics
+    assert 'nv_inference_request_success{gpu_uuid="GPU-1",model="second",version="1"} 6' in metrics
     for model in ("plain", "both"):
-        found = dict(re.findall(rf'nv_inference_exec_count{{model="{model}",version="1"(.*?)}} (\d+)', metrics))
-        assert list(found) == [',gpu_uuid="GPU-0"', ',gpu_uuid="GPU-1"', ""][:len(found)]
+        found = dict(re.findall(rf'nv_inference_exec_count{{(\S*)model="{model}",version="1"}} (\d+)', metrics))
+        assert list(found) == ['gpu_uuid="GPU-0",', 'gpu_uuid="GPU-1",', ""][:len(found)]
         assert len(found) == {"plain": 2, "both": 3}[model] and sum(map(int, found.values())) == 6
     said = served.client.get_inference_statistics("both").model_stats[0].memory_usage
     assert sorted((each.type, each.id) for each in said) == [("CPU", 0), ("GPU", 0), ("GPU", 1)]
