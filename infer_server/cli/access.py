@@ -29,7 +29,8 @@ _CHANNEL = {
     "grpc-max-connection-age": ("grpc.max_connection_age_ms", "ms after which a connection is renewed"),
     "grpc-max-connection-age-grace": ("grpc.max_connection_age_grace_ms", "ms for its calls to end after that"),
 }
-_COMPRESSED = {"grpc.default_compression_algorithm": grpc.Compression.Gzip.value}       # at every level
+_COMPRESSION = "grpc-infer-response-compression-level"      # whatever level, for gRPC has one of gzip
+_COMPRESSED = {"grpc.default_compression_algorithm": grpc.Compression.Gzip.value}
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                                  f"{', '.join(CATEGORIES)}; can be repeated")
     for option, (_, text) in _CHANNEL.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
-    parser.add_argument("--grpc-infer-response-compression-level", choices=("none", "low", "medium", "high"),
+    parser.add_argument(f"--{_COMPRESSION}", choices=("none", "low", "medium", "high"),
                         default="none", metavar="LEVEL",
                         help="but none: answers over grpcio that become smaller are sent as gzip (default %(default)s)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
@@ -82,9 +83,15 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
                if _value(given, option) is not None},
-            **({} if given.grpc_infer_response_compression_level == "none" else _COMPRESSED),
+            **({} if _value(given, _COMPRESSION) == "none" else _COMPRESSED),
             "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
     }
+
+
+def option_of(setting: str) -> str:
+    """The option that says a setting of gRPC's C core."""
+    option = next((option for option, (name, _) in _CHANNEL.items() if name == setting), _COMPRESSION)
+    return f"--{option}"
 
 
 def _flag(parser: argparse.ArgumentParser, name: str, text: str, default: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
-from infer_server.cli.access import access_of, add_access
+from infer_server.cli.access import access_of, add_access, option_of
 from infer_server.cli.common import boolean, positive, seconds
 from infer_server.cli.triton_options import add_triton_options, forwarded_of, log_level, ports_of, without_effect
 from infer_server.endpoints.grpc.fast import why_not
@@ -93,7 +93,8 @@ def _mistake(parsed: argparse.Namespace) -> str:
         access = access_of(parsed)
     except ValueError as error:
         return str(error)
-    if parsed.grpc_front == "fast" and access["grpc_tls"] is None and (reason := why_not(access["grpc_channel"])):
+    if parsed.grpc_front == "fast" and access["grpc_tls"] is None and (
+            reason := why_not(access["grpc_channel"], option_of)):
         return reason                           # with TLS grpcio serves
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"

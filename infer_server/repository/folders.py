@@ -86,7 +86,9 @@ def read_model(repository: Path, name: str, message: model_config.ModelConfig | 
     folder = repository / name
     if message is None:
         path = folder / CONFIGS / f"{config_name}.pbtxt"
-        if not config_name or not path.exists():
+        if config_name and path.exists():
+            log.info("%s: configured by %s/%s", name, CONFIGS, path.name)
+        else:
             path = folder / CONFIG
         message = read_config(path) if path.exists() else model_config.ModelConfig()
     if not message.backend and not message.platform and not message.HasField("ensemble_scheduling") and any(

@@ -32,12 +32,13 @@ _SETTINGS: dict[str, tuple[str, type]] = {
     "grpc.keepalive_permit_without_calls": ("keepalive_permit_without_calls", bool)}
 
 
-def why_not(channel: Mapping[str, int]) -> str:
-    """What is in the way of this front; nothing if it can serve. channel: see GrpcSettings."""
+def why_not(channel: Mapping[str, int], option_of: Callable[[str], str]) -> str:
+    """What is in the way of this front; nothing if it can serve. channel: see GrpcSettings. option_of: the option that
+    says a setting."""
     if importlib.util.find_spec("pygrpc_native") is None:
         return "--grpc-front fast needs pygrpc-native: pip install 'infer-server[fast]'"
-    if unserved := sorted(name.removeprefix("grpc.") for name in channel.keys() - _SETTINGS.keys()):
-        return f"--grpc-front fast has no {', '.join(unserved)}: leave out the option, or the front"
+    if unserved := sorted(map(option_of, channel.keys() - _SETTINGS.keys())):
+        return f"--grpc-front fast has no {', '.join(unserved)}: leave out one or the other"
     return ""
 
 

@@ -205,7 +205,7 @@ def test_options_that_cannot_be_met_are_said_without_a_traceback(
 
 def test_what_is_in_the_way_of_the_fast_front_counts_without_tls_only(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "why_not", lambda channel: "in the way")
+    monkeypatch.setattr(serve, "why_not", lambda channel, option_of: "in the way")
     (tmp_path / "pem").touch()
     given = ["--model-repository", str(tmp_path), "--grpc-front", "fast"]
     tls = ["--grpc-use-ssl", "true", "--grpc-server-cert", str(tmp_path / "pem"), "--grpc-server-key",

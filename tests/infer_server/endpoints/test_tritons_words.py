@@ -75,18 +75,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(params=["grpc", "http"])
-def protocol(request: pytest.FixtureRequest) -> Any:
-    return {"grpc": tritonclient.grpc, "http": tritonclient.http}[request.param]
-
-
-@pytest.fixture
-def client(server: RunningServer, protocol: Any) -> Iterator[Any]:
-    port = server.ports.grpc if protocol is tritonclient.grpc else server.ports.http
-    with protocol.InferenceServerClient(f"127.0.0.1:{port}") as connected:
-        yield connected
-
-
 def refusal(protocol: Any, client: Any, asked: Asked) -> str:
     tensors = []
     for name, array in asked.inputs.items():

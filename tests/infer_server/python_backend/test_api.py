@@ -137,12 +137,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address) as connected:
-        yield connected
-
-
 def test_every_name_of_tritons_is_there_and_in_the_table_of_the_documents() -> None:
     text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     table = text.partition("What `triton_python_backend_utils` has")[2].partition("\n\n## ")[0]

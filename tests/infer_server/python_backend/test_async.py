@@ -133,12 +133,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address) as connected:
-        yield connected
-
-
 def tensor(*values: float, rank: int = 1) -> triton.InferInput:
     array = np.array(values, np.float32).reshape((1,) * (rank - 1) + (-1,))
     made = triton.InferInput("x", list(array.shape), "FP32")

@@ -208,12 +208,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.address) as connected:
-        yield connected
-
-
 def tensor(name: str, array: NDArray[np.generic]) -> triton.InferInput:
     kinds = {"f": "FP32", "i": "INT32", "O": "BYTES"}
     made = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
