@@ -26,8 +26,6 @@ from infer_server.fronts.settings import FrontSettings
 from infer_server.listeners import Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
 
-log = logging.getLogger(__name__)
-
 
 class _Others:
     """The server behind the fronts, which the engines' process starts and stops (fast.Fallback)."""

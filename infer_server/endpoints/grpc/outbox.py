@@ -6,7 +6,6 @@ to the byte. Whose it is shows in how much the other end of a connection acknowl
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from infer_server.workers import post
 
 if TYPE_CHECKING:
     from pygrpc_native import NativeGrpcFront
-
-log = logging.getLogger(__name__)
 
 _LOOKING_SECS = 0.2             # between two looks, as long as calls are open
 
