@@ -61,7 +61,8 @@ class _Stream:
         self._ends_with_status = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
 
     async def serve(self) -> None:
-        work = asyncio.gather(self._read_all(), self._send_all())
+        parts = [asyncio.ensure_future(part) for part in (self._read_all(), self._send_all())]
+        work = asyncio.gather(*parts)
         try:
             done, _ = await asyncio.wait((work, self._failure), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -69,7 +70,8 @@ class _Stream:
         finally:
             self.over = True
             work.add_done_callback(_taken_note_of)
-            work.cancel()
+            for part in parts:          # work, if one has failed, is done, and to cancel it would let the other go on
+                part.cancel()
             self._failure.cancel()
             self._drop()
 

@@ -1,9 +1,11 @@
 """ModelStreamInfer, through Triton's own client and stub."""
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,38 @@ def test_what_a_stream_asked_for_is_withdrawn_when_its_client_leaves(
         answers.cancel()
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would answer it, and its bytes would be counted for --max-inflight-mib for ever."""
+    left = threading.Event()
+    both: list[bool] = []                               # are here
+
+    class Late(streams._Context):
+        async def read(self) -> object:
+            while not both and self._requests.qsize() < 2:
+                await asyncio.sleep(0)
+            both.append(True)
+            data = await super().read()
+            if numbered(2).SerializeToString() == data:
+                try:
+                    await asyncio.sleep(0.2)            # the first one's error ends the stream meanwhile
+                finally:
+                    left.set()
+            return data
+
+    async def held_bytes() -> int:                      # on the loop, behind what it does with what was read
+        return server.server._inflight.held_bytes
+
+    monkeypatch.setattr(streams, "_Context", Late)
+    write_model(tmp_path, "affine")
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server, grpc.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.RpcError, match="nobody"):
+            list(service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(
+                iter([numbered(1, "nobody"), numbered(2)]), timeout=TIMEOUT_SECS,
+                metadata=[("triton_grpc_error", "true")]))
+        assert left.wait(TIMEOUT_SECS) and server.run(held_bytes()) == 0
 
 
 def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_process_do(
