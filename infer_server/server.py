@@ -35,7 +35,10 @@ from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
 from infer_server.observing.access_log import AccessLog
 from infer_server.observing.custom_metrics import CustomMetrics
-from infer_server.observing.tracing import Tracer, TraceSettings
+from infer_server.observing.spans import SpanSettings, SpanTracer
+from infer_server.observing.trace_files import TraceFiles
+from infer_server.observing.trace_settings import TraceSettings
+from infer_server.observing.traces import Tracer
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.loader import Loader
@@ -92,7 +95,7 @@ class ServerOptions:
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
     grpc_reflection: bool = False
     access_log: str = ""                        # of access_log.FORMS; "": none
-    tracing: TraceSettings | None = None
+    tracing: SpanSettings | TraceSettings | None = None
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
     forwarded: Mapping[str, re.Pattern[str]] = field(default_factory=dict)  # see Inferences
@@ -111,6 +114,10 @@ def places_of(repositories: Iterable[Path | str], store: Path | None, most_bytes
     store = store or user_cache() / "models"
     return [RemoteFolder(str(each), store, most_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
             for each in repositories]
+
+
+def _tracer(settings: SpanSettings | TraceSettings) -> Tracer:
+    return SpanTracer(settings) if isinstance(settings, SpanSettings) else TraceFiles(settings)
 
 
 class Server:
@@ -139,11 +146,12 @@ class Server:
         self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight))
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
+        self._tracer = _tracer(options.tracing) if options.tracing else None
         on_demand = OnDemand(self.repository, options.model_memory_bytes) if options.model_memory_bytes else None
         self._service = Service(ModelService(self.repository, self.lifecycle, options.explicit_control, on_demand,
                                              options.name),
-                                MemoryService(regions), SettingsService(self.repository, self.log_settings))
-        self._tracer = Tracer(options.tracing) if options.tracing else None
+                                MemoryService(regions), SettingsService(
+                                    self.repository, self.log_settings, self._tracer or TraceFiles(TraceSettings())))
         log_of = AccessLog(options.access_log) if options.access_log else None
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
         self._front = Front(inferences, self._inflight, regions, on_demand)

@@ -24,7 +24,7 @@ from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
-from infer_server.observing.tracing import Tracer
+from infer_server.observing.traces import Trace, Tracer
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_forwarded, check_reserved, for_models, natural
 from infer_server.repository.model import Model
@@ -129,8 +129,9 @@ class Submitted(NamedTuple):
 class LoggedReply:
     """A reply whose end is told: to the access log, to the tracer."""
 
-    def __init__(self, reply: Reply, entry: Entry, tell: Callable[[Entry, str], None]) -> None:
-        self._reply, self.entry, self._tell = reply, entry, tell
+    def __init__(self, reply: Reply, entry: Entry, trace: Trace | None,
+                 tell: Callable[[LoggedReply, str], None]) -> None:
+        self._reply, self.entry, self.trace, self._tell = reply, entry, trace, tell
         self._ended = False
 
     @property
@@ -138,18 +139,24 @@ class LoggedReply:
         return self._reply.gone
 
     def send(self, response: Any) -> None:
+        self._responding()
         self._reply.send(response)
         self.entry.responses += 1
         self.end_with(OK)
 
     def fail(self, error: Exception) -> None:
+        self._responding()
         self._reply.fail(error)
         self.end_with(type(error).__name__)
 
     def end_with(self, status: str) -> None:
         if not self._ended:
             self._ended = True
-            self._tell(self.entry, status)
+            self._tell(self, status)
+
+    def _responding(self) -> None:
+        if self.trace:
+            self.trace.responding()
 
 
 class LoggedStreamReply(LoggedReply):
@@ -157,6 +164,7 @@ class LoggedStreamReply(LoggedReply):
     _reply: StreamReply
 
     def part(self, response: Any, is_last: bool = False) -> None:
+        self._responding()
         self._reply.part(response, is_last)
         self.entry.responses += 1
 
@@ -173,32 +181,36 @@ class Inferences:
         """forwarded: of headers that become parameters, by protocol: whose names it finds."""
         self._repository, self._forwarded = repository, forwarded
         self._access_log, self._tracer = access_log, tracer
-        self._watched = access_log is not None or tracer is not None
 
     def submit(self, call: Call, reply: Reply) -> Submitted:
         """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
-        if not self._watched:
-            return self._submit(call, reply)
+        trace = self._tracer.begin(call.model, call.header) if self._tracer else None
+        if not (trace or self._access_log):
+            submitted = self._prepared(call, reply)
+            submitted.model.submit(submitted.request)
+            return submitted
         entry = Entry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
-        if self._tracer:
-            entry.trace = self._tracer.begin(call.header)
         kind = LoggedStreamReply if isinstance(reply, StreamReply) else LoggedReply
-        logged = kind(reply, entry, self._ended)
+        logged = kind(reply, entry, trace, self._ended)
         try:
-            submitted = self._submit(call, logged)
+            submitted = model, request = self._prepared(call, logged)
+            entry.batch = request.items
+            if trace:
+                request.follow(trace, model.name, model.version)
+            model.submit(request)
         except Exception as error:
             logged.end_with(type(error).__name__)
             raise
-        entry.batch, submitted.request.trace = submitted.request.items, entry.trace
         return submitted
 
-    def _ended(self, entry: Entry, status: str) -> None:
+    def _ended(self, reply: LoggedReply, status: str) -> None:
         if self._access_log:
-            self._access_log.end(entry, status)
-        if entry.trace:
-            entry.trace.end(entry, status)
+            self._access_log.end(reply.entry, status)
+        if reply.trace:
+            reply.trace.end(reply.entry, status)
 
-    def _submit(self, call: Call, reply: Reply) -> Submitted:
+    def _prepared(self, call: Call, reply: Reply) -> Submitted:
+        """The request, to be submitted to its model."""
         model = self._repository.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
             raise NotServedError(f"{_ONE_RESPONSE[call.protocol]} doesn't support models with decoupled transaction "
@@ -213,7 +225,6 @@ class Inferences:
         except (InvalidRequestError, NotServedError, MemoryLimitError):
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - call.received_ns)
             raise
-        model.submit(request)
         return Submitted(model, request)
 
 

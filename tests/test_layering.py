@@ -140,7 +140,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.lifecycle": (), "infer_server.lookout": (),
     "infer_server.workers": ("infer_server.errors",), "infer_server.gpu_tensors": ("infer_server.errors",),
     "infer_server.protocol": ("infer_server.errors",),
-    "infer_server.observing": ("infer_server.workers", "infer_server.process"),
+    "infer_server.observing": ("infer_server.workers", "infer_server.process", "infer_server.protocol"),
     "infer_server.batching": ("infer_server.backend", "infer_server.gpu_tensors", "infer_server.observing"),
     "infer_server.python_backend": ("infer_server.batching", "infer_server.protocol"),
     "infer_server.config": ("infer_server.batching", "infer_server.protocol"),

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from numpy.typing import NDArray
 
 from infer_server.gpu_tensors import GpuRoom
-from infer_server.observing.access_log import Traced
+from infer_server.observing.traces import Trace
 
 Arrays = Mapping[str, NDArray[Any]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -98,7 +98,7 @@ class Request:
     rooms: Mapping[str, GpuRoom] = field(default_factory=dict)      # on GPUs, where outputs are to lie
     outputs: tuple[str, ...] = ()               # those asked for; none: all
     early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
-    trace: Traced | None = None                 # told of its execution, where requests are traced
+    trace: Trace | None = None                 # told of its execution, where requests are traced
     lengthy: bool = False                       # encode() does what may take longer than its batch: see Call
 
     received_ns: int = 0                        # set by the endpoint
@@ -107,6 +107,11 @@ class Request:
     expires_ns: int = 0                         # when its timeout in the queue ends; 0: never
     level: int = 0                              # of the queue's priority levels
     responded_ns: int = 0                       # by part(): the first of several responses was handed on
+
+    def follow(self, trace: Trace, model: str, version: int) -> None:
+        """Has a trace see its way through a model that it is about to be queued for."""
+        self.trace, self.encode = trace, trace.seeing(self.encode)
+        trace.asks(model, version, self.inputs)
 
     def part(self, response: Any, is_last: bool = False) -> None:
         """Hands on one of several responses, on the event loop; see StreamReply."""

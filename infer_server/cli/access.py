@@ -10,13 +10,12 @@ from typing import Any
 import grpc
 
 from infer_server.cli.common import boolean
+from infer_server.cli.tracing import add_tracing, tracing_of
 from infer_server.endpoints.grpc import reflection
 from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
 from infer_server.endpoints.tls import Tls
-from infer_server.observing import tracing
 from infer_server.observing.access_log import FORMS
-from infer_server.observing.tracing import TraceSettings
 
 # Option -> (what the C core of gRPC calls it, what it means).
 _CHANNEL = {
@@ -57,10 +56,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "grpc-reflection", "tools such as grpcurl may ask for the protocol's definitions", False)
     parser.add_argument("--access-log", choices=FORMS, default="", metavar="FORM",
                         help="writes a line for each inference to the log, as text or json (default: none)")
-    parser.add_argument("--trace-config", action="append", default=[], metavar="SETTING",
-                        help="mode=opentelemetry sends spans of inferences to a collector; rate=N: of one in N whose "
-                             "client does not say (default 1000; 0: of none of these); opentelemetry,url=URL; "
-                             "opentelemetry,resource=KEY=VALUE; level=OFF; can be repeated")
+    add_tracing(parser)
     _flag(parser, "allow-cpu-metrics", "metrics of the machine's CPUs and memory", True)
     _flag(parser, "allow-gpu-metrics", "metrics of GPUs, where there are some (pip install 'infer-server[nvml]')", True)
     parser.add_argument("--metrics-config", action="append", default=[], metavar="NAME=VALUE",
@@ -78,7 +74,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
         "grpc_reflection": given.grpc_reflection, "access_log": given.access_log,
-        "tracing": _tracing(given.trace_config),
+        "tracing": tracing_of(given),
         "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics, given.allow_gpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
@@ -114,13 +110,6 @@ def _tls(given: argparse.Namespace, protocol: str) -> Tls | None:
     if mutual and not clients:
         raise ValueError(f"--{protocol}-use-ssl-mutual needs --{protocol}-root-cert")
     return Tls(certificate, key, clients if mutual else None)
-
-
-def _tracing(texts: list[str]) -> TraceSettings | None:
-    try:
-        return tracing.parsed(texts)
-    except ValueError as error:
-        raise ValueError(f"--trace-config {error}") from error
 
 
 def _metrics(texts: list[str], cpu: bool, gpu: bool) -> MetricsSettings:

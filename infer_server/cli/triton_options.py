@@ -26,11 +26,6 @@ _REFUSED = {
     "allow-sagemaker": ("false", "SageMaker's own routes are not served; it can call /v2"),
     "allow-vertex-ai": ("false", "Vertex AI's own routes are not served; it can call /v2"),
     "model-namespacing": ("false", "names of models are unique over all repositories"),
-    "trace-count": ("", "write --trace-config mode=opentelemetry"),
-    "trace-file": ("", "write --trace-config mode=opentelemetry, and opentelemetry,url=URL"),
-    "trace-level": ("OFF", "write --trace-config mode=opentelemetry"),
-    "trace-log-frequency": ("", "write --trace-config mode=opentelemetry"),
-    "trace-rate": ("", "write --trace-config rate=N"),
 }
 PORTS = ("grpc", "http", "metrics")
 _PROTOCOLS = ("gRPC", "HTTP")           # see serving.Call
@@ -107,9 +102,9 @@ def _config_name(text: str) -> str:
 
 
 def _only(taken: str, instead: str) -> Callable[[str], str]:
-    """What reads an option that has one value here, or none."""
+    """What reads an option that has one value here."""
     def read(text: str) -> str:
-        if not taken or text.lower() != taken.lower():
+        if text.lower() != taken:
             raise argparse.ArgumentTypeError(f"'{text}' is not served: {instead}")
         return text
     return read

@@ -9,8 +9,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.errors import InvalidRequestError, NotServedError, UnavailableError
+from infer_server.errors import InvalidRequestError, NotServedError
 from infer_server.observing import access_log
+from infer_server.observing.traces import Tracer
 from infer_server.repository.repository import Repository
 from protos import inference
 
@@ -71,9 +72,9 @@ class LogSettings:
 class SettingsService:
     """One coroutine for each call, named as the call. They raise ServeErrors."""
 
-    def __init__(self, repository: Repository, log: LogSettings) -> None:
+    def __init__(self, repository: Repository, log: LogSettings, tracer: Tracer) -> None:
         self._repository = repository
-        self._log = log
+        self._log, self._tracer = log, tracer
 
     async def LogSettings(self, request: inference.LogSettingsRequest) -> inference.LogSettingsResponse:
         for name, setting in request.settings.items():
@@ -87,14 +88,12 @@ class SettingsService:
         return response
 
     async def TraceSetting(self, request: inference.TraceSettingRequest) -> inference.TraceSettingResponse:
-        """As a server of Triton's whose tracing is off; it cannot be switched on."""
         if request.model_name:
             self._repository.find(request.model_name)
-        for name, setting in request.settings.items():
-            if list(setting.value) not in ([], ["OFF"] if name == "trace_level" else []):
-                raise UnavailableError(f"the server does not support trace: '{name}' cannot be set")
+        if request.settings:
+            self._tracer.update(request.model_name, {
+                name: list(setting.value) for name, setting in request.settings.items()})
         response = inference.TraceSettingResponse()
-        for name, value in (("trace_level", "OFF"), ("trace_rate", "1000"), ("trace_count", "-1"),
-                            ("log_frequency", "0"), ("trace_file", ""), ("trace_mode", "triton")):
-            response.settings[name].value.append(value)
+        for name, values in self._tracer.settings_of(request.model_name).items():
+            response.settings[name].value.extend(values)
         return response

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
 
 log = logging.getLogger("infer_server.access")
 
@@ -27,17 +26,6 @@ class Entry:
     received_ns: int
     batch: int = 0                      # items; 0: it fits no model
     responses: int = 0
-    trace: Traced | None = None
-
-
-class Traced(Protocol):
-    """What is kept of a request for its spans: tracing.Trace."""
-
-    def end(self, entry: Entry, status: str) -> None:
-        """The request has ended."""
-
-    def executed(self, enqueued_ns: int, execution: Any) -> None:
-        """A batch with the request in it was executed."""
 
 
 class AccessLog:

@@ -51,6 +51,8 @@ class ServerPages:
     async def set_log(self, request: HttpRequest) -> HttpResponse:
         asked = inference.LogSettingsRequest()
         for name, value in _settings(request).items():
+            if value is None:
+                continue
             field = {bool: "bool_param", int: "uint32_param", str: "string_param"}.get(type(value))
             if field is None or (type(value) is int and not 0 <= value < 1 << 32):
                 raise InvalidRequestError(f"log setting '{name}': unexpected {value}")
@@ -62,8 +64,9 @@ class ServerPages:
 
     async def set_trace(self, request: HttpRequest, model: str, version: str) -> HttpResponse:
         asked = inference.TraceSettingRequest(model_name=model)
-        for name, value in _settings(request).items():
-            asked.settings[name].value.extend(map(str, value if isinstance(value, list) else [value]))
+        for name, value in _settings(request).items():          # null: it is said no longer
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            asked.settings[name].value.extend(map(str, values))
         return await self._trace(asked)
 
     async def _log(self, request: inference.LogSettingsRequest) -> HttpResponse:
@@ -92,8 +95,7 @@ def _device(body: Any) -> int:
 
 
 def _settings(request: HttpRequest) -> dict[str, Any]:
-    """The members of the body that say something."""
-    body = request.json()
+    body: Any = request.json()
     if not isinstance(body, dict):
         raise InvalidRequestError("expected a JSON object of settings")
-    return {name: value for name, value in body.items() if value is not None}
+    return body

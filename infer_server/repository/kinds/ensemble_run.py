@@ -216,7 +216,9 @@ class _Flow:
             self._run.advance()
 
     def answered(self, number: int, step: Step, outputs: Arrays) -> None:
-        model, _ = self._asked.pop(number)
+        model, request = self._asked.pop(number)
+        if request.trace:
+            request.trace.ended()
         self._tensors.add(number, step, outputs, model.config.batched)
         self.advance()
 
@@ -230,6 +232,8 @@ class _Flow:
     def end(self, number: int, step: Step) -> None:
         if not self._is_split(number, step):
             return
+        if trace := self._asked[number][1].trace:
+            trace.ended()
         self._asked.clear()
         self._run.ended_split(self)
 
@@ -263,6 +267,8 @@ class _Flow:
             timeout_us=asked.timeout_us, priority=asked.priority, sequence=sequence, request_id=asked.id,
             parameters=asked.parameters)
         self._asked[number] = (model, request)
+        if asked.trace:
+            request.follow(asked.trace.step(), model.name, model.version)
         model.submit(request)
 
 

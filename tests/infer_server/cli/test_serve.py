@@ -52,7 +52,8 @@ def process(repository: Path, *options: str, environment: Mapping[str, str] = os
             running.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as by nohup"))])
 def test_a_signal_ends_it_with_success(tmp_path: Path, number: signal.Signals) -> None:
     with process(tmp_path) as (running, address):
         with triton.InferenceServerClient(address) as client:

@@ -44,28 +44,22 @@ TRITONS = {
     "min-supported-compute-capability": "6.0", "model-config-name": "h100", "model-control-mode": "poll",
     "model-load-gpu-limit": "0:0.5", "model-namespacing": "false", "rate-limit": "execution_count",
     "rate-limit-resource": "R1:10:0",
-    "sagemaker-safe-port-range": "1-2", "trace-config": "level=OFF", "trace-count": "", "trace-file": "",
-    "trace-level": "OFF", "trace-log-frequency": "", "trace-rate": "", "vertex-ai-default-model": "m",
+    "sagemaker-safe-port-range": "1-2", "trace-config": "level=OFF", "trace-count": "9", "trace-file": "/a",
+    "trace-level": "TIMESTAMPS", "trace-log-frequency": "9", "trace-rate": "9", "vertex-ai-default-model": "m",
 }
 
 
-def test_every_option_of_tritons_is_taken_or_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_of_tritons_is_taken() -> None:
     parser = _parser()
     for name, value in TRITONS.items():
-        if value == "":
-            with pytest.raises(SystemExit):
-                parser.parse_args([f"--{name}=x"])
-            assert re.search(rf"--{name}.*: 'x' is not served: \w+", capsys.readouterr().err), name
-        else:
-            parser.parse_args([f"--{name}" if value is None else f"--{name}={value}"])
+        parser.parse_args([f"--{name}" if value is None else f"--{name}={value}"])
 
 
-@pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1",
-                                   "trace-level=TIMESTAMPS"])
+@pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1"])
 def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parser().parse_args([f"--{given}"])
-    assert "is not served" in capsys.readouterr().err
+    assert re.search(r"is not served: \w+", capsys.readouterr().err)
 
 
 def test_what_the_fast_front_has_not_is_called_as_its_option() -> None:

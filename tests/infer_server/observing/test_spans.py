@@ -11,8 +11,9 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from infer_server.cli.tracing import parsed
 from infer_server.observing.access_log import OK, Entry
-from infer_server.observing.tracing import Tracer, TraceSettings, parsed
+from infer_server.observing.spans import SpanSettings, SpanTracer
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -35,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[
     write_model(folder, "fragile", kind="fails_on_negative")
     with serving(folder) as running:
         inferences = running.server._front.inferences
-        inferences._tracer, inferences._watched = Tracer(TraceSettings(), exporter), True
+        inferences._tracer = SpanTracer(SpanSettings(), exporter)
         yield running
 
 
@@ -81,24 +82,13 @@ def test_what_goes_wrong_is_an_error_and_what_its_client_does_not_trace_is_not_t
     assert spans()["InferRequest"].attributes["triton.model_name"] == "fragile"
 
 
-def test_settings_are_read_as_triton_has_them() -> None:
-    assert parsed([]) is None and parsed(["mode=opentelemetry", "level=OFF"]) is None
-    settings = parsed(["mode=opentelemetry", "level=TIMESTAMPS", "rate=5", "opentelemetry,url=collector:4318/v1/traces",
-                       "opentelemetry,resource=service.name=mine"])
-    assert settings == TraceSettings("http://collector:4318/v1/traces", 5, {"service.name": "mine"})
-    for text in ("mode=triton", "triton,file=/tmp/x", "level=TENSORS", "rate=x", "count=100",
-                 "opentelemetry,bsp_max_queue_size=1"):
-        with pytest.raises(ValueError, match="expected|write mode=opentelemetry"):
-            parsed([text])
-
-
 def test_no_request_is_traced_but_those_with_a_context_under_triton_s_command_line_for_that() -> None:
     settings = parsed(["rate=0", "level=TIMESTAMPS", "count=-1", "mode=opentelemetry"])
-    assert settings == TraceSettings(rate=0)
+    assert isinstance(settings, SpanSettings) and settings.rate == 0
     exporter = memory.InMemorySpanExporter()
-    tracer = Tracer(settings, exporter)
+    tracer = SpanTracer(settings, exporter)
     for headers in {}, {"traceparent": f"00-{'-'.join(CLIENT)}-01"}:
-        trace = tracer.begin(lambda name, headers=headers: headers.get(name, ""))       # type: ignore[misc]
+        trace = tracer.begin("m", lambda name, headers=headers: headers.get(name, ""))       # type: ignore[misc]
         trace.end(Entry("", "grpc", "", "m", "", 0), OK)
     tracer.close()
     (span,) = exporter.get_finished_spans()

@@ -1,0 +1,114 @@
+"""Spans of inferences for OpenTelemetry: a request, under its client's span if it says which, with its wait in the
+queue and its execution, or with the steps of an ensemble.
+
+    InferRequest ─┬─ queue
+                  ├─ compute
+                  └─ a step's model ─┬─ queue
+                                     └─ compute
+
+https://www.w3.org/TR/trace-context
+https://opentelemetry.io/docs/specs/otel/trace
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer_server.errors import NotServedError
+from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.traces import TIMESTAMPS, Trace
+
+MODE = "opentelemetry"
+_PARENT = ("traceparent", "tracestate")     # headers of a request
+_RESOURCE = {"service.name": "infer-server"}
+
+
+@dataclass(frozen=True)
+class SpanSettings:
+    """Where spans go, and of which requests."""
+    url: str = "http://localhost:4318/v1/traces"        # of a collector, OTLP over HTTP
+    rate: int = 1000        # one of so many requests whose client does not say; as Triton's. 0: none of these
+    resource: Mapping[str, str] = field(default_factory=dict)   # attributes of this server
+
+
+def is_installed() -> bool:
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class SpanTracer:
+    """Makes spans, which a thread of OpenTelemetry's sends. A Tracer."""
+
+    def __init__(self, settings: SpanSettings, exporter: Any = None) -> None:
+        """exporter: instead of one to settings.url."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        self._settings = settings
+        sampler = ParentBasedTraceIdRatio(1 / settings.rate if settings.rate else 0.0)
+        self._provider = TracerProvider(sampler=sampler, shutdown_on_exit=False,
+                                        resource=Resource.create({**_RESOURCE, **settings.resource}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=settings.url)))
+        self._tracer = self._provider.get_tracer("infer_server")
+        self._propagator = TraceContextTextMapPropagator()
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def begin(self, model: str, header: Callable[[str], str]) -> Trace:
+        given = {name: value for name in _PARENT if (value := header(name))}
+        return Trace(self._record, parent=self._propagator.extract(given) if given else None)
+
+    def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
+        return {"trace_level": [TIMESTAMPS], "trace_rate": [str(self._settings.rate)], "trace_count": ["-1"],
+                "trace_mode": [MODE], "url": [self._settings.url]}
+
+    def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
+        raise NotServedError(f"trace settings can not be updated where they are of mode {MODE}: restart the server "
+                             "with another --trace-config")
+
+    def close(self) -> None:
+        """Blocks as long as the collector takes."""
+        self._provider.shutdown()
+
+    def _record(self, trace: Trace, entry: Entry, status: str) -> None:
+        """Makes the spans of a request that has ended."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        attributes: dict[str, Any] = {
+            "triton.model_name": entry.model, "triton.model_version": entry.version, "triton.request_id": entry.id,
+            "rpc.system": entry.protocol, "client.address": entry.client, "infer.items": entry.batch}
+        request = self._tracer.start_span("InferRequest", trace.parent, SpanKind.SERVER, attributes,
+                                          start_time=self._epoch_ns + entry.received_ns)
+        if request.is_recording():
+            self._phases(trace, request, trace.parent)
+            if status != OK:
+                request.set_status(Status(StatusCode.ERROR, status))
+        request.end(self._epoch_ns + trace.ended_ns)
+
+    def _phases(self, trace: Trace, span: Any, parent: Any) -> None:
+        """The spans below that of a request, or of a step."""
+        from opentelemetry.trace import set_span_in_context
+        inner = set_span_in_context(span, parent)
+        for enqueued_ns, execution in trace.executions:
+            self._phase(inner, "queue", enqueued_ns, execution.started_ns)
+            self._phase(inner, "compute", execution.started_ns, execution.encoded_ns, {
+                "infer.batch": execution.items, "infer.input_us": (execution.copied_ns - execution.started_ns) // 1000,
+                "infer.output_us": (execution.encoded_ns - execution.computed_ns) // 1000})
+        for step in trace.steps:
+            began = self._tracer.start_span(step.model, inner, attributes={
+                "triton.model_name": step.model, "triton.model_version": str(step.version)},
+                start_time=self._epoch_ns + step.began_ns)
+            self._phases(step, began, inner)
+            began.end(self._epoch_ns + (step.ended_ns or trace.ended_ns))
+
+    def _phase(self, inner: Any, name: str, began_ns: int, ended_ns: int,
+               about: Mapping[str, int] | None = None) -> None:
+        span = self._tracer.start_span(name, inner, attributes=about, start_time=self._epoch_ns + began_ns)
+        span.end(self._epoch_ns + ended_ns)

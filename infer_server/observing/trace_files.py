@@ -1,0 +1,225 @@
+"""Traces of inferences in files of JSON, as Triton writes them: its trace_summary.py reads them.
+
+A file is a list. A trace, and that of each step of an ensemble below it, are several of its objects with one id:
+
+    {"id": 1, "model_name": "digits", "model_version": 1, "request_id": "7"}            a step's has a parent_id
+    {"id": 1, "timestamps": [{"name": "REQUEST_START", "ns": 2356425054785863}]}
+    {"id": 1, "activity": "TENSOR_QUEUE_INPUT", "tensor": {"name": "x", "data": "1.5,2", "shape": "1,2", ...}}
+
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md
+"""
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.observing.access_log import Entry
+from infer_server.observing.trace_settings import Sampler, SettingsByModel, TraceSettings
+from infer_server.observing.traces import TENSORS, TIMESTAMPS, Tensor, Trace
+from infer_server.protocol.codec import DATATYPES
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 64 << 20          # of traces that are not written: beyond that the disk is too slow for them
+_TRACE_BYTES = 4 << 10          # of one, about, beside its tensors
+
+
+class _Ended(NamedTuple):
+    trace: Trace
+    entry: Entry
+
+
+class TraceFiles:
+    """A Tracer. A thread writes the files, which is begun with the first of them."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._settings = SettingsByModel(settings, self._write)
+        self._writer = _Writer(settings.file)
+
+    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+        sampler = self._settings.of(model)
+        if not sampler.takes():
+            return None
+
+        def record(trace: Trace, entry: Entry, status: str) -> None:
+            sampler.open -= 1
+            sampler.ended.append(_Ended(trace, entry))
+            if _is_due(sampler):
+                self._write(sampler)
+
+        return Trace(record, keeps_tensors=TENSORS in sampler.settings.levels)
+
+    def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
+        return self._settings.of(model).now().texts()
+
+    def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
+        self._settings.update(model, settings)
+
+    def close(self) -> None:
+        for sampler in self._settings.all():
+            self._write(sampler)
+        self._writer.close()
+
+    def _write(self, sampler: Sampler) -> None:
+        """Has what is there of a sampler's traces written."""
+        if sampler.ended:
+            numbered = sampler.settings.log_frequency > 0 or sampler.remaining == 0
+            self._writer.put(sampler.ended, sampler.settings.levels, numbered)
+            sampler.ended = []
+
+
+def _is_due(sampler: Sampler) -> bool:
+    settings = sampler.settings
+    if sampler.is_retired or (sampler.remaining == 0 and not sampler.open):
+        return True
+    if settings.log_frequency:
+        return len(sampler.ended) >= settings.log_frequency
+    return settings.count < 0           # else they may have a file with a number, when all are there
+
+
+class _Batch(NamedTuple):
+    traces: Sequence[_Ended]
+    levels: Sequence[str]
+    numbered: bool                      # they are a file of their own
+    size: int
+
+
+class _Writer:
+    """put() and close() are the event loop's, or whoever closes; the rest is the thread's."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waiting_bytes, self._lock = 0, threading.Lock()
+        self._dropped = 0
+        self._numbers, self._ids = count(), count(1)
+        self._open: TextIO | None = None            # that which is not numbered
+        self._fails = False
+
+    def put(self, traces: Sequence[_Ended], levels: Sequence[str], numbered: bool) -> None:
+        size = sum(_bytes_of(each.trace) for each in traces)
+        with self._lock:
+            if self._waiting_bytes > _MOST_BYTES:
+                if not self._dropped:
+                    log.warning("requests are traced faster than %s can be written: some of them have no trace; "
+                                "raise the rate, or leave out %s", self._file, TENSORS)
+                self._dropped += len(traces)
+                return
+            self._waiting_bytes += size
+        if not self._thread:
+            self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+            self._thread.start()
+        self._batches.put(_Batch(traces, levels, numbered, size))
+
+    def close(self) -> None:
+        if self._thread:
+            self._batches.put(None)
+            self._thread.join()
+        if self._dropped:
+            log.warning("%d requests that were to be traced have no trace", self._dropped)
+
+    def _run(self) -> None:
+        while batch := self._batches.get():
+            self._try(self._write, batch)
+            with self._lock:
+                self._waiting_bytes -= batch.size
+        self._try(self._end)
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                log.error("traces are lost, for they cannot be written to %s: %s", self._file, error)
+            self._fails = True
+
+    def _end(self) -> None:
+        if self._open:
+            with self._open:
+                self._open.write("]")
+
+    def _write(self, batch: _Batch) -> None:
+        text = ",\n".join(json.dumps(each) for ended in batch.traces
+                          for each in _objects(ended.trace, ended.entry, batch.levels, self._ids))
+        if batch.numbered:
+            with open(f"{self._file}.{next(self._numbers)}", "w") as file:
+                file.write(f"[{text}]")
+            return
+        if first := not self._open:
+            self._open = open(self._file, "w")      # noqa: SIM115      # to the end of the server
+        self._open.write(("[" if first else ",\n") + text)
+        self._open.flush()
+
+
+def _bytes_of(trace: Trace) -> int:
+    return (_TRACE_BYTES + sum(tensor.array.nbytes for tensor in trace.tensors)
+            + sum(_bytes_of(step) for step in trace.steps))
+
+
+def _objects(trace: Trace, entry: Entry, levels: Sequence[str], ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
+    """Of a request's trace."""
+    number = next(ids)
+    if TIMESTAMPS in levels:
+        if entry.protocol == "HTTP":
+            yield _timestamp(number, "HTTP_RECV_START", entry.received_ns)
+            yield _timestamp(number, "HTTP_RECV_END", trace.began_ns)
+        else:           # grpcio does not tell when it began to receive
+            yield _timestamp(number, "GRPC_WAITREAD_START", entry.received_ns)
+            yield _timestamp(number, "GRPC_WAITREAD_END", entry.received_ns)
+    yield from _objects_of(trace, number, 0, entry, trace.responded_ns, levels, ids)
+    if TIMESTAMPS in levels:
+        protocol = "HTTP" if entry.protocol == "HTTP" else "GRPC"
+        yield _timestamp(number, "INFER_RESPONSE_COMPLETE", trace.responded_ns)
+        yield _timestamp(number, f"{protocol}_SEND_START", trace.responded_ns)
+        yield _timestamp(number, f"{protocol}_SEND_END", trace.ended_ns)
+
+
+def _objects_of(trace: Trace, number: int, parent: int, entry: Entry, ended_ns: int, levels: Sequence[str],
+                ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
+    """Of a request, or of a step of one, as its model sees it."""
+    about = {"request_id": entry.id} if entry.id else {}
+    yield {"id": number, "model_name": trace.model or entry.model, "model_version": trace.version, **about,
+           **({"parent_id": parent} if parent else {})}
+    if TIMESTAMPS in levels:
+        yield _timestamp(number, "REQUEST_START", trace.began_ns)
+        for enqueued_ns, execution in trace.executions:
+            for name, at_ns in (("QUEUE_START", enqueued_ns), ("COMPUTE_START", execution.started_ns),
+                                ("COMPUTE_INPUT_END", execution.copied_ns),
+                                ("COMPUTE_OUTPUT_START", execution.computed_ns),
+                                ("COMPUTE_END", execution.encoded_ns)):
+                yield _timestamp(number, name, at_ns)
+        yield _timestamp(number, "REQUEST_END", ended_ns)
+    for tensor in trace.tensors:
+        yield {"id": number, "activity": tensor.activity, "tensor": _described(tensor)}
+    for step in trace.steps:
+        yield from _objects_of(step, next(ids), number, entry, step.ended_ns or ended_ns, levels, ids)
+
+
+def _timestamp(number: int, name: str, at_ns: int) -> Mapping[str, Any]:
+    return {"id": number, "timestamps": [{"name": name, "ns": at_ns}]}
+
+
+def _described(tensor: Tensor) -> Mapping[str, str]:
+    array = tensor.array
+    datatype = next((each.name for each in DATATYPES.values() if each.array == array.dtype), str(array.dtype))
+    return {"name": tensor.name, "data": ",".join(_texts(array)), "shape": ",".join(map(str, array.shape)),
+            "dtype": datatype}
+
+
+def _texts(array: NDArray[Any]) -> Iterator[str]:
+    if array.dtype == np.object_:
+        for each in array.flat:
+            text = each.decode(errors="backslashreplace") if isinstance(each, bytes) else str(each)
+            yield '"' + text.replace('"', '""') + '"'            # as in a row of CSV
+    else:
+        yield from map(str, (array.astype(np.uint8) if array.dtype == np.bool_ else array).flat)

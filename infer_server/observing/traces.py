@@ -1,0 +1,121 @@
+"""What is seen of a request on its way through the server, for those who trace it: spans.py, trace_files.py.
+
+    Trace of a request ─┬─ executions: its wait in the queue of its model, and the batch that it was part of
+                        └─ steps, if it asks an ensemble: a Trace of each
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer_server.observing.access_log import Entry
+
+Arrays = Mapping[str, NDArray[Any]]
+
+OFF = "OFF"
+TIMESTAMPS = "TIMESTAMPS"
+TENSORS = "TENSORS"
+LEVELS = (TIMESTAMPS, TENSORS)
+
+
+class Executed(Protocol):
+    """How long an execution took: batching.statistics.BatchExecution."""
+    @property
+    def items(self) -> int: ...
+    @property
+    def started_ns(self) -> int: ...
+    @property
+    def copied_ns(self) -> int: ...
+    @property
+    def computed_ns(self) -> int: ...
+    @property
+    def encoded_ns(self) -> int: ...
+
+
+class Tensor(NamedTuple):
+    """A copy of an input or an output."""
+    activity: str               # Triton's name of where it was seen
+    name: str
+    array: NDArray[Any]
+
+
+class Tracer(Protocol):
+    """Says which requests are traced, and takes what was seen of them. Belongs to the event loop."""
+
+    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+        """The trace of a request for a model, with these headers; None: it is not traced."""
+
+    def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
+        """Those that Triton's trace extension has, of a model; "": of all."""
+
+    def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
+        """Changes some of them; no value: what is said of all, or on the command line. Raises ServeErrors."""
+
+    def close(self) -> None:
+        """Sends, or writes, what is left. Blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """Of one request, or of a step, until it ends."""
+    record: Callable[[Trace, Entry, str], None]     # takes it when its request has ended
+    keeps_tensors: bool = False
+    parent: Any = None                              # the client's span, for OpenTelemetry
+    model: str = ""                                 # "": none has it
+    version: int = -1
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    responded_ns: int = 0                           # an answer is about to be handed to its protocol
+    ended_ns: int = 0
+    executions: list[tuple[int, Executed]] = field(default_factory=list)    # and when it was enqueued for each
+    tensors: list[Tensor] = field(default_factory=list)
+    steps: list[Trace] = field(default_factory=list)
+
+    def asks(self, model: str, version: int, inputs: Arrays) -> None:
+        """To be called before the request is queued for the model."""
+        self.model, self.version = model, version
+        if self.keeps_tensors:
+            self._keep("TENSOR_QUEUE_INPUT", inputs)
+
+    def seeing(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+        """What makes the response of the outputs, and sees them."""
+        if not self.keeps_tensors:
+            return encode
+
+        def seen(computed: Arrays) -> Any:          # on an instance's thread
+            self._keep("TENSOR_BACKEND_OUTPUT", computed)
+            return encode(computed)
+
+        return seen
+
+    def _keep(self, activity: str, tensors: Arrays) -> None:
+        self.tensors += [Tensor(activity, name, array.copy()) for name, array in tensors.items()
+                         if isinstance(array, np.ndarray)]          # and no tensor on a GPU
+
+    def step(self) -> Trace:
+        """The trace of a request that is made for this one."""
+        step = Trace(self.record, self.keeps_tensors)
+        self.steps.append(step)
+        return step
+
+    def executed(self, enqueued_ns: int, execution: Executed) -> None:
+        """A batch with the request in it was executed."""
+        self.executions.append((enqueued_ns, execution))
+
+    def responding(self) -> None:
+        """What is done from now on is to hand an answer on."""
+        self.responded_ns = time.monotonic_ns()
+
+    def ended(self) -> None:
+        """To be called when a step ends."""
+        self.ended_ns = time.monotonic_ns()
+
+    def end(self, entry: Entry, status: str) -> None:
+        """To be called when the request ends. status: see AccessLog.end."""
+        self.ended()
+        self.responded_ns = self.responded_ns or self.ended_ns
+        self.record(self, entry, status)

@@ -1,0 +1,190 @@
+"""Traces of inferences in files, through Triton's clients."""
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from infer_server.observing import trace_files
+from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.trace_files import TraceFiles
+from infer_server.observing.trace_settings import TraceSettings
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.repository.test_ensembles import write_chain
+from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
+
+BOTH = ("TIMESTAMPS", "TENSORS")
+OF_A_REQUEST = ["REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START",
+                "COMPUTE_END", "REQUEST_END"]
+ABOUT = {"HTTP": (["HTTP_RECV_START", "HTTP_RECV_END"], ["HTTP_SEND_START", "HTTP_SEND_END"]),
+         "gRPC": (["GRPC_WAITREAD_START", "GRPC_WAITREAD_END"], ["GRPC_SEND_START", "GRPC_SEND_END"])}
+
+
+def ask(server: RunningServer, model: str, library: Any = tritonclient.grpc, value: float = 1) -> None:
+    port = server.ports.grpc if library is tritonclient.grpc else server.ports.http
+    tensor = library.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.full((1, 4), value, np.float32))
+    with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        client.infer(model, [tensor], request_id="7")
+
+
+def objects_of(file: Path) -> dict[int, list[dict[str, Any]]]:
+    """By the ids of the traces in a file."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for each in json.loads(file.read_text()):
+        found.setdefault(each["id"], []).append(each)
+    return found
+
+
+def times_of(objects: list[dict[str, Any]]) -> dict[str, int]:
+    return {time["name"]: time["ns"] for each in objects for time in each.get("timestamps", ())}
+
+
+def about(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(each for each in objects if "model_name" in each)
+
+
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
+def test_a_request_has_its_times_and_tensors_in_the_file(front: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "affine")
+    file = tmp_path / "trace.json"
+    with serving(tmp_path / "models", tracing=TraceSettings(str(file), BOTH, 1), grpc_front=front) as server:
+        ask(server, "affine")
+        ask(server, "affine", tritonclient.http, 2)
+    traces = objects_of(file)
+    assert len(traces) == 2
+    for (number, objects), protocol, value in zip(traces.items(), ("gRPC", "HTTP"), (1, 2), strict=True):
+        assert about(objects) == {"id": number, "model_name": "affine", "model_version": 1, "request_id": "7"}
+        times, (before, behind) = times_of(objects), ABOUT[protocol]
+        assert list(times) == [*before, *OF_A_REQUEST, "INFER_RESPONSE_COMPLETE", *behind]
+        assert list(times.values()) == sorted(times.values())
+        assert [each["tensor"] | {"is": each["activity"]} for each in objects if "tensor" in each] == [
+            {"is": "TENSOR_QUEUE_INPUT", "name": "x", "data": f"{value}.0," * 3 + f"{value}.0", "shape": "1,4",
+             "dtype": "FP32"},
+            {"is": "TENSOR_BACKEND_OUTPUT", "name": "y", "data": f"{2 * value + 1}.0," * 3 + f"{2 * value + 1}.0",
+             "shape": "1,4", "dtype": "FP32"}]
+
+
+def test_steps_of_an_ensemble_are_traces_below_its_own(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "affine")
+    name = write_chain(tmp_path / "models", "affine", "affine", max_batch=8, dims="4")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1)) as server:
+        ask(server, name)
+    whole, *steps = objects_of(tmp_path / "t").items()
+    number, objects = whole
+    assert about(objects)["model_name"] == name and "QUEUE_START" not in times_of(objects)
+    assert [about(step)["model_name"] for _, step in steps] == ["affine", "affine"]
+    for _, step in steps:
+        assert about(step)["parent_id"] == number and list(times_of(step)) == OF_A_REQUEST
+    first, second = (times_of(step) for _, step in steps)
+    ends = times_of(objects)
+    assert ends["REQUEST_START"] <= first["REQUEST_START"] <= first["REQUEST_END"] <= second["REQUEST_START"]
+    assert second["REQUEST_END"] <= ends["REQUEST_END"]
+
+
+def test_what_fails_is_traced_too(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "fragile", kind="fails_on_negative")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", BOTH, 1)) as server:
+        for model in ("fragile", "nobody"):
+            with pytest.raises(InferenceServerException):
+                ask(server, model, value=-1)
+    fragile, nobody = objects_of(tmp_path / "t").values()
+    assert about(fragile)["model_name"] == "fragile" and "REQUEST_END" in times_of(fragile)
+    assert about(nobody) == {"id": 2, "model_name": "nobody", "model_version": -1, "request_id": "7"}
+
+
+@pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http], ids=["gRPC", "HTTP"])
+def test_clients_switch_traces_on_for_one_model_and_off(library: Any, tmp_path: Path) -> None:
+    for name in ("affine", "other"):
+        write_model(tmp_path / "models", name)
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t")) as server:
+        port = server.ports.grpc if library is tritonclient.grpc else server.ports.http
+        as_json = {"as_json": True} if library is tritonclient.grpc else {}
+        with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            ask(server, "affine", library)
+            client.update_trace_settings("affine", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+            ask(server, "affine", library)
+            ask(server, "other", library)
+            client.update_trace_settings("affine", {"trace_level": None, "trace_rate": None})
+            ask(server, "affine", library)
+            settings = client.get_trace_settings("affine", **as_json)
+            assert "OFF" in str(settings) and "1000" in str(settings) and f"{tmp_path}/t" in str(settings)
+            with pytest.raises(InferenceServerException, match="can not be updated through network protocol"):
+                client.update_trace_settings(settings={"trace_file": "elsewhere"})
+            with pytest.raises(InferenceServerException, match="nobody"):
+                client.update_trace_settings("nobody", {"trace_rate": "1"})
+    (only,) = objects_of(tmp_path / "t").values()
+    assert about(only)["model_name"] == "affine"
+
+
+def test_so_many_traces_are_in_each_of_the_numbered_files_and_the_rest_in_the_last(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "affine")
+    settings = TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1, -1, log_frequency=2)
+    with serving(tmp_path / "models", tracing=settings) as server:
+        for _ in range(4):
+            ask(server, "affine")
+        assert eventually((tmp_path / "t.1").exists)
+        ask(server, "affine")
+    assert [len(objects_of(tmp_path / f"t.{n}")) for n in range(3)] == [2, 2, 1]
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_counted_number_of_traces_is_written_when_all_are_there(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "affine")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1, 2)) as server:
+        for _ in range(4):
+            ask(server, "affine")
+        assert eventually((tmp_path / "t.0").exists)
+    assert len(objects_of(tmp_path / "t.0")) == 2 and not (tmp_path / "t").exists()
+
+
+@pytest.fixture
+def traced() -> Callable[[TraceFiles], None]:
+    def trace(files: TraceFiles) -> None:
+        begun = files.begin("m", lambda _: "")
+        assert begun
+        begun.asks("m", 1, {"b": np.array([True, False]), "s": np.array([b'a"b', b"\xff"], np.object_),
+                            "h": np.array([[1.5]], np.float16)})
+        begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    return trace
+
+
+def test_tensors_are_written_as_triton_s_summary_reads_them(tmp_path: Path, traced: Any) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    traced(files)
+    files.close()
+    (objects,) = objects_of(tmp_path / "t").values()
+    assert [each["tensor"] for each in objects if "tensor" in each] == [
+        {"name": "b", "data": "1,0", "shape": "2", "dtype": "BOOL"},
+        {"name": "s", "data": '"a""b","\\xff"', "shape": "2", "dtype": "BYTES"},
+        {"name": "h", "data": "1.5", "shape": "1,1", "dtype": "FP16"}]
+    assert not times_of(objects)
+
+
+def test_a_disk_that_takes_nothing_costs_traces_and_is_said_once(
+        tmp_path: Path, traced: Any, caplog: pytest.LogCaptureFixture) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/gone/t", ("TENSORS",), 1))
+    for _ in range(3):
+        traced(files)
+    files.close()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "traces are lost" in caplog.text
+
+
+def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warning(
+        tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(trace_files, "_MOST_BYTES", -1)
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    for _ in range(3):
+        traced(files)
+    files.close()
+    assert "raise the rate" in caplog.text and "3 requests" in caplog.text and len(caplog.records) == 2
