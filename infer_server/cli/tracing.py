@@ -67,7 +67,7 @@ def parsed(texts: list[str]) -> SpanSettings | TraceSettings | None:
         return _of_files(replace(of_files, levels=wanted))
     if levels and not wanted:
         return None
-    return _checked(replace(of_spans, rate=of_files.rate), of_files.count, wanted)
+    return _checked(replace(of_spans, rate=of_files.rate, count=of_files.count), wanted)
 
 
 def _said(setting: str, text: str) -> str:
@@ -110,9 +110,7 @@ def _of_files(settings: TraceSettings) -> TraceSettings | None:
     return settings
 
 
-def _checked(settings: SpanSettings, count: int, levels: tuple[str, ...]) -> SpanSettings:
-    if count != -1:
-        raise ValueError(f"count={count}: OpenTelemetry has as many spans as there are; write count=-1")
+def _checked(settings: SpanSettings, levels: tuple[str, ...]) -> SpanSettings:
     if TENSORS in levels:
         raise ValueError(f"level={TENSORS}: spans have no tensors; write level={TIMESTAMPS}, or mode=triton and "
                          "triton,file=FILE")

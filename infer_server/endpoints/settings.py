@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.errors import InvalidRequestError, NotServedError
+from infer_server.errors import InvalidRequestError, NotServedError, ServeError
 from infer_server.observing import access_log
 from infer_server.observing.traces import Tracer
 from infer_server.repository.repository import Repository
@@ -88,12 +88,15 @@ class SettingsService:
         return response
 
     async def TraceSetting(self, request: inference.TraceSettingRequest) -> inference.TraceSettingResponse:
-        if request.model_name:
-            self._repository.find(request.model_name)
+        if model := request.model_name:
+            try:
+                self._repository.find(model)
+            except ServeError as error:
+                raise InvalidRequestError(f"Request for unknown model : {model}; {error}") from error
         if request.settings:
-            self._tracer.update(request.model_name, {
+            self._tracer.update(model, {
                 name: list(setting.value) for name, setting in request.settings.items()})
         response = inference.TraceSettingResponse()
-        for name, values in self._tracer.settings_of(request.model_name).items():
+        for name, values in self._tracer.settings_of(model).items():
             response.settings[name].value.extend(values)
         return response

@@ -18,6 +18,7 @@ from typing import Any
 
 from infer_server.errors import NotServedError
 from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.trace_settings import Sampler, TraceSettings
 from infer_server.observing.traces import TIMESTAMPS, Trace
 
 MODE = "opentelemetry"
@@ -30,6 +31,7 @@ class SpanSettings:
     """Where spans go, and of which requests."""
     url: str = "http://localhost:4318/v1/traces"        # of a collector, OTLP over HTTP
     rate: int = 1000        # one of so many requests whose client does not say; as Triton's. 0: none of these
+    count: int = -1         # so many more of these; -1: any number
     resource: Mapping[str, str] = field(default_factory=dict)   # attributes of this server
 
 
@@ -51,24 +53,29 @@ class SpanTracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         self._settings = settings
-        sampler = ParentBasedTraceIdRatio(1 / settings.rate if settings.rate else 0.0)
-        self._provider = TracerProvider(sampler=sampler, shutdown_on_exit=False,
+        self._sampler = Sampler(TraceSettings(levels=(TIMESTAMPS,), rate=settings.rate, count=settings.count))
+        self._provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False,
                                         resource=Resource.create({**_RESOURCE, **settings.resource}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=settings.url)))
         self._tracer = self._provider.get_tracer("infer_server")
         self._propagator = TraceContextTextMapPropagator()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace:
+    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+        from opentelemetry.trace import get_current_span
         given = {name: value for name in _PARENT if (value := header(name))}
-        return Trace(self._record, parent=self._propagator.extract(given) if given else None)
+        parent = self._propagator.extract(given) if given else None
+        client = get_current_span(parent).get_span_context()
+        if parent and client.is_valid:
+            return Trace(self._record, parent=parent) if client.trace_flags.sampled else None
+        return Trace(self._record) if self._sampler.takes() else None
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
-        return {"trace_level": [TIMESTAMPS], "trace_rate": [str(self._settings.rate)], "trace_count": ["-1"],
-                "trace_mode": [MODE], "url": [self._settings.url]}
+        return {"trace_level": [TIMESTAMPS], "trace_rate": [str(self._settings.rate)],
+                "trace_count": [str(self._sampler.remaining)], "trace_mode": [MODE], "url": [self._settings.url]}
 
     def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
         raise NotServedError(f"trace settings can not be updated where they are of mode {MODE}: restart the server "
@@ -86,10 +93,9 @@ class SpanTracer:
             "rpc.system": entry.protocol, "client.address": entry.client, "infer.items": entry.batch}
         request = self._tracer.start_span("InferRequest", trace.parent, SpanKind.SERVER, attributes,
                                           start_time=self._epoch_ns + entry.received_ns)
-        if request.is_recording():
-            self._phases(trace, request, trace.parent)
-            if status != OK:
-                request.set_status(Status(StatusCode.ERROR, status))
+        self._phases(trace, request, trace.parent)
+        if status != OK:
+            request.set_status(Status(StatusCode.ERROR, status))
         request.end(self._epoch_ns + trace.ended_ns)
 
     def _phases(self, trace: Trace, span: Any, parent: Any) -> None:

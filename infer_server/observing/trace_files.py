@@ -149,7 +149,7 @@ class _Writer:
                 self._open.write("]")
 
     def _write(self, batch: _Batch) -> None:
-        text = ",\n".join(json.dumps(each) for ended in batch.traces
+        text = ",\n".join(json.dumps(each, separators=(",", ":")) for ended in batch.traces
                           for each in _objects(ended.trace, ended.entry, batch.levels, self._ids))
         if batch.numbered:
             with open(f"{self._file}.{next(self._numbers)}", "w") as file:

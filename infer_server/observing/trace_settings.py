@@ -1,4 +1,4 @@
-"""Which requests are traced into files, and which file each trace goes to: of all models, and of one.
+"""Which requests are traced, and which file a trace goes to: of all models, and of one.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md
 """
@@ -19,10 +19,9 @@ _NUMBERS = {"trace_rate": ("rate", 0), "trace_count": ("count", -1), "log_freque
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Of files."""
-    file: str = ""                      # "": nothing can be traced
+    file: str = ""                      # "": nothing can be traced into files
     levels: tuple[str, ...] = ()        # of LEVELS; none: nothing is traced
-    rate: int = 1000                    # one of so many requests is
+    rate: int = 1000                    # one of so many requests is; 0: none
     count: int = -1                     # so many more are; -1: any number
     log_frequency: int = 0              # so many traces are in each of the files FILE.0, FILE.1, ...; 0: all in FILE
 
@@ -56,7 +55,7 @@ class Sampler:
 
     def takes(self) -> bool:
         """Whether the next request is traced."""
-        if not self.settings.levels or not self.remaining:
+        if not self.settings.levels or not self.remaining or not self.settings.rate:
             return False
         self._seen += 1
         if self._seen % self.settings.rate:

@@ -180,9 +180,14 @@ class ResponseIterator:
 
 
 class InferenceTrace:
-    """What a request is traced as. Spans are made when it has ended, so that there is no context before."""
+    """What a request is traced as: a request that is made with it is traced below that one."""
+
+    def __init__(self, number: int = -1) -> None:
+        """number: of a request that was given; -1: of none."""
+        self.number = number
 
     def get_context(self) -> str | None:
+        """Spans are made when a request has ended, so that there is no context before."""
         return None
 
 
@@ -202,6 +207,7 @@ class InferenceRequest:
         is_given = number >= 0
         self._parameters = dict(parameters or {}) if is_given else _checked(parameters)     # clients have more types
         self.number = number           # of a request that was given: what the server knows it by
+        self._trace = InferenceTrace(number) if is_given else trace
         self.sender: ResponseSender | None = None
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
@@ -250,7 +256,7 @@ class InferenceRequest:
         return json.dumps(self._parameters)
 
     def trace(self) -> InferenceTrace:
-        return InferenceTrace()
+        return self._trace if isinstance(self._trace, InferenceTrace) else InferenceTrace()
 
     def is_cancelled(self) -> bool:
         return server.is_cancelled(self.number)

@@ -21,38 +21,17 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
-from infer_server.errors import (
-    CancelledError,
-    ExecutionError,
-    ExistsError,
-    InvalidRequestError,
-    NotServedError,
-    RepositoryError,
-    ServeError,
-    UnavailableError,
-    UnexplainedError,
-    UnknownModelError,
-)
+from infer_server.errors import ExecutionError, RepositoryError
+from infer_server.observing.traces import Trace
 from infer_server.protocol.codec import Datatype
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
+from infer_server.python_backend.error_codes import error_of, refusal
 
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
 _ENDING_SECS = 10.0             # for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-# By the codes of pb_utils.TritonError.
-_ERRORS: dict[int, type[ServeError]] = {
-    0: UnexplainedError, 1: ExecutionError, 2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError,
-    5: NotServedError, 6: ExistsError, 7: CancelledError}
-_INTERNAL = 1
-
-
-def refusal(error: Exception) -> dict[str, Any]:
-    """The head of the answer to a model that asked for what failed."""
-    code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
-    return {"final": True, "error": str(error) or type(error).__name__, "code": code}
-
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
 # Serve what a model asks the server for, by the kinds of its messages; on any thread.
@@ -209,6 +188,11 @@ class ModelProcess:
             if other is request:
                 self._tell_cancelled(number)
 
+    def trace_of(self, number: int) -> Trace | None:
+        """Of the open request with this number. From any thread."""
+        request = self._open.get(number)
+        return request.trace if request else None
+
     def forget(self, request: Request) -> None:
         """To be called when a request has ended: between two executions its model learns of it by the response sender
         alone. From any thread."""
@@ -357,7 +341,7 @@ class ModelProcess:
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
                 f"to handle such a flag. {self.launch.name}: write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
-            return _ERRORS[head["code"]](head["error"])
+            return error_of(head)
         try:
             tensors = {**tensors, **{name: self._as_declared(name, tensors[name])
                                      for name in tensors.keys() & set(request.outputs)}}

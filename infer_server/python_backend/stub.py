@@ -91,7 +91,8 @@ class Process:
             "kind": "infer", "number": number, "model": request.model_name(), "version": request.model_version(),
             "outputs": request.requested_output_names(), "id": request.request_id(), "timeout": request.timeout(),
             "priority": request.priority(), "parameters": json.loads(request.parameters()),
-            "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled}, [tensors])
+            "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled,
+            "traced_by": request.trace().number}, [tensors])
         responses = pb_utils.ResponseIterator(self._answers(number, answers),
                                               partial(self.tell, "withdraw", asked=number))
         weakref.finalize(responses, self._asked.pop, number, None).atexit = False      # not all of them may be read

@@ -25,11 +25,13 @@ from infer_server.errors import (
     ServeError,
 )
 from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.observing.traces import Trace
 from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
+from infer_server.python_backend.error_codes import refusal
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess, refusal
+from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Control, Find, request_of
@@ -128,11 +130,11 @@ class PythonModel(QueuedModel):
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
         open_ = dict[int, _Asked]()
-        asked: Asked = {"infer": partial(_Asked, self._find, loop, open_), "metric": self._of_metric,
+        asked: Asked = {"infer": partial(_Asked, self._find, lambda number: process.trace_of(number), loop, open_),
+                        "metric": self._of_metric,
                         "withdraw": partial(_withdraw, open_, loop),
                         "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
-        process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
-                               partial(post, loop))
+        process: ModelProcess = ModelProcess(launch, asked, lambda *what: self.deliver(*what), partial(post, loop))
         if initialize:
             try:
                 process.initialize(complete=False)
@@ -262,10 +264,11 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
 class _Asked:
     """A request that a Python model makes of another model; and, where that answers, the reply to it."""
 
-    def __init__(self, find: Find, loop: asyncio.AbstractEventLoop, open_: dict[int, _Asked], message: Message,
-                 answer: Answer) -> None:
-        """open_: those of a process that have not ended, by their numbers; it adds and removes itself, on the loop."""
-        self._find, self._open, self._message, self._answer = find, open_, message, answer
+    def __init__(self, find: Find, trace_of: Callable[[int], Trace | None], loop: asyncio.AbstractEventLoop,
+                 open_: dict[int, _Asked], message: Message, answer: Answer) -> None:
+        """trace_of: of a request that the model was given, by its number. open_: those of a process that have not
+        ended, by their numbers; it adds and removes itself, on the loop."""
+        self._find, self._trace_of, self._open, self._message, self._answer = find, trace_of, open_, message, answer
         self._decoupled = self._said_last = self.gone = False
         self._submitted: tuple[Model, Request] | None = None
         post(loop, self._submit)
@@ -296,6 +299,8 @@ class _Asked:
     def _end(self) -> None:
         self.gone = True
         self._open.pop(self._message.head["number"], None)
+        if self._submitted and (trace := self._submitted[1].trace):
+            trace.ended()
 
     def _submit(self) -> None:
         head = self._message.head
@@ -314,8 +319,10 @@ class _Asked:
                 model, self._message.tensors[0], head["outputs"], self._encode, self, timeout_us=head["timeout"],
                 priority=head["priority"], request_id=head["id"], parameters=head["parameters"],
                 sequence=InSequence(sequence, bool(head["flags"] & 1), bool(head["flags"] & 2)) if sequence else None)
-            model.submit(request)
+            if trace := self._trace_of(head["traced_by"]):
+                request.follow(trace.step(), model.name, model.version)
             self._submitted = model, request
+            model.submit(request)
         except ServeError as error:
             self.fail(type(error)(f"{failed}{error}"))
         except (KeyError, TypeError, ValueError) as error:

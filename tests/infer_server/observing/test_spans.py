@@ -16,12 +16,14 @@ from infer_server.observing.access_log import OK, Entry
 from infer_server.observing.spans import SpanSettings, SpanTracer
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import RunningServer, serving
 
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter",
                              reason="opentelemetry-sdk is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OTLP over HTTP is not installed")
 CLIENT = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+WITH_CONTEXT = {"traceparent": f"00-{'-'.join(CLIENT)}-01"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: Any) -> Iterator[
     folder = tmp_path_factory.mktemp("models")
     write_model(folder, "affine")
     write_model(folder, "fragile", kind="fails_on_negative")
+    write_chain(folder, "affine", "affine", max_batch=8, dims="4")
     with serving(folder) as running:
         inferences = running.server._front.inferences
         inferences._tracer = SpanTracer(SpanSettings(), exporter)
@@ -85,14 +88,32 @@ def test_what_goes_wrong_is_an_error_and_what_its_client_does_not_trace_is_not_t
 def test_no_request_is_traced_but_those_with_a_context_under_triton_s_command_line_for_that() -> None:
     settings = parsed(["rate=0", "level=TIMESTAMPS", "count=-1", "mode=opentelemetry"])
     assert isinstance(settings, SpanSettings) and settings.rate == 0
+    (span,) = made_of(settings, {}, WITH_CONTEXT, {"traceparent": "00-0-0-01"})
+    assert f"{span.parent.span_id:016x}" == CLIENT[1]
+
+
+def test_so_many_requests_without_a_context_are_traced_and_all_with_one() -> None:
+    spans = made_of(SpanSettings(rate=2, count=1), *[{}] * 8, WITH_CONTEXT)
+    assert [span.parent is None for span in spans] == [True, False]
+
+
+def test_steps_of_an_ensemble_have_spans_below_its_own(server: RunningServer, spans: Any) -> None:
+    ask(tritonclient.grpc, server, "affine_affine_8", 1, True)
+    assert eventually(lambda: "InferRequest" in spans())
+    made = spans()
+    assert made["affine"].parent.span_id == made["InferRequest"].context.span_id
+    assert made["compute"].parent.span_id == made["affine"].context.span_id
+
+
+def made_of(settings: SpanSettings, *requests: dict[str, str]) -> Any:
+    """The spans of requests with these headers."""
     exporter = memory.InMemorySpanExporter()
     tracer = SpanTracer(settings, exporter)
-    for headers in {}, {"traceparent": f"00-{'-'.join(CLIENT)}-01"}:
-        trace = tracer.begin("m", lambda name, headers=headers: headers.get(name, ""))       # type: ignore[misc]
-        trace.end(Entry("", "grpc", "", "m", "", 0), OK)
+    for headers in requests:
+        if trace := tracer.begin("m", lambda name, headers=headers: headers.get(name, "")):     # type: ignore[misc]
+            trace.end(Entry("", "gRPC", "", "m", "", 0), OK)
     tracer.close()
-    (span,) = exporter.get_finished_spans()
-    assert f"{span.parent.span_id:016x}" == CLIENT[1]
+    return exporter.get_finished_spans()
 
 
 def test_spans_go_to_a_collector_before_the_server_ends(tmp_path: Path) -> None:

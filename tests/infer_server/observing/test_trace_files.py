@@ -19,6 +19,7 @@ from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
@@ -89,6 +90,29 @@ def test_steps_of_an_ensemble_are_traces_below_its_own(tmp_path: Path) -> None:
     ends = times_of(objects)
     assert ends["REQUEST_START"] <= first["REQUEST_START"] <= first["REQUEST_END"] <= second["REQUEST_START"]
     assert second["REQUEST_END"] <= ends["REQUEST_END"]
+
+
+ASKS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        asked = pb_utils.InferenceRequest(
+            model_name="affine", requested_output_names=["y"], inputs=requests[0].inputs(), %s)
+        return [pb_utils.InferenceResponse(asked.exec().output_tensors())]
+"""
+
+
+@pytest.mark.parametrize(("argument", "steps"), [("trace=requests[0].trace()", ["affine"]), ("trace=None", [])])
+def test_what_a_python_model_asks_for_is_traced_where_it_gives_its_request_s_trace(
+        argument: str, steps: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "affine")
+    python_model(tmp_path / "models", "asks", HEAD + ASKS % argument, """
+        input { name: "x" data_type: TYPE_FP32 dims: [ 1, 4 ] }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] }""")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1)) as server:
+        ask(server, "asks")
+    traces = objects_of(tmp_path / "t")
+    assert [about(each)["model_name"] for each in traces.values()] == ["asks", *steps]
+    assert [about(each).get("parent_id") for each in traces.values()] == [None, *[1] * len(steps)]
 
 
 def test_what_fails_is_traced_too(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Errors between the server and a Python model: by the codes of pb_utils.TritonError."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infer_server.errors import (
+    CancelledError,
+    ExecutionError,
+    ExistsError,
+    InvalidRequestError,
+    NotServedError,
+    ServeError,
+    UnavailableError,
+    UnexplainedError,
+    UnknownModelError,
+)
+
+_ERRORS: dict[int, type[ServeError]] = {
+    0: UnexplainedError, 1: ExecutionError, 2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError,
+    5: NotServedError, 6: ExistsError, 7: CancelledError}
+_INTERNAL = 1
+
+
+def error_of(head: Mapping[str, Any]) -> ServeError:
+    """The error that a response of a model says in its head."""
+    return _ERRORS[head["code"]](head["error"])
+
+
+def refusal(error: Exception) -> dict[str, Any]:
+    """The head of the answer to a model that asked for what failed."""
+    code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
+    return {"final": True, "error": str(error) or type(error).__name__, "code": code}
