@@ -216,6 +216,8 @@ def test_a_server_that_stops_answers_the_pictures_that_it_has_accepted_and_takes
     ({"image_input": "x", "preprocess": "imagenet"}, "", "don't fit an input of shape"),
     ({"image_input": "x", "preprocess": "imagnet"}, "", "neither a file nor a preset"),
     ({"image_input": "x", "preprocess": "gray"}, "sequence_batching {}", "of a sequence"),
+    ({"image_input": "x", "preprocess": "gray"},
+     'input { name: "x" data_type: TYPE_FP32 dims: 64 reshape { shape: [ 1, 8, 8 ] } }', "'x' has a reshape"),
 ])
 def test_an_image_input_that_cannot_be_is_refused(
         tmp_path: Path, parameters: dict[str, str], config: str, said: str) -> None:
@@ -225,3 +227,19 @@ def test_an_image_input_that_cannot_be_is_refused(
     (source,) = read_model(tmp_path, "m")
     with pytest.raises(ModelConfigError, match=said):
         image_input(source, load_numpy_engine(source.file, 1))
+
+
+def test_threads_that_the_system_refuses_end_a_load_and_leave_none_of_the_others(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "refused/1 instance 1":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    write_model(tmp_path, "refused", config=GRAY + " instance_group { count: 2 }", shape=(1, 12, 12))
+    with serving(tmp_path) as server:
+        assert "no more threads" in server.server.failures()["refused version 1"]
+    assert eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("refused/")])
