@@ -141,6 +141,7 @@ def test_a_queue_of_pictures_has_its_bound_and_lets_go_of_who_leaves(server: Run
 
 def test_what_pictures_become_counts_as_held_until_they_are_answered(server: RunningServer) -> None:
     inflight, array = server.server._inflight, files(jpeg())
+    assert eventually(lambda: inflight.held_bytes == 0), "the calls before have ended at their clients, and end here"
     with tritonclient.grpc.InferenceServerClient(server.address) as client:
         tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
         tensor.set_data_from_numpy(array)

@@ -175,7 +175,8 @@ def test_many_requests_wait_for_one_load(server: RunningServer) -> None:
 
 
 def test_what_cannot_be_loaded_is_not_tried_for_each_request(
-        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+        server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.repository.on_demand._RETRY_SECS", 1e6)      # however slow this machine is
     for name, said in (("bad", "a loader's bug"), ("nobody", "unknown model")):
         for library in (tritonclient.grpc, tritonclient.http) * 2:
             with pytest.raises(InferenceServerException, match=said):
