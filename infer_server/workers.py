@@ -5,8 +5,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from infer_server.errors import RepositoryError
@@ -33,6 +34,25 @@ def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argume
         if not loop.is_closed():
             raise
         log.debug("%s came after the end of the event loop", function)
+
+
+class Turns(asyncio.Semaphore):
+    """So many at a time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._taken_back = set[asyncio.Task[bool]]()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """While somebody who may have a turn waits for others, who may wait for theirs."""
+        self.release()
+        try:
+            yield
+        finally:
+            task = asyncio.create_task(self.acquire())      # when there is one: nobody waits for that
+            self._taken_back.add(task)
+            task.add_done_callback(self._taken_back.discard)
 
 
 async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:

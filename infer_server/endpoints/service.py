@@ -1,7 +1,8 @@
 """All of the protocol but inference, on its own messages: what gRPC and HTTP answer alike."""
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class ModelService:
         self._explicit_control = explicit_control       # clients may load and unload models
         self._on_demand = on_demand                     # None: models are loaded before they are asked for
         self._server_name = server_name
+        self._changes = set[asyncio.Task[None]]()       # that clients have asked for; the loop itself keeps none alive
         self.waiting = repository.waiting
 
     async def ServerLive(self, _: inference.ServerLiveRequest) -> inference.ServerLiveResponse:
@@ -98,14 +100,22 @@ class ModelService:
     async def RepositoryModelLoad(
             self, request: inference.RepositoryModelLoadRequest) -> inference.RepositoryModelLoadResponse:
         _check_repository(request.repository_name)
-        await self.load(request.model_name, from_messages(request.parameters))
+        await self._to_its_end(self.load(request.model_name, from_messages(request.parameters)))
         return inference.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
             self, request: inference.RepositoryModelUnloadRequest) -> inference.RepositoryModelUnloadResponse:
         _check_repository(request.repository_name)
-        await self.unload(request.model_name, from_messages(request.parameters))
+        await self._to_its_end(self.unload(request.model_name, from_messages(request.parameters)))
         return inference.RepositoryModelUnloadResponse()
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Whether its client waits for it or not, as in Triton: a model would be loading for ever, or unloading, and
+        what comes of the load would belong to nobody."""
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
 
     async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
         """For a client, or a Python model: see kinds.local.Control."""

@@ -85,8 +85,6 @@ class OnDemand:
                 raise UnknownModelError(f"model '{name}' is not in the repository")
             await self._repository.load(name)
             self._retry_at.pop(name, None)
-            self._loaded_ns[name] = time.monotonic_ns()
-            self._start(self._make_room(name))          # nobody waits for others to be drained
         except Exception as error:
             if isinstance(error, ServeError):
                 log.debug("%s is not loaded on demand: %s", name, error)
@@ -97,8 +95,12 @@ class OnDemand:
             is_unknown = isinstance(error, UnknownModelError)
             self._retry_at[name] = self._listed_until if is_unknown else time.monotonic() + _RETRY_SECS
         finally:
+            if self._repository.versions(name):
+                self._loaded_ns[name] = time.monotonic_ns()
             del self._loading[name]
             self._go_on(name)
+        self._start(self._make_room(name))      # nobody waits for others to be drained. Where it has failed, too: other
+                                                # versions of it may be there, or the models of its steps
 
     async def _names(self) -> list[str]:
         """The models of the repository a short while ago: names that are none cost no look at it each. Raises
@@ -121,9 +123,9 @@ class OnDemand:
                     log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
                                 "--model-memory-limit-mib %d is exceeded", held >> 20, self._limit_bytes >> 20)
                     return
-                log.info("'%s' is unloaded to make room for '%s'", victim, kept)
-                for name in (*self._ensembles_of(victim), victim):
-                    await self._repository.unload(name)
+                first = self._outermost(victim)         # one at a time: what is asked for meanwhile may need the others
+                log.info("'%s' is unloaded to make room for '%s'", first, kept)
+                await self._repository.unload(first)
 
     def _least_used(self, kept: str) -> str | None:
         models = self._repository.models()
@@ -134,9 +136,13 @@ class OnDemand:
                 for model in models if model.memory_bytes}
         return min(used.keys() - busy, key=lambda name: used[name], default=None)
 
-    def _ensembles_of(self, name: str) -> list[str]:
-        """The loaded ensembles that call a model."""
-        return [model.name for model in self._repository.models() if name in _steps(model)]
+    def _outermost(self, name: str) -> str:
+        """The model, or the loaded ensemble that calls it, or calls one that does, and is called by none itself."""
+        models, seen = self._repository.models(), {name}
+        while callers := [model.name for model in models if name in _steps(model) and model.name not in seen]:
+            name = callers[0]
+            seen.add(name)
+        return name
 
 
 def _steps(model: Model) -> set[str]:

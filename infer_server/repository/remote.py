@@ -58,6 +58,7 @@ class RemoteFolder(Place):
         self.path = store / hashlib.sha256(self._address.encode()).hexdigest()[:16]
         (self.path / _MANIFESTS).mkdir(parents=True, exist_ok=True)
         weakref.finalize(self, os.close, _lock(self.path))
+        self._clear()
         self._lock = threading.Lock()
         self._held = set[str]()                     # models that are loaded, or being loaded
 
@@ -103,6 +104,12 @@ class RemoteFolder(Place):
                     with file.open("wb") as empty:
                         empty.truncate(_size(what))
             yield Path(folder)
+
+    def _clear(self) -> None:
+        """Removes what a server has left that was killed while it copied: nobody would count it, or make room of it."""
+        for path in self.path.iterdir():
+            if path.name != _MANIFESTS and path.is_dir() and not (self.path / _MANIFESTS / path.name).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _fetch(self, name: str) -> None:
         folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)

@@ -29,7 +29,7 @@ from infer_server.repository.folders import Source, read_model
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
-from infer_server.workers import in_daemon_thread
+from infer_server.workers import Turns, in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Repository:
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._needed = Counter[str]()                       # by ensembles that are being loaded
         self._awaited = defaultdict[str, Counter[str]](Counter) # by models that wait for others to be loaded: which
-        self._loads, self._reads = asyncio.Semaphore(_LOADS), asyncio.Semaphore(_READS)
+        self._loads, self._reads = Turns(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -191,10 +191,10 @@ class Repository:
         all versions were tried.
         """
         turn = nullcontext() if at_once else self._loads
-        if not files:
-            await self._load_from(name, lambda: self._read(name, message), turn)
-            return
-        with ExitStack() as until_loaded:
+        with self._loads.one_more() if at_once else nullcontext(), ExitStack() as until_loaded:
+            if not files:
+                await self._load_from(name, lambda: self._read(name, message), turn)
+                return
             folder = await in_daemon_thread(lambda: until_loaded.enter_context(written(name, files)))
             await self._load_from(name, lambda: read_written(folder, name, message), turn)
 

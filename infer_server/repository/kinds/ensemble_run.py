@@ -216,6 +216,10 @@ class _Flow:
             self._run.advance()
 
     def answered(self, number: int, step: Step, outputs: Arrays) -> None:
+        if self._run.has_split(self):           # the step is an ensemble that has become one of single responses
+            self.part(number, step, outputs)
+            self.end(number, step)
+            return
         model, request = self._asked.pop(number)
         if request.trace:
             request.trace.ended()

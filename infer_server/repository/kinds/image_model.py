@@ -86,6 +86,8 @@ def image_input(source: Source, engine: Engine) -> ImageInput:
     if source.config.sequences:
         raise ModelConfigError("parameter image_input: the requests of a sequence are not decoded side by side; remove "
                                "it, or sequence_batching")
+    if any(spec.reshape is not None for spec in source.config.inputs if spec.name == name):
+        raise ModelConfigError(f"parameter image_input: '{name}' has a reshape; remove one of them")
     tensor = tensors[name]
     file = source.path(options.preprocess, "preprocess")
     recorded = engine.metadata.get("preprocess")
@@ -137,14 +139,12 @@ class ImageModel(EngineModel):
                  limiter: RateLimiter | None) -> None:
         """Raises ModelConfigError: the input that is to take files is none, or nobody says how."""
         self._image = image_input(source, engines.first)
-        super().__init__(source, engines, loop, dealer, limiter, partial(ImageSignature, self._image))
-        if any(spec.reshape is not None for spec in self.config.inputs if spec.name == self._image.name):
-            raise ModelConfigError(f"parameter image_input: '{self._image.name}' has a reshape; remove one of them")
         self._decoding: dict[Request, None] = {}
         self._decoders = ThreadPoolExecutor(_DECODERS, f"{source.name} decoder")
-        self._most = max(policy.max_queue_size for policy in self.config.queueing.policies)
         self._closed = False
         self._accepting = threading.Lock()          # no file is accepted once drain() has seen what waits
+        super().__init__(source, engines, loop, dealer, limiter, partial(ImageSignature, self._image))
+        self._most = max(policy.max_queue_size for policy in self.config.queueing.policies)
 
     @property
     def pending(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
@@ -69,6 +70,23 @@ def test_a_model_loads_and_unloads_another_as_a_client_does(server: RunningServe
 def test_models_load_nothing_where_clients_may_not(server: RunningServer) -> None:
     with serving(server.folder) as other:
         assert "explicit model load / unload is not allowed" in other.server.failures()["first version 1"]
+
+
+def test_models_that_load_one_at_the_start_that_waits_for_its_turn_do_not_wait_for_ever(tmp_path: Path) -> None:
+    waits = LOADS.replace('if args["model_name"] == "first":', """if args["model_name"] != "second":
+            while not all(os.path.exists(f"{args['model_repository']}/../{name}/is there") for name in self.both(args)):
+                time.sleep(0.01)""") + """
+    def both(self, args):
+        open(f"{args['model_repository']}/is there", "w").close()
+        return "first", "another"
+"""
+    for name in ("another", "first", "second"):     # the former are loaded while it waits for its turn
+        python_model(tmp_path, name, waits, TENSORS)
+    with (serving(tmp_path, explicit_control=True, load_models=("another", "first", "second")) as running,
+          triton.InferenceServerClient(running.address) as client):
+        assert not running.server.failures() and client.is_model_ready("second")
+        turns = running.server.repository._loads
+        assert eventually(lambda: turns._value == 2)
 
 
 def test_two_models_that_load_each_other_are_refused(tmp_path: Path) -> None:

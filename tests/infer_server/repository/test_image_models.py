@@ -141,6 +141,7 @@ def test_a_queue_of_pictures_has_its_bound_and_lets_go_of_who_leaves(server: Run
 
 def test_what_pictures_become_counts_as_held_until_they_are_answered(server: RunningServer) -> None:
     inflight, array = server.server._inflight, files(jpeg())
+    assert eventually(lambda: inflight.held_bytes == 0), "the calls before have ended at their clients, and end here"
     with tritonclient.grpc.InferenceServerClient(server.address) as client:
         tensor = tritonclient.grpc.InferInput("x", [1, 1], "BYTES")
         tensor.set_data_from_numpy(array)
@@ -216,6 +217,8 @@ def test_a_server_that_stops_answers_the_pictures_that_it_has_accepted_and_takes
     ({"image_input": "x", "preprocess": "imagenet"}, "", "don't fit an input of shape"),
     ({"image_input": "x", "preprocess": "imagnet"}, "", "neither a file nor a preset"),
     ({"image_input": "x", "preprocess": "gray"}, "sequence_batching {}", "of a sequence"),
+    ({"image_input": "x", "preprocess": "gray"},
+     'input { name: "x" data_type: TYPE_FP32 dims: 64 reshape { shape: [ 1, 8, 8 ] } }', "'x' has a reshape"),
 ])
 def test_an_image_input_that_cannot_be_is_refused(
         tmp_path: Path, parameters: dict[str, str], config: str, said: str) -> None:
@@ -225,3 +228,19 @@ def test_an_image_input_that_cannot_be_is_refused(
     (source,) = read_model(tmp_path, "m")
     with pytest.raises(ModelConfigError, match=said):
         image_input(source, load_numpy_engine(source.file, 1))
+
+
+def test_threads_that_the_system_refuses_end_a_load_and_leave_none_of_the_others(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "refused/1 instance 1":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    write_model(tmp_path, "refused", config=GRAY + " instance_group { count: 2 }", shape=(1, 12, 12))
+    with serving(tmp_path) as server:
+        assert "no more threads" in server.server.failures()["refused version 1"]
+    assert eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("refused/")])

@@ -61,7 +61,9 @@ def tensor(library: Any) -> Any:
 
 
 def loaded(server: RunningServer) -> list[str]:
-    return sorted(model.name for model in server.server.repository.models())
+    async def names() -> list[str]:         # on the loop, which may be about to add one
+        return sorted(model.name for model in server.server.repository.models())
+    return server.run(names())
 
 
 def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) -> None:
@@ -73,6 +75,54 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
                                  (tritonclient.http, "b", ["a", "b"])):
         assert answer(library, server, model) == [3, 5, 7, 9]
         assert eventually(lambda then=then: loaded(server) == then), model
+
+
+def test_ensembles_around_ensembles_go_with_what_they_call(server: RunningServer) -> None:
+    inner = write_chain(server.folder, "a", max_batch=8, dims="4")
+    middle = write_chain(server.folder, inner, "b", max_batch=8, dims="4")
+    outer = write_chain(server.folder, middle, max_batch=8, dims="4")
+    for _ in range(2):
+        assert answer(tritonclient.grpc, server, outer) == [7, 11, 15, 19]
+        assert eventually(lambda: loaded(server) == sorted(["a", "b", inner, middle, outer]))
+        assert answer(tritonclient.grpc, server, "c") == [3, 5, 7, 9]
+        assert eventually(lambda: len(loaded(server)) == 2 and not {inner, middle, outer} & {*loaded(server)})
+
+
+def test_an_ensemble_that_is_asked_for_while_others_go_keeps_what_it_calls(
+        server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = server.server.repository
+    unload, gone = repository.unload, list[str]()
+    ensembles = [write_chain(server.folder, "a", max_batch=most, dims="4") for most in (8, 4)]
+
+    async def meanwhile(name: str) -> None:
+        await unload(name)
+        gone.append(name)
+        if gone == ensembles[:1]:
+            await repository.load(name)             # as for a request that came while the second one was unloaded
+
+    for name in (*ensembles, "b"):
+        assert answer(tritonclient.grpc, server, name) == [3, 5, 7, 9]
+    monkeypatch.setattr(repository, "unload", meanwhile)
+    assert answer(tritonclient.grpc, server, "c") == [3, 5, 7, 9]
+    assert eventually(lambda: loaded(server) == ["b", "c"])
+
+
+@pytest.mark.parametrize("is_ensemble", [False, True])
+def test_what_was_loaded_for_a_load_that_failed_takes_room_as_well(server: RunningServer, is_ensemble: bool) -> None:
+    large(server.folder, "half")
+    if is_ensemble:
+        name = write_chain(server.folder, "half", max_batch=8, dims="5")    # which the step has not
+    else:
+        name = "half"
+        write_model(server.folder, name, 2, config="version_policy { all {} }", crash=True)
+    for model in ("a", "b"):
+        assert answer(tritonclient.grpc, server, model) == [3, 5, 7, 9]
+    if is_ensemble:
+        with pytest.raises(InferenceServerException, match="but FP32"):
+            answer(tritonclient.grpc, server, name)
+    else:
+        assert answer(tritonclient.grpc, server, name) == [3, 5, 7, 9]
+    assert eventually(lambda: len(loaded(server)) == 2)
 
 
 def test_what_an_ensemble_needs_that_is_being_loaded_makes_no_room(server: RunningServer) -> None:
@@ -125,7 +175,8 @@ def test_many_requests_wait_for_one_load(server: RunningServer) -> None:
 
 
 def test_what_cannot_be_loaded_is_not_tried_for_each_request(
-        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+        server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.repository.on_demand._RETRY_SECS", 1e6)      # however slow this machine is
     for name, said in (("bad", "a loader's bug"), ("nobody", "unknown model")):
         for library in (tritonclient.grpc, tritonclient.http) * 2:
             with pytest.raises(InferenceServerException, match=said):

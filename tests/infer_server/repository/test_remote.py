@@ -1,6 +1,7 @@
 """Repositories elsewhere, copied to a bounded store; a store in memory, and a server of S3's protocol."""
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_the_store_is_bounded_and_keeps_what_is_loaded(store: Any, tmp_path: Pat
     folder.release("b")
     folder.fetch("d")
     assert sorted(copies(folder)) == ["c/1/model.plan", "d/1/model.plan"]
+
+
+def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: Any, tmp_path: Path) -> None:
+    put(store, "a/1/model.plan", b"one")
+    folder = remote(tmp_path)
+    folder.fetch("a")
+    for left in (".incoming-x/1", ".outline-x/m", "half/1"):
+        (folder.path / left).mkdir(parents=True)
+        (folder.path / left / "model.plan").write_bytes(b"two")
+    path, before = folder.path, copies(folder)
+    del folder                                          # which gives back its lock
+    gc.collect()
+    folder = remote(tmp_path)
+    assert sorted(each.name for each in path.iterdir()) == [".lock", ".manifests", "a"]
+    assert copies(folder) == {"a/1/model.plan": b"one"} != before
 
 
 def test_what_cannot_be_read_says_why(store: Any, tmp_path: Path) -> None:

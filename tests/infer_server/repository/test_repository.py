@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 import protos
@@ -212,6 +213,31 @@ def test_a_model_that_loads_slowly_holds_up_nobody(
             assert not loading.done()
         loading.result()
     assert client.is_model_ready("slow")
+
+
+@pytest.mark.parametrize("what", ["Load", "Unload"])
+def test_a_load_or_unload_goes_on_when_its_client_leaves(
+        server: RunningServer, client: triton.InferenceServerClient, tmp_path: Path, what: str) -> None:
+    write_model(tmp_path, "slow", gate="left")
+    if what == "Unload":
+        client.load_model("slow")
+    with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(1) as asking:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with GATES["left"].closed():
+            if what == "Unload":
+                answer = asking.submit(infer, client, "slow")
+                assert GATES["left"].holds(1)
+            call = getattr(stub, f"RepositoryModel{what}").future(
+                getattr(service_pb2, f"RepositoryModel{what}Request")(model_name="slow"))
+            assert eventually(lambda: states(client).get("slow/1") == f"{what.upper()}ING") and GATES["left"].holds(1)
+            call.cancel()
+            for _ in range(10):                         # on the same connection, behind the cancellation
+                assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=TIMEOUT_SECS).live
+            assert states(client)["slow/1"] == f"{what.upper()}ING"
+        if what == "Unload":
+            assert answer.result().all()
+    assert eventually(lambda: states(client)["slow/1"] == {"Load": "READY", "Unload": "UNAVAILABLE"}[what])
+    assert eventually(lambda: not server.server._service.models._changes)
 
 
 def test_unknown_models_cannot_be_loaded_or_unloaded(client: triton.InferenceServerClient) -> None:
