@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -328,7 +329,22 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:
     return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
 
 
+def _leave_signals_to_the_server() -> None:
+    """They go to all processes of a terminal or of a service, and the server drains this one. Not ignored, for what a
+    model starts would inherit that; what it forks has them as before."""
+    before = {number: signal.signal(number, lambda *_: None)
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)
+
+
 def main() -> None:
+    _leave_signals_to_the_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = [""]                     # ours is none of a model's, whose libraries may look (argparse, unittest)
     process = Process(channel)

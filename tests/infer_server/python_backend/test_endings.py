@@ -1,0 +1,78 @@
+"""How a Python model's process ends, and what becomes of what it was doing: nobody waits for ever, nothing is left."""
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as triton
+
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.python_backend.test_async import CONFIG, tensor
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import serving
+
+# What these models have in common: files tell how far they are, and let them go on.
+MARKS = HEAD + """
+def mark(name, text=""):
+    with open(f"{FOLDER}/.{name}", "w") as file:
+        file.write(str(text))
+    os.rename(f"{FOLDER}/.{name}", f"{FOLDER}/{name}")
+
+def wait_for(name):
+    while not os.path.exists(f"{FOLDER}/{name}"):
+        time.sleep(0.001)
+
+def one():
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))])
+"""
+WAITS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        mark("executes", os.getpid())
+        wait_for("go on")
+        return [one() for _ in requests]
+
+    def finalize(self):
+        mark("finalized")
+"""
+FORKS_AT_SIGNALS = """
+import multiprocessing
+
+class TritonPythonModel:
+    def execute(self, requests):
+        with multiprocessing.get_context("fork").Pool(1) as pool:       # which ends its processes by SIGTERM
+            mark("executes", os.getpid())
+            wait_for("go on")
+        return [one() for _ in requests]
+
+    def finalize(self):
+        mark("finalized")
+"""
+
+
+def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
+    """Its marks are in the folder."""
+    python_model(folder, name, f"FOLDER = {str(folder)!r}" + MARKS + source, config)
+
+
+def marked(file: Path) -> str:
+    assert eventually(file.exists)
+    return file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("source", [WAITS, FORKS_AT_SIGNALS])
+def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
+        tmp_path: Path, number: signal.Signals, source: str) -> None:
+    """As a terminal and a service manager send it."""
+    marking_model(tmp_path, "m", source)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(1) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(client.infer, "m", [tensor(1)])
+        os.kill(int(marked(tmp_path / "executes")), number)
+        (tmp_path / "go on").touch()
+        assert asked.result().as_numpy("y").tolist() == [1]
+    assert (tmp_path / "finalized").exists()
