@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,38 +23,16 @@ from numpy.typing import NDArray
 
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
-from infer_server.errors import (
-    CancelledError,
-    ExecutionError,
-    ExistsError,
-    InvalidRequestError,
-    NotServedError,
-    RepositoryError,
-    ServeError,
-    UnavailableError,
-    UnexplainedError,
-    UnknownModelError,
-)
+from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.protocol.codec import Datatype
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
+from infer_server.python_backend.failures import error_of, refusal
 
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
 _ENDING_SECS = 10.0             # for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-# By the codes of pb_utils.TritonError.
-_ERRORS: dict[int, type[ServeError]] = {
-    0: UnexplainedError, 1: ExecutionError, 2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError,
-    5: NotServedError, 6: ExistsError, 7: CancelledError}
-_INTERNAL = 1
-
-
-def refusal(error: Exception) -> dict[str, Any]:
-    """The head of the answer to a model that asked for what failed."""
-    code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
-    return {"final": True, "error": str(error) or type(error).__name__, "code": code}
-
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
 # Serve what a model asks the server for, by the kinds of its messages; on any thread.
@@ -99,6 +79,7 @@ class ModelProcess:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._channel = Channel(ours)
         threading.Thread(target=self._read, name=f"{launch.name} reader", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"{launch.name} watcher", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
@@ -300,6 +281,12 @@ class ModelProcess:
         if late:
             self._deliver(late, None)
 
+    def _watch(self) -> None:
+        """Ends the reading with the process: what that has forked may live on, and has the connection, too."""
+        with suppress(ChildProcessError):       # somebody has taken its status already
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._channel.close()                   # what it has sent is read yet
+
     def _unanswered(self) -> list[Outcome]:
         """What ends without its last response, for the process has ended."""
         reason = f"{self.launch.name}: its process ended before all responses were there: {self._ended}"
@@ -357,7 +344,7 @@ class ModelProcess:
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
                 f"to handle such a flag. {self.launch.name}: write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
-            return _ERRORS[head["code"]](head["error"])
+            return error_of(head)
         try:
             tensors = {**tensors, **{name: self._as_declared(name, tensors[name])
                                      for name in tensors.keys() & set(request.outputs)}}

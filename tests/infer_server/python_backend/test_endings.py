@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.python_backend.test_async import CONFIG, tensor
+from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import serving
 
@@ -52,6 +52,15 @@ class TritonPythonModel:
         mark("finalized")
 """
 
+LEAVES_A_CHILD = """
+class TritonPythonModel:
+    def execute(self, requests):
+        if child := os.fork():
+            mark("child", child)
+            os._exit(3)
+        time.sleep(1000)
+"""
+
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
     """Its marks are in the folder."""
@@ -76,3 +85,13 @@ def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
         (tmp_path / "go on").touch()
         assert asked.result().as_numpy("y").tolist() == [1]
     assert (tmp_path / "finalized").exists()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
+def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, config: str) -> None:
+    """As those of a pool do: they have its end of the connection, which is not closed."""
+    marking_model(tmp_path, "m", LEAVES_A_CHILD, config)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        (error,) = streamed(client, "m", tensor(1))
+        os.kill(int(marked(tmp_path / "child")), signal.SIGKILL)
+    assert "its process ended" in str(error) and "exit status 3" in str(error)
