@@ -155,6 +155,9 @@ class Process:
                     self._work.put(message)
         except ClosedError:
             os._exit(0)                 # whatever the model does: nobody will ever ask again
+        except BaseException:           # no memory, no descriptors: else the server would wait for what nobody reads
+            traceback.print_exc()
+            os._exit(1)
 
     def _check(self) -> None:
         """Asks the model whether it is ready, and says so."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import serving
@@ -60,6 +62,19 @@ class TritonPythonModel:
             os._exit(3)
         time.sleep(1000)
 """
+TAKES_ALL_DESCRIPTORS = """
+import resource
+
+class TritonPythonModel:
+    def execute(self, requests):
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+        try:
+            while True:
+                os.dup(0)
+        except OSError:
+            return [one() for _ in requests]
+"""
 
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
@@ -95,3 +110,13 @@ def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, c
         (error,) = streamed(client, "m", tensor(1))
         os.kill(int(marked(tmp_path / "child")), signal.SIGKILL)
     assert "its process ended" in str(error) and "exit status 3" in str(error)
+
+
+def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) -> None:
+    """The descriptor of one in shared memory: the server would wait until execute_timeout_secs have passed."""
+    marking_model(tmp_path, "m", TAKES_ALL_DESCRIPTORS)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("m", [tensor(1)])
+        with pytest.raises(InferenceServerException, match="its process ended in execute: exit status 1"):
+            client.infer("m", [tensor(*range(100_000))], client_timeout=TIMEOUT_SECS)
+        assert client.infer("m", [tensor(1)]).as_numpy("y").tolist() == [1]
