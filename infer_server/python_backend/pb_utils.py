@@ -132,8 +132,8 @@ class ResponseSender:
                 "more than one response." if response else "complete final before sending a response."))
         if self.is_closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        self._has_sent, self.is_closed = True, bool(flags)
-        server.respond(self._number, response, self.is_closed)
+        server.respond(self._number, response, bool(flags))     # which may raise: then it can send something else
+        self._has_sent, self.is_closed = True, self.is_closed or bool(flags)
 
     def is_cancelled(self) -> bool:
         return server.is_cancelled(self._number)

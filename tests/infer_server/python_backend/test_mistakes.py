@@ -38,6 +38,12 @@ class TritonPythonModel:
         elif what == "fork":
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 pool.apply(pb_utils.is_model_ready, ["sends"])
+        elif what == "no text":
+            surrogate = pb_utils.Tensor("out", np.array([chr(0xdc80)], np.object_))
+            try:
+                sender.send(pb_utils.InferenceResponse([surrogate]), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except UnicodeEncodeError:
+                sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         elif what == "return":
             return response
         elif what == "return and send":
@@ -92,6 +98,7 @@ def test_a_model_that_is_not_decoupled_has_one_response_and_the_first_counts(tmp
                 r"model 'sends_0_0', message: .*cannot send complete final before sending a response")):
             ask(client, "sends", "nothing")
         assert ask(client, "sends", "two") == "two"
+        assert ask(client, "sends", "no text") == "no text"         # whose first one could not be sent
         assert ask(client, "sends", "return and send") == "return and send"
         assert "Response sender has been closed" in ask(client, "sends", "late")
 
