@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class ModelProcess:
             checking.set_result(ready)
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """None: nothing was left to execute, or the process ended, or hangs, and is killed."""
+        """None: nothing was left to execute or could be sent, or the process ended, or hangs, and is killed."""
         started_ns = time.monotonic_ns()
         with self._lock:
             numbers, batch, outcomes = self._begin(batch)
@@ -133,15 +133,8 @@ class ModelProcess:
                 if request.reply.gone:          # since it was taken from its queue: cancel() may not have found it here
                     self._tell_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
-        except (ClosedError, ExecutionError) as error:
-            if isinstance(error, ClosedError):
-                error = self._ended_in("execute")
-            log.error("%s failed on a batch of %d requests: %s", self.launch.name, len(batch), error)
-            self.kill()
-            with self._lock:
-                self._executing = ()
-                return outcomes + [(self._end(number), ExecutionError(f"{error}; it is started again"))
-                                   for number in numbers if number in self._open], None
+        except (ClosedError, ExecutionError, OSError) as error:
+            return outcomes + self._failed(numbers, error), None
         computed_ns = time.monotonic_ns()
         results = [(number, request, self._result(request, head, tensors)) for number, request, head, tensors
                    in zip(numbers, batch, message.head["responses"], message.tensors, strict=True)
@@ -163,6 +156,18 @@ class ModelProcess:
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, sent_ns, computed_ns,
                                         time.monotonic_ns(), apart_ns=tuple(
                                             request.enqueued_ns for request in batch if request not in here))
+
+    def _failed(self, numbers: Sequence[int], error: Exception) -> list[Outcome]:
+        """What those that execute() answers for end with. OSError: there was no memory to send them with."""
+        if isinstance(error, OSError):
+            reason = f"{self.launch.name}: its inputs cannot be sent: {error}"
+        else:
+            reason = f"{self._ended_in('execute') if isinstance(error, ClosedError) else error}; it is started again"
+            self.kill()
+        log.error("failed on a batch of %d requests: %s", len(numbers), reason)
+        with self._lock:
+            self._executing = ()
+            return [(self._end(number), ExecutionError(reason)) for number in numbers if number in self._open]
 
     def _begin(self, batch: list[Request]) -> tuple[tuple[int, ...], list[Request], list[Outcome]]:
         """The numbers and requests to be executed, and the outcomes of those that have ended since they last were."""

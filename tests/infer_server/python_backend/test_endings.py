@@ -1,6 +1,7 @@
 """How a Python model's process ends, and what becomes of what it was doing: nobody waits for ever, nothing is left."""
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,21 @@ class TritonPythonModel:
             return [one() for _ in requests]
 """
 
+ASKS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        response = pb_utils.InferenceRequest(
+            model_name="large", requested_output_names=["y"], inputs=request.inputs()).exec()
+        return [pb_utils.InferenceResponse(error=response.error()) if response.has_error() else one()]
+"""
+LARGE = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(100_000, os.getpid(), np.float32))])
+                for _ in requests]
+"""
+
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
     """Its marks are in the folder."""
@@ -120,3 +136,21 @@ def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) ->
         with pytest.raises(InferenceServerException, match="its process ended in execute: exit status 1"):
             client.infer("m", [tensor(*range(100_000))], client_timeout=TIMEOUT_SECS)
         assert client.infer("m", [tensor(1)]).as_numpy("y").tolist() == [1]
+
+
+def test_a_process_that_cannot_be_sent_a_large_tensor_serves_on(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of descriptors, in the server; and who waits for an answer with one is told."""
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    marking_model(tmp_path, "large", LARGE)
+    marking_model(tmp_path, "asks", ASKS)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        before = client.infer("large", [tensor(1)]).as_numpy("y")[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "memfd_create", none_left)
+            for model, values in (("large", range(100_000)), ("asks", [1])):
+                with pytest.raises(InferenceServerException, match="Too many open files"):
+                    client.infer(model, [tensor(*values)], client_timeout=TIMEOUT_SECS)
+        assert client.infer("large", [tensor(1)]).as_numpy("y")[0] == before
