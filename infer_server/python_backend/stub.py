@@ -224,7 +224,18 @@ class Process:
                     request.sender.is_closed = True
             if request.is_rescheduled and request.sender and not request.sender.is_closed:
                 self._senders[request.number] = request.sender
-        self._channel.send({"kind": "executed", "batch": message.head["batch"],
+        batch = message.head["batch"]
+        try:
+            self._send_executed(batch, requests, answers)
+        except ClosedError:
+            raise
+        except Exception as error:                      # of tensors that are none, or find no memory; none was sent
+            failed = f"The response(s) of model '{self._name}' cannot be sent, message: "
+            self._send_executed(batch, requests, [answer and _failed(error, failed) for answer in answers])
+
+    def _send_executed(self, batch: int, requests: Sequence[pb_utils.InferenceRequest],
+                       answers: Sequence[pb_utils.InferenceResponse | None]) -> None:
+        self._channel.send({"kind": "executed", "batch": batch,
                             "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
 
