@@ -30,4 +30,9 @@ def refusal(error: Exception) -> dict[str, Any]:
 
 def error_of(head: Mapping[str, Any]) -> ServeError:
     """What the head of a model's response says."""
-    return _ERRORS[head["code"]](head["error"])
+    return _ERRORS[head["code"]](legible(head["error"]))
+
+
+def legible(text: object) -> str:
+    """A text of a model's, for people: halves of surrogate pairs, as in names of files, are none in any protocol."""
+    return str(text).encode(errors="backslashreplace").decode()

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from infer_server.python_backend.channel import Tensors, Typed
+from infer_server.python_backend.failures import legible
 from infer_server.python_backend.pb_config import TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY
 from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
 from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
@@ -90,6 +91,8 @@ def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
         if type(value) is int and value not in _INT64:
             raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
+        if any(legible(text) != text for text in (name, value) if isinstance(text, str)):
+            raise TritonModelException(f"Parameter {name!r}: {value!r} is no text, it has half a surrogate pair")
     return dict(parameters or {})
 
 

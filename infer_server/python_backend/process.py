@@ -26,7 +26,7 @@ from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.protocol.codec import Datatype
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
-from infer_server.python_backend.failures import error_of, refusal
+from infer_server.python_backend.failures import error_of, legible, refusal
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class ModelProcess:
         if message is None:
             raise self._ended_in(what)
         if message.head["kind"] == "failed":
-            raise ExecutionError(f"{self.launch.name}: {what} failed: {message.head['error']}")
+            raise ExecutionError(f"{self.launch.name}: {what} failed: {legible(message.head['error'])}")
         return message
 
     def _ended_in(self, what: str) -> ExecutionError:
@@ -359,7 +359,7 @@ class ModelProcess:
             return error
         except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
             log.exception("%s: a response cannot be sent", self.launch.name)
-            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {error}")
+            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {legible(error)}")
 
     def _as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises
