@@ -52,8 +52,7 @@ class PythonModel(QueuedModel):
                  control: Callable[[], Control]) -> None:
         self._find, self._metrics, self._owner, self._control = find, metrics, Owner(), control
         self._unloading: set[asyncio.Future[None]] = set()
-        process, message = self._first(source, loop)
-        config = from_message(message, source.folder)
+        process, message, config = self._first(source, loop)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
         super().__init__(source.name, source.version, message, config, signature, loop)
         self._executors: list[PythonExecutor] = []
@@ -106,25 +105,25 @@ class PythonModel(QueuedModel):
                     raise RepositoryError(f"model_warmup: {result}")
 
     def _first(self, source: Source, loop: asyncio.AbstractEventLoop
-               ) -> tuple[ModelProcess, model_config.ModelConfig]:
-        """The first process, and the configuration that its auto_complete_config completes."""
+               ) -> tuple[ModelProcess, model_config.ModelConfig, ModelConfig]:
+        """The first process, and the configuration that its auto_complete_config completes, also as it is read."""
         message = complete(source.message, source.name)
         process = self._start(_launch(source, message, from_message(message, is_complete=False), 0), loop, False)
         try:
             completed = process.initialize(complete=True)
             message = complete(json_format.Parse(completed, model_config.ModelConfig()), source.name)
-            config = from_message(message)
+            config = from_message(message, source.folder)
             if not config.outputs:
                 raise ModelConfigError("output: a Python model needs one; give it in config.pbtxt, or in its "
                                        "auto_complete_config")
+            process.launch = _launch(source, message, config, 0)
         except json_format.ParseError as error:
             process.kill()
             raise ModelConfigError(f"auto_complete_config: {error}") from error
         except ServeError:
             process.kill()
             raise
-        process.launch = _launch(source, message, config, 0)
-        return process, message
+        return process, message, config
 
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])

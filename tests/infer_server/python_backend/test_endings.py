@@ -12,6 +12,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.fronts.test_fronts import is_alive
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
@@ -92,6 +93,16 @@ class TritonPythonModel:
                 for _ in requests]
 """
 
+IS_THERE = """
+class TritonPythonModel:
+    def initialize(self, args):
+        mark("is there", os.getpid())
+
+    def execute(self, requests): ...
+"""
+STATE = """ sequence_batching { state { input_name: "i" output_name: "o" data_type: TYPE_FP32 dims: 1
+  initial_state { name: "s" data_type: TYPE_FP32 dims: 1 data_file: "none" } } }"""
+
 
 def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
     """Its marks are in the folder."""
@@ -154,3 +165,12 @@ def test_a_process_that_cannot_be_sent_a_large_tensor_serves_on(
                 with pytest.raises(InferenceServerException, match="Too many open files"):
                     client.infer(model, [tensor(*values)], client_timeout=TIMEOUT_SECS)
         assert client.infer("large", [tensor(1)]).as_numpy("y")[0] == before
+
+
+@pytest.mark.parametrize("config", [CONFIG.removesuffix("}") + 'label_filename: "none.txt" }', CONFIG + STATE])
+def test_a_process_ends_where_its_model_fails_for_a_file_that_is_missing(tmp_path: Path, config: str) -> None:
+    marking_model(tmp_path, "m", IS_THERE, config)
+    with serving(tmp_path) as server:
+        assert "No such file" in server.server.failures()["m version 1"]
+        started = tmp_path / "is there"
+        assert not (started.exists() and is_alive(int(started.read_text())))
