@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,8 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
             seconds[key] = float(config.parameters.get(key, default))
         except ValueError:
             raise ModelConfigError(f"parameter {key}: expected a number of seconds") from None
+        if not 0 < seconds[key] <= TIMEOUT_MAX:         # nor nan
+            raise ModelConfigError(f"parameter {key}: expected a number of seconds up to {TIMEOUT_MAX:g}")
     arguments = {
         "model_config": json.dumps(to_json(message)),
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",

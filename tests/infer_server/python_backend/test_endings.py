@@ -174,3 +174,13 @@ def test_a_process_ends_where_its_model_fails_for_a_file_that_is_missing(tmp_pat
         assert "No such file" in server.server.failures()["m version 1"]
         started = tmp_path / "is there"
         assert not (started.exists() and is_alive(int(started.read_text())))
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "many"])
+@pytest.mark.parametrize("key", ["start_timeout_secs", "execute_timeout_secs"])
+def test_a_time_that_nobody_can_wait_is_refused(tmp_path: Path, key: str, seconds: str) -> None:
+    """Every request failed, or the load with our traceback."""
+    marking_model(tmp_path, "m", IS_THERE,
+                  CONFIG + f' parameters {{ key: "{key}" value {{ string_value: "{seconds}" }} }}')
+    with serving(tmp_path) as server:
+        assert f"parameter {key}: expected a number of seconds" in server.server.failures()["m version 1"]
