@@ -57,10 +57,11 @@ class ModelProcess:
     """execute() and close() belong to the thread of an instance."""
 
     def __init__(self, launch: Launch, asked: Asked, deliver: Callable[[list[Outcome], BatchExecution | None], None],
-                 post: Callable[..., None]) -> None:
-        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop."""
+                 post: Callable[..., None], ended: Callable[[], None]) -> None:
+        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop. ended: is
+        called when the process has, behind all that it asked for."""
         self.launch = launch                            # its configuration may be completed once
-        self._asked, self._deliver, self._post = asked, deliver, post
+        self._asked, self._deliver, self._post, self._tell_end = asked, deliver, post, ended
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Request] = {}             # their last response has not come; who pops one ends it
@@ -283,6 +284,7 @@ class ModelProcess:
             late = self._unanswered()
         self._replies.put(None)
         self._checked(False)
+        self._tell_end()
         if late:
             self._deliver(late, None)
 

@@ -133,7 +133,7 @@ class PythonModel(QueuedModel):
                         "withdraw": partial(_withdraw, open_, loop),
                         "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
         process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
-                               partial(post, loop))
+                               partial(post, loop), partial(post, loop, _withdraw_all, open_))
         if initialize:
             try:
                 process.initialize(complete=False)
@@ -212,6 +212,12 @@ def _withdraw(open_: Mapping[int, _Asked], loop: asyncio.AbstractEventLoop, mess
             asked.withdraw()
 
     post(loop, withdraw)
+
+
+def _withdraw_all(open_: Mapping[int, _Asked]) -> None:
+    """Ends what a process has asked for that has ended itself: nobody reads an answer, or would ever cancel."""
+    for asked in list(open_.values()):
+        asked.withdraw()
 
 
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:

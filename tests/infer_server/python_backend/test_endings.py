@@ -93,6 +93,24 @@ class TritonPythonModel:
                 for _ in requests]
 """
 
+UNTIL_CANCELLED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        mark("asked")
+        while not request.is_cancelled():
+            time.sleep(0.001)
+        mark("cancelled")
+        request.get_response_sender().send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+LEAVES_WHAT_IT_ASKED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        pb_utils.InferenceRequest(model_name="counts", requested_output_names=["y"], inputs=requests[0].inputs()).exec(
+            decoupled=True)
+        wait_for("asked")
+        os._exit(3)
+"""
 IS_THERE = """
 class TritonPythonModel:
     def initialize(self, args):
@@ -184,3 +202,12 @@ def test_a_time_that_nobody_can_wait_is_refused(tmp_path: Path, key: str, second
                   CONFIG + f' parameters {{ key: "{key}" value {{ string_value: "{seconds}" }} }}')
     with serving(tmp_path) as server:
         assert f"parameter {key}: expected a number of seconds" in server.server.failures()["m version 1"]
+
+
+def test_what_a_process_asked_of_another_model_is_withdrawn_when_it_ends(tmp_path: Path) -> None:
+    marking_model(tmp_path, "counts", UNTIL_CANCELLED, DECOUPLED)
+    marking_model(tmp_path, "m", LEAVES_WHAT_IT_ASKED)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match="exit status 3"):
+            client.infer("m", [tensor(1)])
+        assert eventually((tmp_path / "cancelled").exists)
