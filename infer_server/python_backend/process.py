@@ -31,6 +31,7 @@ from infer_server.python_backend.failures import error_of, legible, refusal
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
+_LOOKING_SECS = 0.01            # between two looks at what senders have yet to send
 _ENDING_SECS = 10.0             # for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -218,7 +219,10 @@ class ModelProcess:
             log.debug("%s ended before it was told %s", self.launch.name, head)
 
     def close(self) -> None:
-        """Lets the model finalize, and ends the process."""
+        """Lets the model send what is awaited yet, and finalize, and ends the process."""
+        end = time.monotonic() + self.launch.execute_secs
+        while self.is_alive and self._is_awaited() and time.monotonic() < end:
+            time.sleep(_LOOKING_SECS)
         if self.is_alive:
             try:
                 self._channel.send({"kind": "finalize"})
@@ -227,6 +231,10 @@ class ModelProcess:
             except (ClosedError, ExecutionError, subprocess.TimeoutExpired) as error:
                 log.warning("%s did not end by itself: %s", self.launch.name, error)
         self.kill()
+
+    def _is_awaited(self) -> bool:
+        with self._lock:
+            return any(not request.reply.gone for request in self._open.values())
 
     def kill(self) -> None:
         self._process.kill()

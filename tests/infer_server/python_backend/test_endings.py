@@ -4,6 +4,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.python_backend.process import ModelProcess
+from infer_server.repository.kinds import python_model as python_model_module
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.fronts.test_fronts import is_alive
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
-from tests.infer_server.serving import serving
+from tests.infer_server.serving import RunningServer, serving
 
 # What these models have in common: files tell how far they are, and let them go on.
 MARKS = HEAD + """
@@ -110,6 +114,20 @@ class TritonPythonModel:
             decoupled=True)
         wait_for("asked")
         os._exit(3)
+"""
+ANSWERS_LATER = """
+import asyncio
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        mark("executes")
+        while not os.path.exists(f"{FOLDER}/go on"):
+            await asyncio.sleep(0.001)
+        mark("went on", os.path.exists(f"{FOLDER}/finalized"))
+        requests[0].get_response_sender().send(one(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        mark("finalized")
 """
 IS_THERE = """
 class TritonPythonModel:
@@ -211,3 +229,28 @@ def test_what_a_process_asked_of_another_model_is_withdrawn_when_it_ends(tmp_pat
         with pytest.raises(InferenceServerException, match="exit status 3"):
             client.infer("m", [tensor(1)])
         assert eventually((tmp_path / "cancelled").exists)
+
+
+@pytest.mark.parametrize("ends", [lambda server: server.stop(), lambda server: server.run(
+    server.server.repository.unload("m"))])
+def test_a_model_that_is_let_go_of_sends_what_its_senders_have_yet_to_send(
+        tmp_path: Path, ends: Callable[[RunningServer], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+
+    class Waits(ModelProcess):
+        def close(self) -> None:
+            waits.set()
+            super().close()
+
+    monkeypatch.setattr(python_model_module, "ModelProcess", Waits)
+    marking_model(tmp_path, "m", ANSWERS_LATER, DECOUPLED)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(streamed, client, "m", tensor(1))
+        marked(tmp_path / "executes")
+        ended = pool.submit(ends, server)
+        assert waits.wait(TIMEOUT_SECS)
+        (tmp_path / "go on").touch()
+        assert asked.result() == [1]
+        ended.result()
+    assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
