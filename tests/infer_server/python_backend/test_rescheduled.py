@@ -10,6 +10,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.batching.statistics import Failure
+from infer_server.python_backend.executor import PythonExecutor
 from infer_server.repository import model as model_module
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
@@ -41,6 +42,10 @@ class TritonPythonModel:
         if what == "for ever":
             if step == 1:
                 sender.send(response(step))
+            requests[0].set_release_flags(RESCHEDULE)
+        elif what == "when told":
+            while not sender.is_cancelled():
+                time.sleep(0.001)
             requests[0].set_release_flags(RESCHEDULE)
         elif what == "answer first" and step < 3:
             if step == 1:
@@ -139,6 +144,20 @@ def test_a_model_learns_by_its_senders_of_requests_that_ended_between_two_execut
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     assert eventually(lambda: left(server, "those that are there") == 0)
     assert all(server.server.repository.find(name).pending == 0 for name in ("single", "stream"))
+
+
+def test_nothing_is_kept_of_a_request_that_its_model_wants_again_when_nobody_waits_for_it(
+        server: RunningServer) -> None:
+    model = server.server.repository.find("single")
+    executor: PythonExecutor = model._executors[0]
+    failed = sum(model.statistics.snapshot().failures.values())
+    with triton.InferenceServerClient(server.address) as client:
+        call = client.async_infer("single", asked("when told"), lambda result, error: None)
+        assert eventually(lambda: executor._process._open)
+        call.cancel()
+        assert eventually(lambda: sum(model.statistics.snapshot().failures.values()) == failed + 1)
+    assert left(server, "one") == 1             # behind all that was done for it
+    assert not executor._process._open and not executor._process._between
 
 
 def left_streamed(server: RunningServer, what: str) -> int:
