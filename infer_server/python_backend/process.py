@@ -132,7 +132,8 @@ class ModelProcess:
                 [self._typed(request.inputs) for request in batch])
             sent_ns = time.monotonic_ns()
             for number, request in zip(numbers, batch, strict=True):
-                if request.reply.gone:          # since it was taken from its queue: cancel() may not have found it here
+                # Since it was taken from its queue: cancel() may not have found it here. A warm-up was in none.
+                if request.reply.gone and request.enqueued_ns:
                     self._tell_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
         except (ClosedError, ExecutionError, OSError) as error:

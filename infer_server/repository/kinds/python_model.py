@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format
 
-from infer_server.batching.request import Arrays, InSequence, Request, parameters_of
+from infer_server.batching.request import Arrays, InSequence, Outcome, Request, parameters_of
+from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
@@ -93,6 +94,10 @@ class PythonModel(QueuedModel):
             for executor in self._executors:
                 executor.forget(request)
 
+    def _deliver_late(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
+        """What senders give. That of a warm-up, which was in no queue, is counted nowhere."""
+        self.deliver([outcome for outcome in outcomes if outcome[0].enqueued_ns], execution)
+
     def _warm_up(self, executor: PythonExecutor, source: Source) -> None:
         """Raises RepositoryError: the model refuses one of its model_warmup."""
         for request in warmup_requests(self, self.config_message, source.folder):
@@ -132,8 +137,8 @@ class PythonModel(QueuedModel):
         asked: Asked = {"infer": partial(_Asked, self._find, loop, open_), "metric": self._of_metric,
                         "withdraw": partial(_withdraw, open_, loop),
                         "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
-        process = ModelProcess(launch, asked, lambda *what: self.deliver(*what),
-                               partial(post, loop), partial(post, loop, _withdraw_all, open_))
+        process = ModelProcess(launch, asked, self._deliver_late, partial(post, loop),
+                               partial(post, loop, _withdraw_all, open_))
         if initialize:
             try:
                 process.initialize(complete=False)

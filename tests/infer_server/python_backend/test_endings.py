@@ -129,6 +129,18 @@ class TritonPythonModel:
     def finalize(self):
         mark("finalized")
 """
+SAYS_WHETHER_CANCELLED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        pb_utils.is_model_ready("none")         # so that what was said before is known
+        y = pb_utils.Tensor("y", np.array([request.is_cancelled()], np.float32))
+        mark("cancelled", request.is_cancelled())
+        request.get_response_sender().send(
+            pb_utils.InferenceResponse([y]), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+WARM_UP = """ model_warmup { name: "zeros"
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }"""
 IS_THERE = """
 class TritonPythonModel:
     def initialize(self, args):
@@ -254,3 +266,14 @@ def test_a_model_that_is_let_go_of_sends_what_its_senders_have_yet_to_send(
         assert asked.result() == [1]
         ended.result()
     assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
+def test_a_warm_up_that_answers_by_its_sender_is_neither_cancelled_nor_counted(tmp_path: Path, config: str) -> None:
+    marking_model(tmp_path, "m", SAYS_WHETHER_CANCELLED, config + WARM_UP)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        assert (tmp_path / "cancelled").read_text() == "False"
+        assert streamed(client, "m", tensor(1)) == [0]          # whose outcome comes behind that of the warm-up
+        statistics = server.server.repository.find("m").statistics
+        assert eventually(lambda: statistics.snapshot().success.count == 1)
+        assert not sum(statistics.snapshot().failures.values())
