@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,9 @@ from numpy.typing import NDArray
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
-from infer_server.protocol.codec import Datatype
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
 from infer_server.python_backend.failures import error_of, legible, refusal
+from infer_server.python_backend.launch import Launch
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +36,6 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
 # Serve what a model asks the server for, by the kinds of its messages; on any thread.
 Asked = Mapping[str, Callable[[Message, Answer], object]]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a process is started with."""
-    name: str                               # in logs and errors: of the model, and which instance
-    file: Path                              # model.py
-    arguments: Mapping[str, str]            # of initialize
-    inputs: Mapping[str, Datatype]
-    outputs: Mapping[str, Datatype]
-    is_decoupled: bool
-    is_iterative: bool
-    start_secs: float
-    execute_secs: float
 
 
 class ModelProcess:
@@ -74,6 +58,7 @@ class ModelProcess:
         self._says_ready = False                        # the model has an is_ready()
         self._checking: Future[bool] | None = None      # while it is asked
         self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
+        self._told: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()       # None: likewise
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -82,6 +67,7 @@ class ModelProcess:
         self._channel = Channel(ours)
         threading.Thread(target=self._read, name=f"{launch.name} reader", daemon=True).start()
         threading.Thread(target=self._watch, name=f"{launch.name} watcher", daemon=True).start()
+        threading.Thread(target=self._write, name=f"{launch.name} writer", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
@@ -213,9 +199,14 @@ class ModelProcess:
         self._tell({"kind": "cancel", "request": number})
 
     def _tell(self, head: Mapping[str, Any]) -> None:
-        """What its end makes needless."""
+        """What its end makes needless. Does not wait, for the event loop tells it: a process may not read, stopped or
+        in code that lets no other thread of it run."""
+        self._told.put(head)
+
+    def _write(self) -> None:
         try:
-            self._channel.send(head)
+            while (head := self._told.get()) is not None:
+                self._channel.send(head)
         except ClosedError:
             log.debug("%s ended before it was told %s", self.launch.name, head)
 
@@ -292,6 +283,7 @@ class ModelProcess:
             self._ended = how
             late = self._unanswered()
         self._replies.put(None)
+        self._told.put(None)
         self._checked(False)
         self._tell_end()
         if late:
@@ -313,8 +305,11 @@ class ModelProcess:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
+            answered = {"kind": "answered", "number": number, **head}
+            if not tensors:
+                return self._tell(answered)
             try:
-                self._channel.send({"kind": "answered", "number": number, **head}, [tensors])
+                self._channel.send(answered, [tensors])
             except ClosedError:
                 log.debug("%s ended before what it asked for was answered", self.launch.name)
 

@@ -32,7 +32,8 @@ from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.failures import refusal
-from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess
+from infer_server.python_backend.launch import Launch
+from infer_server.python_backend.process import Answer, Asked, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Control, Find, request_of

@@ -141,6 +141,26 @@ class TritonPythonModel:
 """
 WARM_UP = """ model_warmup { name: "zeros"
   inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }"""
+READS_NOTHING = """
+import signal
+
+class TritonPythonModel:
+    def is_ready(self):
+        return True
+
+    def execute(self, requests):
+        for _ in range(8):
+            pb_utils.InferenceRequest(
+                model_name="medium", requested_output_names=["y"], inputs=requests[0].inputs()).exec(decoupled=True)
+        mark("executes", os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return [one() for _ in requests]
+"""
+MEDIUM = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(16_000, np.float32))]) for _ in requests]
+"""
 IS_THERE = """
 class TritonPythonModel:
     def initialize(self, args):
@@ -277,3 +297,21 @@ def test_a_warm_up_that_answers_by_its_sender_is_neither_cancelled_nor_counted(t
         statistics = server.server.repository.find("m").statistics
         assert eventually(lambda: statistics.snapshot().success.count == 1)
         assert not sum(statistics.snapshot().failures.values())
+
+
+def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """Stopped here; one in code that lets none of its threads run does not, either."""
+    marking_model(tmp_path, "medium", MEDIUM)
+    marking_model(tmp_path, "m", READS_NOTHING)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(client.infer, "m", [tensor(1)])
+        stopped = int(marked(tmp_path / "executes"))
+        channel = server.server.repository.find("m")._executors[0]._process._channel
+        try:
+            assert eventually(channel._sending.locked)          # by an answer that finds no room
+            says = pool.submit(client.is_model_ready, "m")
+            assert client.is_server_live(client_timeout=TIMEOUT_SECS)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert asked.result().as_numpy("y").tolist() == [1] and says.result()
