@@ -54,7 +54,7 @@ class TritonPythonModel:
         elif what == "return":
             return response
         elif what == "return and send":
-            self.later = threading.Timer(0.2, self.send_late, [sender, response])
+            self.later = threading.Thread(target=self.send_late, args=[sender, response])
             self.later.start()
             return response
         elif what == "late":
@@ -63,6 +63,8 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("out", out)]), 1)
 
     def send_late(self, sender, response):
+        while not sender.is_closed:             # by what execute returned
+            time.sleep(0.001)
         try:
             sender.send(response)
         except pb_utils.TritonModelException as error:
