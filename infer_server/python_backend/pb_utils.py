@@ -122,7 +122,7 @@ class ResponseSender:
     def __init__(self, number: int) -> None:
         self._number = number
         self._has_sent = False
-        self.is_closed = False
+        self.is_closed = self.is_forgotten = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
@@ -139,7 +139,7 @@ class ResponseSender:
         self._has_sent, self.is_closed = True, self.is_closed or bool(flags)
 
     def is_cancelled(self) -> bool:
-        return server.is_cancelled(self._number)
+        return self.is_forgotten or server.is_cancelled(self._number)
 
 
 InferenceResponseSender = ResponseSender
@@ -256,7 +256,7 @@ class InferenceRequest:
         return InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        return server.is_cancelled(self.number)
+        return self.sender.is_cancelled() if self.sender else server.is_cancelled(self.number)
 
     def get_response_sender(self) -> ResponseSender:
         if self.sender is None:

@@ -193,7 +193,7 @@ class ModelProcess:
                 return
             self._end(number)
             self._last.pop(number, None)
-        self._tell_cancelled(number)
+        self._tell({"kind": "forget", "request": number})
 
     def _tell_cancelled(self, number: int) -> None:
         self._tell({"kind": "cancel", "request": number})

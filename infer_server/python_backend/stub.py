@@ -39,7 +39,8 @@ class Process:
         self._channel = channel
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
+        self._open: dict[int, bool] = {}                # requests without their last response: whether one is cancelled
+        self._opening = threading.Lock()
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
@@ -77,10 +78,14 @@ class Process:
         head = {"kind": "response", "request": request, "final": final, **_beside(response)}
         self._channel.send(head, [self._outputs(response)] if response else [])
         if final:
-            self._cancelled.discard(request)
+            self._end(request)
+
+    def _end(self, request: int) -> None:
+        with self._opening:
+            self._open.pop(request, None)
 
     def is_cancelled(self, request: int) -> bool:
-        return request in self._cancelled
+        return self._open.get(request, False)
 
     def log(self, level: str, text: str) -> None:
         self._channel.send({"kind": "log", "level": level, "text": str(text)})
@@ -144,14 +149,20 @@ class Process:
                 message = self._channel.receive()
                 kind = message.head["kind"]
                 if kind == "cancel":
-                    self._cancelled.add(message.head["request"])
-                    self._senders.pop(message.head["request"], None)
+                    with self._opening:         # it may have ended meanwhile
+                        if message.head["request"] in self._open:
+                            self._open[message.head["request"]] = True
+                elif kind == "forget":          # it is not executed again: what its model has kept of it alone knows
+                    self._end(message.head["request"])
+                    if sender := self._senders.pop(message.head["request"], None):
+                        sender.is_forgotten = True
                 elif kind == "check":
                     threading.Thread(target=self._check, daemon=True).start()       # beside what is executed
                 elif kind == "answered":
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
                 else:
+                    self._open.update((each["number"], False) for each in message.head.get("requests", ()))
                     self._work.put(message)
         except ClosedError:
             os._exit(0)                 # whatever the model does: nobody will ever ask again
@@ -219,7 +230,7 @@ class Process:
             answers = [_failed(error, failed)] * len(requests)
         for request, answer in zip(requests, answers, strict=True):
             if answer:                                  # this was its last response
-                self._cancelled.discard(request.number)
+                self._end(request.number)
                 if request.sender:
                     request.sender.is_closed = True
             if request.is_rescheduled and request.sender and not request.sender.is_closed:

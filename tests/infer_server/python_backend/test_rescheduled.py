@@ -47,6 +47,8 @@ class TritonPythonModel:
             while not sender.is_cancelled():
                 time.sleep(0.001)
             requests[0].set_release_flags(RESCHEDULE)
+        elif what == "how many are open":
+            sender.send(response(len(pb_utils.server._open)), flags=FINAL)
         elif what == "answer first" and step < 3:
             if step == 1:
                 sender.send(response(7))
@@ -139,6 +141,7 @@ def test_a_model_learns_by_its_senders_of_requests_that_ended_between_two_execut
         assert answers.get(timeout=TIMEOUT_SECS) == ("a", 1)
         client.stop_stream(cancel_requests=True)
     assert eventually(lambda: left_streamed(server, "those that are there") == 0)
+    assert eventually(lambda: left_streamed(server, "how many are open") == 1)      # the one that asks
     with triton.InferenceServerClient(server.address) as client, pytest.raises(InferenceServerException) as caught:
         client.infer("single", asked("for ever"), client_timeout=0.2)
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
