@@ -50,7 +50,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, head: Mapping[str, Any], groups: Iterable[Tensors] = ()) -> None:
-        """Raises ClosedError."""
+        """Raises ClosedError; OSError, or what else keeps tensors from being written, where nothing was sent."""
         raw: list[memoryview] = []
         described, size = [], 0
         for tensors in groups:
@@ -61,11 +61,11 @@ class Channel:
                 size += -(-raw[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
             described.append(entries)
         text = json.dumps({**head, "tensors": described}).encode()
-        shared = size >= _SHARED_BYTES
+        shared = _shared(raw, size) if size >= _SHARED_BYTES else None
         try:
             with self._sending:
-                if shared:
-                    self._send_shared(_HEAD.pack(len(text), size, True), raw, size)
+                if shared is not None:
+                    socket.send_fds(self._connection, [_HEAD.pack(len(text), size, True)], [shared])
                     self._connection.sendall(text)
                 else:
                     parts: list[bytes | memoryview] = [_HEAD.pack(len(text), size, False), text]
@@ -74,6 +74,9 @@ class Channel:
                     self._connection.sendall(b"".join(parts))
         except OSError as error:
             raise ClosedError(str(error)) from error
+        finally:
+            if shared is not None:
+                os.close(shared)
 
     def receive(self) -> Message:
         """Blocks for the next message. Raises ClosedError."""
@@ -106,19 +109,6 @@ class Channel:
         with self._sending:
             self._connection.close()
 
-    def _send_shared(self, head: bytes, raw: Iterable[memoryview], size: int) -> None:
-        descriptor = os.memfd_create("tensors", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            with mmap.mmap(descriptor, size) as memory:
-                at = 0
-                for piece in raw:
-                    memory[at:at + piece.nbytes] = piece
-                    at += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-            socket.send_fds(self._connection, [head], [descriptor])
-        finally:
-            os.close(descriptor)
-
     def _read(self, size: int) -> memoryview:
         buffer = memoryview(bytearray(size))
         at = 0
@@ -131,6 +121,22 @@ class Channel:
                 raise ClosedError("the connection was closed within a message")
             at += count
         return buffer
+
+
+def _shared(raw: Iterable[memoryview], size: int) -> int:
+    """The descriptor of shared memory that holds tensors. Raises OSError: there is none left."""
+    descriptor = os.memfd_create("tensors", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        with mmap.mmap(descriptor, size) as memory:
+            at = 0
+            for piece in raw:
+                memory[at:at + piece.nbytes] = piece
+                at += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _array(memory: memoryview, name: str, datatype: str, shape: list[int], at: int, size: int) -> NDArray[Any]:

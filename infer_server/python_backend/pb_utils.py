@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from infer_server.python_backend.channel import Tensors, Typed
+from infer_server.python_backend.failures import legible
 from infer_server.python_backend.pb_config import TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY
 from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
 from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
@@ -90,6 +91,8 @@ def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
         if type(value) is int and value not in _INT64:
             raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
+        if any(legible(text) != text for text in (name, value) if isinstance(text, str)):
+            raise TritonModelException(f"Parameter {name!r}: {value!r} is no text, it has half a surrogate pair")
     return dict(parameters or {})
 
 
@@ -119,7 +122,7 @@ class ResponseSender:
     def __init__(self, number: int) -> None:
         self._number = number
         self._has_sent = False
-        self.is_closed = False
+        self.is_closed = self.is_forgotten = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
@@ -132,11 +135,11 @@ class ResponseSender:
                 "more than one response." if response else "complete final before sending a response."))
         if self.is_closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        self._has_sent, self.is_closed = True, bool(flags)
-        server.respond(self._number, response, self.is_closed)
+        server.respond(self._number, response, bool(flags))     # which may raise: then it can send something else
+        self._has_sent, self.is_closed = True, self.is_closed or bool(flags)
 
     def is_cancelled(self) -> bool:
-        return server.is_cancelled(self._number)
+        return self.is_forgotten or server.is_cancelled(self._number)
 
 
 InferenceResponseSender = ResponseSender
@@ -259,7 +262,7 @@ class InferenceRequest:
         return self._trace if isinstance(self._trace, InferenceTrace) else InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        return server.is_cancelled(self.number)
+        return self.sender.is_cancelled() if self.sender else server.is_cancelled(self.number)
 
     def get_response_sender(self) -> ResponseSender:
         if self.sender is None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import signal
 import socket
@@ -10,10 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,14 @@ from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Requ
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.observing.traces import Trace
-from infer_server.protocol.codec import Datatype
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
-from infer_server.python_backend.error_codes import error_of, refusal
+from infer_server.python_backend.failures import error_of, legible, refusal
+from infer_server.python_backend.launch import Launch
 
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
+_LOOKING_SECS = 0.01            # between two looks at what senders have yet to send
 _ENDING_SECS = 10.0             # for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -38,28 +39,15 @@ Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the
 Asked = Mapping[str, Callable[[Message, Answer], object]]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a process is started with."""
-    name: str                               # in logs and errors: of the model, and which instance
-    file: Path                              # model.py
-    arguments: Mapping[str, str]            # of initialize
-    inputs: Mapping[str, Datatype]
-    outputs: Mapping[str, Datatype]
-    is_decoupled: bool
-    is_iterative: bool
-    start_secs: float
-    execute_secs: float
-
-
 class ModelProcess:
     """execute() and close() belong to the thread of an instance."""
 
     def __init__(self, launch: Launch, asked: Asked, deliver: Callable[[list[Outcome], BatchExecution | None], None],
-                 post: Callable[..., None]) -> None:
-        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop."""
+                 post: Callable[..., None], ended: Callable[[], None]) -> None:
+        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop. ended: is
+        called when the process has, behind all that it asked for."""
         self.launch = launch                            # its configuration may be completed once
-        self._asked, self._deliver, self._post = asked, deliver, post
+        self._asked, self._deliver, self._post, self._tell_end = asked, deliver, post, ended
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Request] = {}             # their last response has not come; who pops one ends it
@@ -71,13 +59,15 @@ class ModelProcess:
         self._says_ready = False                        # the model has an is_ready()
         self._checking: Future[bool] | None = None      # while it is asked
         self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
+        self._told: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()       # None: likewise
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "infer_server.python_backend.stub", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._channel = Channel(ours)
-        threading.Thread(target=self._read, name=f"{launch.name} reader", daemon=True).start()
+        for work, name in ((self._read, "reader"), (self._watch, "watcher"), (self._write, "writer")):
+            threading.Thread(target=work, name=f"{launch.name} {name}", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
@@ -115,7 +105,7 @@ class ModelProcess:
             checking.set_result(ready)
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """None: nothing was left to execute, or the process ended, or hangs, and is killed."""
+        """None: nothing was left to execute or could be sent, or the process ended, or hangs, and is killed."""
         started_ns = time.monotonic_ns()
         with self._lock:
             numbers, batch, outcomes = self._begin(batch)
@@ -128,18 +118,12 @@ class ModelProcess:
                 [self._typed(request.inputs) for request in batch])
             sent_ns = time.monotonic_ns()
             for number, request in zip(numbers, batch, strict=True):
-                if request.reply.gone:          # since it was taken from its queue: cancel() may not have found it here
+                # Since it was taken from its queue: cancel() may not have found it here. A warm-up was in none.
+                if request.reply.gone and request.enqueued_ns:
                     self._tell_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
-        except (ClosedError, ExecutionError) as error:
-            if isinstance(error, ClosedError):
-                error = self._ended_in("execute")
-            log.error("%s failed on a batch of %d requests: %s", self.launch.name, len(batch), error)
-            self.kill()
-            with self._lock:
-                self._executing = ()
-                return outcomes + [(self._end(number), ExecutionError(f"{error}; it is started again"))
-                                   for number in numbers if number in self._open], None
+        except (ClosedError, ExecutionError, OSError) as error:
+            return outcomes + self._failed(numbers, error), None
         computed_ns = time.monotonic_ns()
         results = [(number, request, self._result(request, head, tensors)) for number, request, head, tensors
                    in zip(numbers, batch, message.head["responses"], message.tensors, strict=True)
@@ -161,6 +145,18 @@ class ModelProcess:
         return outcomes, BatchExecution(items, batch[0].enqueued_ns, started_ns, sent_ns, computed_ns,
                                         time.monotonic_ns(), apart_ns=tuple(
                                             request.enqueued_ns for request in batch if request not in here))
+
+    def _failed(self, numbers: Sequence[int], error: Exception) -> list[Outcome]:
+        """What those that execute() answers for end with. OSError: there was no memory to send them with."""
+        if isinstance(error, OSError):
+            reason = f"{self.launch.name}: its inputs cannot be sent: {error}"
+        else:
+            reason = f"{self._ended_in('execute') if isinstance(error, ClosedError) else error}; it is started again"
+            self.kill()
+        log.error("failed on a batch of %d requests: %s", len(numbers), reason)
+        with self._lock:
+            self._executing = ()
+            return [(self._end(number), ExecutionError(reason)) for number in numbers if number in self._open]
 
     def _begin(self, batch: list[Request]) -> tuple[tuple[int, ...], list[Request], list[Outcome]]:
         """The numbers and requests to be executed, and the outcomes of those that have ended since they last were."""
@@ -190,8 +186,7 @@ class ModelProcess:
 
     def trace_of(self, number: int) -> Trace | None:
         """Of the open request with this number. From any thread."""
-        request = self._open.get(number)
-        return request.trace if request else None
+        return request.trace if (request := self._open.get(number)) else None
 
     def forget(self, request: Request) -> None:
         """To be called when a request has ended: between two executions its model learns of it by the response sender
@@ -202,20 +197,28 @@ class ModelProcess:
                 return
             self._end(number)
             self._last.pop(number, None)
-        self._tell_cancelled(number)
+        self._tell({"kind": "forget", "request": number})
 
     def _tell_cancelled(self, number: int) -> None:
         self._tell({"kind": "cancel", "request": number})
 
     def _tell(self, head: Mapping[str, Any]) -> None:
-        """What its end makes needless."""
+        """What its end makes needless. Does not wait, for the event loop tells it: a process may not read, stopped or
+        in code that lets no other thread of it run."""
+        self._told.put(head)
+
+    def _write(self) -> None:
         try:
-            self._channel.send(head)
+            while (head := self._told.get()) is not None:
+                self._channel.send(head)
         except ClosedError:
             log.debug("%s ended before it was told %s", self.launch.name, head)
 
     def close(self) -> None:
-        """Lets the model finalize, and ends the process."""
+        """Lets the model send what is awaited yet, and finalize, and ends the process."""
+        end = time.monotonic() + self.launch.execute_secs
+        while self.is_alive and self._is_awaited() and time.monotonic() < end:
+            time.sleep(_LOOKING_SECS)
         if self.is_alive:
             try:
                 self._channel.send({"kind": "finalize"})
@@ -224,6 +227,10 @@ class ModelProcess:
             except (ClosedError, ExecutionError, subprocess.TimeoutExpired) as error:
                 log.warning("%s did not end by itself: %s", self.launch.name, error)
         self.kill()
+
+    def _is_awaited(self) -> bool:
+        with self._lock:
+            return any(not request.reply.gone for request in self._open.values())
 
     def kill(self) -> None:
         self._process.kill()
@@ -239,7 +246,7 @@ class ModelProcess:
         if message is None:
             raise self._ended_in(what)
         if message.head["kind"] == "failed":
-            raise ExecutionError(f"{self.launch.name}: {what} failed: {message.head['error']}")
+            raise ExecutionError(f"{self.launch.name}: {what} failed: {legible(message.head['error'])}")
         return message
 
     def _ended_in(self, what: str) -> ExecutionError:
@@ -280,9 +287,17 @@ class ModelProcess:
             self._ended = how
             late = self._unanswered()
         self._replies.put(None)
+        self._told.put(None)
         self._checked(False)
+        self._tell_end()
         if late:
             self._deliver(late, None)
+
+    def _watch(self) -> None:
+        """Ends the reading with the process: what that has forked may live on, and has the connection, too."""
+        with suppress(ChildProcessError):       # somebody has taken its status already
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._channel.close()                   # what it has sent is read yet
 
     def _unanswered(self) -> list[Outcome]:
         """What ends without its last response, for the process has ended."""
@@ -294,8 +309,11 @@ class ModelProcess:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
+            answered = {"kind": "answered", "number": number, **head}
+            if not tensors:
+                return self._tell(answered)
             try:
-                self._channel.send({"kind": "answered", "number": number, **head}, [tensors])
+                self._channel.send(answered, [tensors])
             except ClosedError:
                 log.debug("%s ended before what it asked for was answered", self.launch.name)
 
@@ -351,7 +369,7 @@ class ModelProcess:
             return error
         except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
             log.exception("%s: a response cannot be sent", self.launch.name)
-            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {error}")
+            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {legible(error)}")
 
     def _as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises

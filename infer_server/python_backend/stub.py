@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -38,7 +39,8 @@ class Process:
         self._channel = channel
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
+        self._open: dict[int, bool] = {}                # requests without their last response: whether one is cancelled
+        self._opening = threading.Lock()
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
@@ -76,10 +78,14 @@ class Process:
         head = {"kind": "response", "request": request, "final": final, **_beside(response)}
         self._channel.send(head, [self._outputs(response)] if response else [])
         if final:
-            self._cancelled.discard(request)
+            self._end(request)
+
+    def _end(self, request: int) -> None:
+        with self._opening:
+            self._open.pop(request, None)
 
     def is_cancelled(self, request: int) -> bool:
-        return request in self._cancelled
+        return self._open.get(request, False)
 
     def log(self, level: str, text: str) -> None:
         self._channel.send({"kind": "log", "level": level, "text": str(text)})
@@ -144,17 +150,26 @@ class Process:
                 message = self._channel.receive()
                 kind = message.head["kind"]
                 if kind == "cancel":
-                    self._cancelled.add(message.head["request"])
-                    self._senders.pop(message.head["request"], None)
+                    with self._opening:         # it may have ended meanwhile
+                        if message.head["request"] in self._open:
+                            self._open[message.head["request"]] = True
+                elif kind == "forget":          # it is not executed again: what its model has kept of it alone knows
+                    self._end(message.head["request"])
+                    if sender := self._senders.pop(message.head["request"], None):
+                        sender.is_forgotten = True
                 elif kind == "check":
                     threading.Thread(target=self._check, daemon=True).start()       # beside what is executed
                 elif kind == "answered":
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
                 else:
+                    self._open.update((each["number"], False) for each in message.head.get("requests", ()))
                     self._work.put(message)
         except ClosedError:
             os._exit(0)                 # whatever the model does: nobody will ever ask again
+        except BaseException:           # no memory, no descriptors: else the server would wait for what nobody reads
+            traceback.print_exc()
+            os._exit(1)
 
     def _check(self) -> None:
         """Asks the model whether it is ready, and says so."""
@@ -216,12 +231,23 @@ class Process:
             answers = [_failed(error, failed)] * len(requests)
         for request, answer in zip(requests, answers, strict=True):
             if answer:                                  # this was its last response
-                self._cancelled.discard(request.number)
+                self._end(request.number)
                 if request.sender:
                     request.sender.is_closed = True
             if request.is_rescheduled and request.sender and not request.sender.is_closed:
                 self._senders[request.number] = request.sender
-        self._channel.send({"kind": "executed", "batch": message.head["batch"],
+        batch = message.head["batch"]
+        try:
+            self._send_executed(batch, requests, answers)
+        except ClosedError:
+            raise
+        except Exception as error:                      # of tensors that are none, or find no memory; none was sent
+            failed = f"The response(s) of model '{self._name}' cannot be sent, message: "
+            self._send_executed(batch, requests, [answer and _failed(error, failed) for answer in answers])
+
+    def _send_executed(self, batch: int, requests: Sequence[pb_utils.InferenceRequest],
+                       answers: Sequence[pb_utils.InferenceResponse | None]) -> None:
+        self._channel.send({"kind": "executed", "batch": batch,
                             "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
 
@@ -329,7 +355,22 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:
     return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
 
 
+def _leave_signals_to_the_server() -> None:
+    """They go to all processes of a terminal or of a service, and the server drains this one. Not ignored, for what a
+    model starts would inherit that; what it forks has them as before."""
+    before = {number: signal.signal(number, lambda *_: None)
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)
+
+
 def main() -> None:
+    _leave_signals_to_the_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = [""]                     # ours is none of a model's, whose libraries may look (argparse, unittest)
     process = Process(channel)

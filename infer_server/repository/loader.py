@@ -122,8 +122,9 @@ class Loader:
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
+            labels = read_labels(source)        # what fails comes first: nobody would let go of the model
             model = load()
-            model.labels = {**model.labels, **read_labels(source)}
+            model.labels = {**model.labels, **labels}
             return model
         except RepositoryError:
             raise

@@ -7,7 +7,9 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -177,3 +179,25 @@ def test_an_address_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as refused:
         main(["-m", "m", "-u", url])
     assert refused.value.code == CANNOT_RUN and "is not HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b'{"inputs": 5}', b"5", b"<html>", b'[{"inputs": 5}]'])
+def test_an_answer_that_is_not_the_protocols_is_said_without_a_traceback(
+        body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    class Another(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Another) as another, ThreadPoolExecutor(1) as pool:
+        serves = pool.submit(another.serve_forever)
+        try:
+            assert main(["-m", "m", "-u", f"http://127.0.0.1:{another.server_port}"]) == CANNOT_RUN
+        finally:
+            another.shutdown()
+            serves.result()
+    assert "GET /v2/models/m: the answer is not the protocol's JSON" in capsys.readouterr().err

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import quote
 
 from google.protobuf import json_format
 
+from clients.calls import Response
 from clients.codec import datatype_of, encode
 from clients.errors import ResponseError, error_of
 from clients.load.transports.http_connection import Answer, HttpConnection, connect
@@ -43,12 +43,10 @@ class HttpTransport(Transport):
         self._outside = Slots(1)        # of what is no part of the load, and does not wait for it
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
-        return json_format.ParseDict(await self._get(_path(model, version)), pb.ModelMetadataResponse(),
-                                     ignore_unknown_fields=True)
+        return await self._get(_path(model, version), pb.ModelMetadataResponse())
 
     async def statistics(self, model: str, version: str) -> list[pb.ModelStatistics]:
-        return list(json_format.ParseDict(await self._get(f"{_path(model, version)}/stats"),
-                                          pb.ModelStatisticsResponse(), ignore_unknown_fields=True).model_stats)
+        return list((await self._get(f"{_path(model, version)}/stats", pb.ModelStatisticsResponse())).model_stats)
 
     async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
         return [self._sender(self._infer_request(f"{_path(model, version)}/infer", feed)) for feed in feeds]
@@ -88,8 +86,8 @@ class HttpTransport(Transport):
         self._all.add(connection)
         return connection
 
-    async def _get(self, path: str) -> Any:
-        """The JSON that is there. Raises a ClientError."""
+    async def _get(self, path: str, message: Response) -> Response:
+        """The message with the JSON that is there. Raises a ClientError."""
         try:
             answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
         except NotAnsweredError as error:
@@ -98,9 +96,10 @@ class HttpTransport(Transport):
             raise error_of(_STATUSES.get(answer.status, "INTERNAL"), f"http://{self._address}", f"GET {path}",
                            _said(answer))
         try:
-            return json.loads(answer.body)
-        except ValueError as error:
-            raise ResponseError(f"http://{self._address}: GET {path}: the answer is no JSON: {error}") from error
+            return json_format.ParseDict(json.loads(answer.body), message, ignore_unknown_fields=True)
+        except (ValueError, TypeError, AttributeError, json_format.ParseError) as error:
+            raise ResponseError(f"http://{self._address}: GET {path}: the answer is not the protocol's JSON: {error}"
+                                ) from error
 
     def _infer_request(self, path: str, feed: Feed) -> bytes:
         contents = [encode(array) for array in feed.values()]

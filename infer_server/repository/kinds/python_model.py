@@ -5,12 +5,14 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 
 import numpy as np
 from google.protobuf import json_format
 
-from infer_server.batching.request import Arrays, InSequence, Request, parameters_of
+from infer_server.batching.request import Arrays, InSequence, Outcome, Request, parameters_of
+from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
@@ -29,9 +31,10 @@ from infer_server.observing.traces import Trace
 from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
-from infer_server.python_backend.error_codes import refusal
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.process import Answer, Asked, Launch, ModelProcess
+from infer_server.python_backend.failures import refusal
+from infer_server.python_backend.launch import Launch
+from infer_server.python_backend.process import Answer, Asked, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Control, Find, request_of
@@ -53,8 +56,7 @@ class PythonModel(QueuedModel):
                  control: Callable[[], Control]) -> None:
         self._find, self._metrics, self._owner, self._control = find, metrics, Owner(), control
         self._unloading: set[asyncio.Future[None]] = set()
-        process, message = self._first(source, loop)
-        config = from_message(message, source.folder)
+        process, message, config = self._first(source, loop)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
         super().__init__(source.name, source.version, message, config, signature, loop)
         self._executors: list[PythonExecutor] = []
@@ -94,6 +96,10 @@ class PythonModel(QueuedModel):
             for executor in self._executors:
                 executor.forget(request)
 
+    def _deliver_late(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
+        """What senders give. That of a warm-up, which was in no queue, is counted nowhere."""
+        self.deliver([outcome for outcome in outcomes if outcome[0].enqueued_ns], execution)
+
     def _warm_up(self, executor: PythonExecutor, source: Source) -> None:
         """Raises RepositoryError: the model refuses one of its model_warmup."""
         for request in warmup_requests(self, self.config_message, source.folder):
@@ -107,25 +113,25 @@ class PythonModel(QueuedModel):
                     raise RepositoryError(f"model_warmup: {result}")
 
     def _first(self, source: Source, loop: asyncio.AbstractEventLoop
-               ) -> tuple[ModelProcess, model_config.ModelConfig]:
-        """The first process, and the configuration that its auto_complete_config completes."""
+               ) -> tuple[ModelProcess, model_config.ModelConfig, ModelConfig]:
+        """The first process, and the configuration that its auto_complete_config completes, also as it is read."""
         message = complete(source.message, source.name)
         process = self._start(_launch(source, message, from_message(message, is_complete=False), 0), loop, False)
         try:
             completed = process.initialize(complete=True)
             message = complete(json_format.Parse(completed, model_config.ModelConfig()), source.name)
-            config = from_message(message)
+            config = from_message(message, source.folder)
             if not config.outputs:
                 raise ModelConfigError("output: a Python model needs one; give it in config.pbtxt, or in its "
                                        "auto_complete_config")
+            process.launch = _launch(source, message, config, 0)
         except json_format.ParseError as error:
             process.kill()
             raise ModelConfigError(f"auto_complete_config: {error}") from error
         except ServeError:
             process.kill()
             raise
-        process.launch = _launch(source, message, config, 0)
-        return process, message
+        return process, message, config
 
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
@@ -134,7 +140,8 @@ class PythonModel(QueuedModel):
                         "metric": self._of_metric,
                         "withdraw": partial(_withdraw, open_, loop),
                         "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
-        process: ModelProcess = ModelProcess(launch, asked, lambda *what: self.deliver(*what), partial(post, loop))
+        process: ModelProcess = ModelProcess(launch, asked, self._deliver_late, partial(post, loop),
+                                             partial(post, loop, _withdraw_all, open_))
         if initialize:
             try:
                 process.initialize(complete=False)
@@ -215,6 +222,12 @@ def _withdraw(open_: Mapping[int, _Asked], loop: asyncio.AbstractEventLoop, mess
     post(loop, withdraw)
 
 
+def _withdraw_all(open_: Mapping[int, _Asked]) -> None:
+    """Ends what a process has asked for that has ended itself: nobody reads an answer, or would ever cancel."""
+    for asked in list(open_.values()):
+        asked.withdraw()
+
+
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
     """A copy with all that is known without the model. Raises ModelConfigError."""
     completed = model_config.ModelConfig()
@@ -248,6 +261,8 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
             seconds[key] = float(config.parameters.get(key, default))
         except ValueError:
             raise ModelConfigError(f"parameter {key}: expected a number of seconds") from None
+        if not 0 < seconds[key] <= TIMEOUT_MAX:         # nor nan
+            raise ModelConfigError(f"parameter {key}: expected a number of seconds up to {TIMEOUT_MAX:g}")
     arguments = {
         "model_config": json.dumps(to_json(message)),
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",

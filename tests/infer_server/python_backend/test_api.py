@@ -117,7 +117,8 @@ class TritonPythonModel:
 
     def execute(self, requests):
         (request,) = requests
-        time.sleep(float(request.inputs()[0].as_numpy()[0]))
+        while request.inputs()[0].as_numpy()[0] and not os.path.exists(self.says + ", go on"):
+            time.sleep(0.001)
         name = json.loads(request.parameters()).get("of", "says")
         ready = np.array([pb_utils.is_model_ready(name)], np.float32)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", ready)])]
@@ -199,8 +200,10 @@ def test_a_model_says_whether_it_is_ready_while_it_executes_and_over_every_proto
         assert client.is_model_ready(model) == ready and (over_http() == 200) == ready
         assert client.infer(model, [tensor(0)], parameters={"of": model}).as_numpy("y").item() == ready
     with ThreadPoolExecutor(9) as pool:
-        executing = pool.submit(client.infer, model, [tensor(0.5)])
+        executing = pool.submit(client.infer, model, [tensor(1)], parameters={"of": model})
+        assert eventually(lambda: server.server.repository.find(model)._executors[0]._process._executing)
         assert all(pool.map(client.is_model_ready, [model] * 8)) and not executing.done()
+        (server.folder / model / "says, go on").touch()
         executing.result(TIMEOUT_SECS)
 
 

@@ -11,8 +11,9 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.python_backend import pb_utils
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
-from tests.infer_server.serving import serving
+from tests.infer_server.serving import FRONTS, serving
 
 ROW = pb_utils.Tensor("x", np.zeros(1, np.float32))
 SENDS = HEAD + """
@@ -38,10 +39,22 @@ class TritonPythonModel:
         elif what == "fork":
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 pool.apply(pb_utils.is_model_ready, ["sends"])
+        elif what == "no text":
+            surrogate = pb_utils.Tensor("out", np.array([chr(0xdc80)], np.object_))
+            try:
+                sender.send(pb_utils.InferenceResponse([surrogate]), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except UnicodeEncodeError:
+                sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        elif what == "refuse":
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("no file " + chr(0xdc80)))
+        elif what == "say":
+            return pb_utils.InferenceResponse(response.output_tensors(), parameters={"file": chr(0xdc80)})
+        elif what == "leave":
+            raise SystemExit(chr(0xdc80))
         elif what == "return":
             return response
         elif what == "return and send":
-            self.later = threading.Timer(0.2, self.send_late, [sender, response])
+            self.later = threading.Thread(target=self.send_late, args=[sender, response])
             self.later.start()
             return response
         elif what == "late":
@@ -50,6 +63,8 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("out", out)]), 1)
 
     def send_late(self, sender, response):
+        while not sender.is_closed:             # by what execute returned
+            time.sleep(0.001)
         try:
             sender.send(response)
         except pb_utils.TritonModelException as error:
@@ -80,7 +95,7 @@ def test_an_argument_of_another_type_is_refused_when_it_is_given(make: Callable[
 def ask(client: triton.InferenceServerClient, model: str, what: str) -> str:
     tensor = triton.InferInput("what", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([what.encode()], np.object_))
-    out: bytes = client.infer(model, [tensor]).as_numpy("out")[0]
+    out: bytes = client.infer(model, [tensor], client_timeout=TIMEOUT_SECS).as_numpy("out")[0]
     return out.decode()
 
 
@@ -92,8 +107,20 @@ def test_a_model_that_is_not_decoupled_has_one_response_and_the_first_counts(tmp
                 r"model 'sends_0_0', message: .*cannot send complete final before sending a response")):
             ask(client, "sends", "nothing")
         assert ask(client, "sends", "two") == "two"
+        assert ask(client, "sends", "no text") == "no text"         # whose first one could not be sent
         assert ask(client, "sends", "return and send") == "return and send"
         assert "Response sender has been closed" in ask(client, "sends", "late")
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_an_error_with_half_a_surrogate_pair_is_answered_over_grpc(tmp_path: Path, front: str) -> None:
+    """A name of a file may have one. Its client waited for ever."""
+    python_model(tmp_path, "sends", SENDS, CONFIG % "false")
+    with serving(tmp_path, grpc_front=front) as server, triton.InferenceServerClient(server.address) as client:
+        for what in ("refuse", "say", "leave"):
+            with pytest.raises(InferenceServerException, match=r"\\udc80") as caught:
+                ask(client, "sends", what)
+            assert caught.value.status() == "StatusCode.INTERNAL"
 
 
 def test_a_process_that_a_model_forks_is_told_that_it_cannot_ask_the_server(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class TritonPythonModel:
         if what.startswith("refuse "):
             code = getattr(pb_utils.TritonError, what.split()[1])
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("not like this", code))
+        if what == "no text":
+            return pb_utils.InferenceResponse([pb_utils.Tensor("out", np.array([chr(0xdc80)], np.object_))])
         if what == "measure":
             Family = pb_utils.MetricFamily
             rows = Family("rows_seen", "Rows that were seen", Family.COUNTER).Metric({"model": 'm "1"'})
@@ -293,6 +295,7 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("as int32", "INTERNAL", "output 'out' is of int32, but its configuration says FP32"),
     ("long 128", "INTERNAL", "output 'lengths' is of int64, and has numbers that are too large for INT8"),
     ("too large", "INTERNAL", "output 'out' is of float64, and has numbers that are too large for FP32"),
+    ("no text", "INTERNAL", "of model 'misc_0_0' cannot be sent, message: .* surrogates not allowed"),
     ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
     ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
 ])

@@ -10,6 +10,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.batching.statistics import Failure
+from infer_server.python_backend.executor import PythonExecutor
 from infer_server.repository import model as model_module
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
@@ -42,6 +43,12 @@ class TritonPythonModel:
             if step == 1:
                 sender.send(response(step))
             requests[0].set_release_flags(RESCHEDULE)
+        elif what == "when told":
+            while not sender.is_cancelled():
+                time.sleep(0.001)
+            requests[0].set_release_flags(RESCHEDULE)
+        elif what == "how many are open":
+            sender.send(response(len(pb_utils.server._open)), flags=FINAL)
         elif what == "answer first" and step < 3:
             if step == 1:
                 sender.send(response(7))
@@ -134,11 +141,26 @@ def test_a_model_learns_by_its_senders_of_requests_that_ended_between_two_execut
         assert answers.get(timeout=TIMEOUT_SECS) == ("a", 1)
         client.stop_stream(cancel_requests=True)
     assert eventually(lambda: left_streamed(server, "those that are there") == 0)
+    assert eventually(lambda: left_streamed(server, "how many are open") == 1)      # the one that asks
     with triton.InferenceServerClient(server.address) as client, pytest.raises(InferenceServerException) as caught:
         client.infer("single", asked("for ever"), client_timeout=0.2)
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     assert eventually(lambda: left(server, "those that are there") == 0)
     assert all(server.server.repository.find(name).pending == 0 for name in ("single", "stream"))
+
+
+def test_nothing_is_kept_of_a_request_that_its_model_wants_again_when_nobody_waits_for_it(
+        server: RunningServer) -> None:
+    model = server.server.repository.find("single")
+    executor: PythonExecutor = model._executors[0]
+    failed = sum(model.statistics.snapshot().failures.values())
+    with triton.InferenceServerClient(server.address) as client:
+        call = client.async_infer("single", asked("when told"), lambda result, error: None)
+        assert eventually(lambda: executor._process._open)
+        call.cancel()
+        assert eventually(lambda: sum(model.statistics.snapshot().failures.values()) == failed + 1)
+    assert left(server, "one") == 1             # behind all that was done for it
+    assert not executor._process._open and not executor._process._between
 
 
 def left_streamed(server: RunningServer, what: str) -> int:

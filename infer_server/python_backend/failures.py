@@ -1,4 +1,4 @@
-"""Errors between the server and a Python model: by the codes of pb_utils.TritonError."""
+"""Errors on their way between a Python model and the server: as the codes of pb_utils.TritonError."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,12 +22,17 @@ _ERRORS: dict[int, type[ServeError]] = {
 _INTERNAL = 1
 
 
-def error_of(head: Mapping[str, Any]) -> ServeError:
-    """The error that a response of a model says in its head."""
-    return _ERRORS[head["code"]](head["error"])
-
-
 def refusal(error: Exception) -> dict[str, Any]:
     """The head of the answer to a model that asked for what failed."""
     code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
     return {"final": True, "error": str(error) or type(error).__name__, "code": code}
+
+
+def error_of(head: Mapping[str, Any]) -> ServeError:
+    """What the head of a model's response says."""
+    return _ERRORS[head["code"]](legible(head["error"]))
+
+
+def legible(text: object) -> str:
+    """A text of a model's, for people: halves of surrogate pairs, as in names of files, are none in any protocol."""
+    return str(text).encode(errors="backslashreplace").decode()

@@ -1,0 +1,317 @@
+"""How a Python model's process ends, and what becomes of what it was doing: nobody waits for ever, nothing is left."""
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from infer_server.python_backend.process import ModelProcess
+from infer_server.repository.kinds import python_model as python_model_module
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.fronts.test_fronts import is_alive
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
+from tests.infer_server.serving import RunningServer, serving
+
+# What these models have in common: files tell how far they are, and let them go on.
+MARKS = HEAD + """
+def mark(name, text=""):
+    with open(f"{FOLDER}/.{name}", "w") as file:
+        file.write(str(text))
+    os.rename(f"{FOLDER}/.{name}", f"{FOLDER}/{name}")
+
+def wait_for(name):
+    while not os.path.exists(f"{FOLDER}/{name}"):
+        time.sleep(0.001)
+
+def one():
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))])
+"""
+WAITS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        mark("executes", os.getpid())
+        wait_for("go on")
+        return [one() for _ in requests]
+
+    def finalize(self):
+        mark("finalized")
+"""
+FORKS_AT_SIGNALS = """
+import multiprocessing
+
+class TritonPythonModel:
+    def execute(self, requests):
+        with multiprocessing.get_context("fork").Pool(1) as pool:       # which ends its processes by SIGTERM
+            mark("executes", os.getpid())
+            wait_for("go on")
+        return [one() for _ in requests]
+
+    def finalize(self):
+        mark("finalized")
+"""
+
+LEAVES_A_CHILD = """
+class TritonPythonModel:
+    def execute(self, requests):
+        if child := os.fork():
+            mark("child", child)
+            os._exit(3)
+        time.sleep(1000)
+"""
+TAKES_ALL_DESCRIPTORS = """
+import resource
+
+class TritonPythonModel:
+    def execute(self, requests):
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+        try:
+            while True:
+                os.dup(0)
+        except OSError:
+            return [one() for _ in requests]
+"""
+
+ASKS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        response = pb_utils.InferenceRequest(
+            model_name="large", requested_output_names=["y"], inputs=request.inputs()).exec()
+        return [pb_utils.InferenceResponse(error=response.error()) if response.has_error() else one()]
+"""
+LARGE = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(100_000, os.getpid(), np.float32))])
+                for _ in requests]
+"""
+
+UNTIL_CANCELLED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        mark("asked")
+        while not request.is_cancelled():
+            time.sleep(0.001)
+        mark("cancelled")
+        request.get_response_sender().send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+LEAVES_WHAT_IT_ASKED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        pb_utils.InferenceRequest(model_name="counts", requested_output_names=["y"], inputs=requests[0].inputs()).exec(
+            decoupled=True)
+        wait_for("asked")
+        os._exit(3)
+"""
+ANSWERS_LATER = """
+import asyncio
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        mark("executes")
+        while not os.path.exists(f"{FOLDER}/go on"):
+            await asyncio.sleep(0.001)
+        mark("went on", os.path.exists(f"{FOLDER}/finalized"))
+        requests[0].get_response_sender().send(one(), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        mark("finalized")
+"""
+SAYS_WHETHER_CANCELLED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        pb_utils.is_model_ready("none")         # so that what was said before is known
+        y = pb_utils.Tensor("y", np.array([request.is_cancelled()], np.float32))
+        mark("cancelled", request.is_cancelled())
+        request.get_response_sender().send(
+            pb_utils.InferenceResponse([y]), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+WARM_UP = """ model_warmup { name: "zeros"
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }"""
+READS_NOTHING = """
+import signal
+
+class TritonPythonModel:
+    def is_ready(self):
+        return True
+
+    def execute(self, requests):
+        for _ in range(8):
+            pb_utils.InferenceRequest(
+                model_name="medium", requested_output_names=["y"], inputs=requests[0].inputs()).exec(decoupled=True)
+        mark("executes", os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return [one() for _ in requests]
+"""
+MEDIUM = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(16_000, np.float32))]) for _ in requests]
+"""
+IS_THERE = """
+class TritonPythonModel:
+    def initialize(self, args):
+        mark("is there", os.getpid())
+
+    def execute(self, requests): ...
+"""
+STATE = """ sequence_batching { state { input_name: "i" output_name: "o" data_type: TYPE_FP32 dims: 1
+  initial_state { name: "s" data_type: TYPE_FP32 dims: 1 data_file: "none" } } }"""
+
+
+def marking_model(folder: Path, name: str, source: str, config: str = CONFIG) -> None:
+    """Its marks are in the folder."""
+    python_model(folder, name, f"FOLDER = {str(folder)!r}" + MARKS + source, config)
+
+
+def marked(file: Path) -> str:
+    assert eventually(file.exists)
+    return file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("source", [WAITS, FORKS_AT_SIGNALS])
+def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
+        tmp_path: Path, number: signal.Signals, source: str) -> None:
+    """As a terminal and a service manager send it."""
+    marking_model(tmp_path, "m", source)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(1) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(client.infer, "m", [tensor(1)])
+        os.kill(int(marked(tmp_path / "executes")), number)
+        (tmp_path / "go on").touch()
+        assert asked.result().as_numpy("y").tolist() == [1]
+    assert (tmp_path / "finalized").exists()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
+def test_requests_end_with_a_process_of_which_a_child_lives_on(tmp_path: Path, config: str) -> None:
+    """As those of a pool do: they have its end of the connection, which is not closed."""
+    marking_model(tmp_path, "m", LEAVES_A_CHILD, config)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        (error,) = streamed(client, "m", tensor(1))
+        os.kill(int(marked(tmp_path / "child")), signal.SIGKILL)
+    assert "its process ended" in str(error) and "exit status 3" in str(error)
+
+
+def test_a_process_that_cannot_take_a_tensor_ends_and_says_so(tmp_path: Path) -> None:
+    """The descriptor of one in shared memory: the server would wait until execute_timeout_secs have passed."""
+    marking_model(tmp_path, "m", TAKES_ALL_DESCRIPTORS)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("m", [tensor(1)])
+        with pytest.raises(InferenceServerException, match="its process ended in execute: exit status 1"):
+            client.infer("m", [tensor(*range(100_000))], client_timeout=TIMEOUT_SECS)
+        assert client.infer("m", [tensor(1)]).as_numpy("y").tolist() == [1]
+
+
+def test_a_process_that_cannot_be_sent_a_large_tensor_serves_on(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of descriptors, in the server; and who waits for an answer with one is told."""
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    marking_model(tmp_path, "large", LARGE)
+    marking_model(tmp_path, "asks", ASKS)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        before = client.infer("large", [tensor(1)]).as_numpy("y")[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "memfd_create", none_left)
+            for model, values in (("large", range(100_000)), ("asks", [1])):
+                with pytest.raises(InferenceServerException, match="Too many open files"):
+                    client.infer(model, [tensor(*values)], client_timeout=TIMEOUT_SECS)
+        assert client.infer("large", [tensor(1)]).as_numpy("y")[0] == before
+
+
+@pytest.mark.parametrize("config", [CONFIG.removesuffix("}") + 'label_filename: "none.txt" }', CONFIG + STATE])
+def test_a_process_ends_where_its_model_fails_for_a_file_that_is_missing(tmp_path: Path, config: str) -> None:
+    marking_model(tmp_path, "m", IS_THERE, config)
+    with serving(tmp_path) as server:
+        assert "No such file" in server.server.failures()["m version 1"]
+        started = tmp_path / "is there"
+        assert not (started.exists() and is_alive(int(started.read_text())))
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "0", "many"])
+@pytest.mark.parametrize("key", ["start_timeout_secs", "execute_timeout_secs"])
+def test_a_time_that_nobody_can_wait_is_refused(tmp_path: Path, key: str, seconds: str) -> None:
+    """Every request failed, or the load with our traceback."""
+    marking_model(tmp_path, "m", IS_THERE,
+                  CONFIG + f' parameters {{ key: "{key}" value {{ string_value: "{seconds}" }} }}')
+    with serving(tmp_path) as server:
+        assert f"parameter {key}: expected a number of seconds" in server.server.failures()["m version 1"]
+
+
+def test_what_a_process_asked_of_another_model_is_withdrawn_when_it_ends(tmp_path: Path) -> None:
+    marking_model(tmp_path, "counts", UNTIL_CANCELLED, DECOUPLED)
+    marking_model(tmp_path, "m", LEAVES_WHAT_IT_ASKED)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match="exit status 3"):
+            client.infer("m", [tensor(1)])
+        assert eventually((tmp_path / "cancelled").exists)
+
+
+@pytest.mark.parametrize("ends", [lambda server: server.stop(), lambda server: server.run(
+    server.server.repository.unload("m"))])
+def test_a_model_that_is_let_go_of_sends_what_its_senders_have_yet_to_send(
+        tmp_path: Path, ends: Callable[[RunningServer], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+
+    class Waits(ModelProcess):
+        def close(self) -> None:
+            waits.set()
+            super().close()
+
+    monkeypatch.setattr(python_model_module, "ModelProcess", Waits)
+    marking_model(tmp_path, "m", ANSWERS_LATER, DECOUPLED)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(streamed, client, "m", tensor(1))
+        marked(tmp_path / "executes")
+        ended = pool.submit(ends, server)
+        assert waits.wait(TIMEOUT_SECS)
+        (tmp_path / "go on").touch()
+        assert asked.result() == [1]
+        ended.result()
+    assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
+
+
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
+def test_a_warm_up_that_answers_by_its_sender_is_neither_cancelled_nor_counted(tmp_path: Path, config: str) -> None:
+    marking_model(tmp_path, "m", SAYS_WHETHER_CANCELLED, config + WARM_UP)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        assert (tmp_path / "cancelled").read_text() == "False"
+        assert streamed(client, "m", tensor(1)) == [0]          # whose outcome comes behind that of the warm-up
+        statistics = server.server.repository.find("m").statistics
+        assert eventually(lambda: statistics.snapshot().success.count == 1)
+        assert not sum(statistics.snapshot().failures.values())
+
+
+def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """Stopped here; one in code that lets none of its threads run does not, either."""
+    marking_model(tmp_path, "medium", MEDIUM)
+    marking_model(tmp_path, "m", READS_NOTHING)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(client.infer, "m", [tensor(1)])
+        stopped = int(marked(tmp_path / "executes"))
+        channel = server.server.repository.find("m")._executors[0]._process._channel
+        try:
+            assert eventually(channel._sending.locked)          # by an answer that finds no room
+            says = pool.submit(client.is_model_ready, "m")
+            assert client.is_server_live(client_timeout=TIMEOUT_SECS)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert asked.result().as_numpy("y").tolist() == [1] and says.result()
