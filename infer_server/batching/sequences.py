@@ -235,6 +235,8 @@ class Sequences:
         assert request.sequence is not None
         request.inputs = {**request.inputs, **self._controls(request.sequence), **sequence.states}
         if self._policy.states:
+            # A state may have grown: who has one of another shape does not fit into the batch.
+            request.shape_key = request.shape_key, tuple(state.shape for state in sequence.states.values())
             encode = request.encode
 
             def keep(computed: Arrays) -> Any:
