@@ -103,6 +103,7 @@ class Sequences:
         self._of_request: dict[Request, _Sequence] = {}
         self._places = {queue: 0 for queue in queues}       # that are taken
         self._without_place: deque[_Sequence] = deque()
+        self._gives_places = False
         self._timer: asyncio.TimerHandle | None = None
         # What sequences that no client has named are called, from the top down: clients count upwards.
         ids = [control.dtype for control in policy.controls if control.kind is ControlKind.CORRELATION]
@@ -207,14 +208,22 @@ class Sequences:
         self._timer = self._loop.call_later(max(ns, least_ns) / 1e9, self._end_idle)
 
     def _give_places(self) -> None:
-        while self._without_place:
-            queue = min(self._queues, key=self._places.__getitem__)
-            if self._places[queue] >= self._policy.candidates:
-                return
-            sequence = self._without_place.popleft()
-            sequence.queue = queue
-            self._places[queue] += 1
-            self._advance(sequence)
+        """One that ends at once, for its queue takes none of its requests, gives its place back meanwhile: to go on
+        from there would nest as deep as there are sequences that wait."""
+        if self._gives_places:
+            return
+        self._gives_places = True
+        try:
+            while self._without_place:
+                queue = min(self._queues, key=self._places.__getitem__)
+                if self._places[queue] >= self._policy.candidates:
+                    return
+                sequence = self._without_place.popleft()
+                sequence.queue = queue
+                self._places[queue] += 1
+                self._advance(sequence)
+        finally:
+            self._gives_places = False
 
     def _advance(self, sequence: _Sequence) -> None:
         sequence.used_ns = time.monotonic_ns()

@@ -14,7 +14,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import InSequence, Request
 from infer_server.batching.sequences import SequencePolicy, Sequences, State
-from infer_server.errors import InvalidRequestError
+from infer_server.errors import DeadlineExceededError, InvalidRequestError
 
 
 class Clock:
@@ -102,3 +102,22 @@ def test_sequences_whose_states_are_of_unequal_shapes_share_no_batch() -> None:
     alike = [ask(2), ask(3)]
     longer = ask(1)
     assert batcher.take() == alike and batcher.take() == [longer]
+
+
+def test_any_number_of_sequences_that_wait_may_turn_out_to_be_too_late_at_once() -> None:
+    class Late(Queue):
+        def submit(self, request: Request) -> None:
+            if request.sequence and request.sequence.id > 1:        # type: ignore[operator]    # all are numbers
+                raise DeadlineExceededError("it is late")
+
+    refused: list[Request] = []
+    queues, policy = [Late()], SequencePolicy(5_000_000, (), (), candidates=1, batched=True)
+    of: Any = Sequences("m", policy, queues, Clock(), lambda late, _: refused.append(late))   # type: ignore[arg-type]
+    reply: Any = None
+    first, *others = [Request({}, 1, (), lambda computed: None, reply, sequence=InSequence(identity, True, True))
+                      for identity in range(1, 2000)]
+    for request in (first, *others):
+        of.submit(request)
+    assert of.waiting == len(others)
+    of.finished(first)
+    assert refused == others and not of.waiting and not of.comes_again
