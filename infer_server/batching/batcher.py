@@ -147,7 +147,8 @@ class Batcher:
                     self._idle -= 1
                     continue
                 if isinstance(choice, Wait):
-                    self._changed.wait((min(choice.until_ns, self._next_expiry_ns() or choice.until_ns) - now_ns) / 1e9)
+                    until_ns = min(choice.until_ns, self._next_expiry_ns() or choice.until_ns)
+                    self._changed.wait(min((until_ns - now_ns) / 1e9, threading.TIMEOUT_MAX))
                     continue
                 if choice.lost:
                     self._refuse_all(choice.lost, self._too_late(now_ns))
