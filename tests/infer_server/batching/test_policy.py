@@ -157,6 +157,30 @@ def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_dead
     assert isinstance(choice, BatchChoice) and choice.batch == queue[1:2]
 
 
+def test_requests_that_do_not_share_a_batch_are_judged_each_by_its_own_size() -> None:
+    late, small, patient = Waiting(100, deadline_ns=15 * MS), Waiting(deadline_ns=100 * MS), Waiting()
+    measured, alone = times(_1=10, _100=1000), BatchPolicy(1, merges=False)
+    assert chosen([late, small], measured, alone) == BatchChoice([small], [late])
+    assert chosen([late, small, patient], measured, alone) == BatchChoice([small], [late])
+    just = Waiting(deadline_ns=11 * MS)
+    assert chosen([just, late], measured, alone) == BatchChoice([just], [late])
+    assert chosen([just, small], measured, alone) == BatchChoice([small])
+
+
+def test_who_has_more_items_than_a_batch_is_not_refused_because_of_others() -> None:
+    """It is executed in pieces (split_requests), alone."""
+    late, large, hasty = Waiting(3, deadline_ns=15 * MS), Waiting(100), Waiting(100, deadline_ns=15 * MS)
+    policy, measured = BatchPolicy(4), times(_1=10, _4=40)
+    assert chosen([late, large], measured, policy) == BatchChoice([], [late])
+    assert chosen([large], measured, policy) == BatchChoice([large])
+    assert chosen([hasty, large], measured, policy) == BatchChoice([], [hasty])
+
+
+def test_who_fits_into_no_batch_of_a_usual_size_in_time_is_tried_by_itself() -> None:
+    queue = [Waiting(3, deadline_ns=32 * MS)]
+    assert chosen(queue, times(_1=10, _8=80)) == BatchChoice(queue)
+
+
 def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:
     queue = due(105)
     assert chosen(queue, times(_1=100)) == BatchChoice(queue)
