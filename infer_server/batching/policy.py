@@ -68,8 +68,8 @@ class Priorities:
     default: int = 1                            # the level of a request that asks for none, counted from 1
 
     def level(self, requested: int) -> int:
-        """The index of the level of a request that asks for `requested`; beyond the last it is the last."""
-        return min(requested or self.default, len(self.policies)) - 1
+        """The index of the level of a request that asks for `requested`; where there is none, it is the default."""
+        return (requested if 1 <= requested <= len(self.policies) else self.default) - 1
 
 
 @dataclass(frozen=True)

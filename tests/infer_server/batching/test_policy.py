@@ -10,6 +10,7 @@ from infer_server.batching.policy import (
     BatchChoice,
     BatchPolicy,
     Instances,
+    Priorities,
     QueuePolicy,
     Send,
     Wait,
@@ -89,6 +90,11 @@ def test_a_request_may_shorten_its_timeout_where_that_is_allowed(
         default: int, override: bool, requested: int, timeout: int) -> None:
     policy = QueuePolicy(default_timeout_us=default, allow_timeout_override=override)
     assert policy.timeout_us(requested) == timeout
+
+
+def test_a_request_for_a_level_that_is_not_there_has_the_default_one() -> None:
+    levels = Priorities((QueuePolicy(),) * 3, 2)
+    assert [levels.level(requested) for requested in (0, 1, 3, 4, 1 << 63)] == [1, 0, 2, 1, 1]
 
 
 MS = 1_000_000
