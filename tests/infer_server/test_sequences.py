@@ -135,6 +135,13 @@ def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: st
         from_message(parsed(f"sequence_batching {{ {text} }}"))
 
 
+def test_the_zeros_of_texts_are_empty_ones() -> None:
+    state = """sequence_batching {{ state {{ input_name: 'i' output_name: 'o' data_type: TYPE_STRING dims: 2 {} }} }}"""
+    for initial in ("", "initial_state { name: 's' data_type: TYPE_STRING dims: 2 zero_data: true }"):
+        config = from_message(parsed(state.format(initial)))
+        assert config.sequences and config.sequences.policy.states[0].initial.tolist() == [b"", b""]
+
+
 def test_iterative_sequences_and_states_are_refused_together() -> None:
     with pytest.raises(ModelConfigError, match=r"keep the state in model\.py"):
         from_message(parsed("""backend: 'python' sequence_batching { iterative_sequence: true
