@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.batching.statistics import Failure
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
 from infer_server.repository.checking import check
@@ -97,9 +98,17 @@ def test_states_that_no_client_sees_are_kept_beside_tensors_of_another_shape_tha
         assert [output.name for output in result.get_response().outputs] == ["y"]
 
 
-def test_a_request_without_a_correlation_id_is_refused(client: triton.InferenceServerClient) -> None:
+def test_a_request_that_belongs_to_no_sequence_is_refused_and_counted(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    def failures() -> int:
+        return server.server.repository.find("sum").statistics.snapshot().failures[Failure.OTHER]
+
+    before = failures()
     with pytest.raises(InferenceServerException, match="must specify a non-zero or non-empty correlation ID"):
         ask(client, "sum", 0, 1, start=True)
+    with pytest.raises(InferenceServerException, match="must specify the START flag"):
+        ask(client, "sum", 1000, 1)
+    assert failures() == before + 2
 
 
 def test_what_finds_no_place_waits_until_a_sequence_ends_or_has_been_idle(
