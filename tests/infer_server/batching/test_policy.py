@@ -19,6 +19,7 @@ from infer_server.batching.policy import (
     is_hopeless,
     shed,
 )
+from infer_server.batching.statistics import BatchExecution, Statistics
 
 
 @dataclass(frozen=True)
@@ -231,3 +232,15 @@ def test_an_estimate_that_nothing_confirms_refuses_nobody_for_ever() -> None:
     measured, (hasty,) = times(_1=1000), due(20_000 + 500)
     assert is_hopeless(Waiting(deadline_ns=500 * MS), 0, measured)
     assert not is_hopeless(hasty, 20_000 * MS, measured)
+
+
+def test_requests_of_any_number_of_items_are_not_remembered_each_by_its_own() -> None:
+    """Those of max_batch_size 0 and split_requests: for weeks, and ModelStatistics copy all that is kept."""
+    measured, counted = BatchTimes(), Statistics()
+    for items in range(1, 5001):
+        measured.add(items, items * MS, 0)
+        counted.executed(BatchExecution(items, 0, 0, 0, 0, 0), [0])
+    batches = counted.snapshot().batches
+    assert set(batches) == {*range(1, 1025), 2048, 4096, 8192} == set(measured._times)
+    assert sum(batch.compute_infer.count for batch in batches.values()) == 5000
+    assert [measured.estimate(items, 0).likely for items in (1024, 3000, 5000)] == [1024 * MS, 3000 * MS, 5000 * MS]
