@@ -87,6 +87,9 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
     datatype = FROM_CONFIG.get(state.data_type)
     if not state.input_name or not state.output_name or datatype is None:
         raise ModelConfigError("sequence_batching.state: give input_name, output_name and data_type")
+    if any(extent < -1 for extent in state.dims):
+        raise ModelConfigError(f"state '{state.input_name}': dims {list(state.dims)} must be positive, or -1 for any "
+                               "extent")
     datatypes[state.input_name] = datatypes[state.output_name] = datatype
     shape = tuple(1 if extent == -1 else extent for extent in state.dims)
     if len(state.initial_state) > 1:

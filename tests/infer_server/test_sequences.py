@@ -135,6 +135,7 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
     ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_START } }", "two values of int32_false_true"),
     ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_CORRID } }", "data_type must be TYPE_UINT64"),
     ("state { input_name: 'i' }", "give input_name, output_name and data_type"),
+    ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 dims: [4, -2] }", r"dims \[4, -2\] must be"),
     ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 initial_state { data_type: TYPE_INT8 } }",
      "the state's data_type"),
     ("iterative_sequence: true", "only a Python model asks for it again"),
