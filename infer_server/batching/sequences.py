@@ -188,6 +188,14 @@ class Sequences:
             self.waiting -= 1
         self._advance(sequence)
 
+    def close(self) -> None:
+        """To be called when no more requests come: forgets the sequences that were not ended, and does not wait until
+        they have been idle for too long."""
+        self._active.clear()
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
     def _begin(self, identity: int | str) -> _Sequence:
         """A new sequence; one of the same id that was not ended has no more requests."""
         if before := self._active.get(identity):

@@ -205,6 +205,8 @@ class QueuedModel(Model):
             instance.join()
         if self._cached:
             self._cached.drop()
+        if self._sequences:
+            post(self._loop, self._sequences.close)     # behind what their last executions gave
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
 

@@ -1,6 +1,8 @@
 """Sequences of requests: each with a state of its own, in order, at one instance."""
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +131,21 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
     assert ask(client, "told", 9, 9, end=True, extent=1) == [0, 5, 9, 9]
     with pytest.raises(InferenceServerException, match="data-type is 'BYTES', but model '.*' expects 'UINT64'"):
         ask(client, "told", "text", 7, start=True, extent=1)
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_model_that_is_unloaded_is_gone_whether_its_sequences_were_ended_or_not(tmp_path: Path, end: bool) -> None:
+    def is_gone() -> bool:
+        gc.collect()
+        return model() is None
+
+    write_model(tmp_path, "sum", kind="two", config=SUM.format("direct {}", PATIENT, ""))
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(server.address) as client):
+        model = weakref.ref(server.server.repository.find("sum"))
+        assert ask(client, "sum", 1, 2, start=True, end=end) == [2] * 4
+        client.unload_model("sum")
+        assert eventually(is_gone)
 
 
 @pytest.mark.parametrize(("text", "refusal"), [
