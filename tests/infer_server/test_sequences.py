@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from infer_server.repository.checking import check
 from infer_server.repository.places import LocalFolder
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -131,6 +132,22 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
     assert ask(client, "told", 9, 9, end=True, extent=1) == [0, 5, 9, 9]
     with pytest.raises(InferenceServerException, match="data-type is 'BYTES', but model '.*' expects 'UINT64'"):
         ask(client, "told", "text", 7, start=True, extent=1)
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_sequences_of_one_id_that_are_sent_at_once_follow_each_other(
+        client: triton.InferenceServerClient, end: bool) -> None:
+    """The model refuses a batch with two requests of one id."""
+    answers: queue.Queue[list[float] | Exception] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(error or result.as_numpy("told")[0].tolist()))
+    for number in range(12):
+        tensor = triton.InferInput("x", [1, 1], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 1), number, np.float32))
+        client.async_stream_infer("told", [tensor], sequence_id=11, sequence_start=number % 3 == 0,
+                                  sequence_end=end and number % 3 == 2)
+    assert [answers.get(timeout=TIMEOUT_SECS) for _ in range(12)] == [
+        [number % 3 == 0, 5 * (end and number % 3 == 2), 11, number] for number in range(12)]
+    client.stop_stream()
 
 
 @pytest.mark.parametrize("end", [True, False])

@@ -121,3 +121,26 @@ def test_any_number_of_sequences_that_wait_may_turn_out_to_be_too_late_at_once()
     assert of.waiting == len(others)
     of.finished(first)
     assert refused == others and not of.waiting and not of.comes_again
+
+
+@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("withdrawn", [0, 1, 2])
+def test_a_sequence_begins_when_one_of_the_same_id_is_done(end: bool, withdrawn: int) -> None:
+    policy = SequencePolicy(5_000_000, (), (), candidates=4, batched=True)
+    batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda refused, why: None)
+    queues: Any = [Queue(batcher)]
+    of = Sequences("m", policy, queues, Clock(), lambda request, error: None)     # type: ignore[arg-type]
+    reply: Any = None
+    requests = [Request({}, 1, (), lambda computed: None, reply, sequence=at)
+                for at in [InSequence(1, start=True), InSequence(1, end=end)] * 3]
+    for request in requests[:4]:
+        of.submit(request)
+    for request in requests[2:2 + withdrawn]:
+        assert of.withdraw(request)
+    for request in requests[4:]:
+        of.submit(request)
+    for request in (*requests[:2], *requests[2 + withdrawn:]):
+        assert batcher.take() == [request] and not len(batcher)
+        of.finished(request)
+    assert of.waiting == 0 and bool(of._active) is not end
+    assert list(of._places.values()) == [0 if end else 1] and not of._without_place
