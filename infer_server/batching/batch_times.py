@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 _WINDOW = 16                            # times of each size that count
@@ -18,6 +19,13 @@ _SHORT_NS = 50_000                      # of computing: about what it takes to w
 _HELD_NS = 500_000                      # of all that a batch takes: for so long nothing else is read or sent
 _MOST = 4                               # limits that one time counts, for a busy machine makes any of them long
 _WEIGHT = 1 / 8                         # of a new time
+_MOST_SIZES = 1024                      # of batches that are told apart
+
+
+def counted_as(items: int, sizes: Collection[int]) -> int:
+    """The size under which a batch of `items` is counted, beside those of `sizes`. Requests that are cut have any
+    number of items: where there are too many sizes, a new one is the next power of two."""
+    return items if items in sizes or len(sizes) < _MOST_SIZES else 1 << (items - 1).bit_length()
 
 
 class Estimate(NamedTuple):
@@ -47,13 +55,14 @@ class BatchTimes:
 
     def add(self, items: int, ns: int, now_ns: int) -> None:
         """A batch of `items` took `ns`."""
-        kept = self._times.get(items)
+        size = counted_as(items, self._times)
+        kept = self._times.get(size)
         if kept is None:
-            kept = self._times[items] = deque(maxlen=_WINDOW)
-        kept.append(ns)
+            kept = self._times[size] = deque(maxlen=_WINDOW)
+        kept.append(ns if size == items else ns * size // items)
         if ns > self.longest_ns:
             self.longest_ns = ns
-        self._new.add(items)
+        self._new.add(size)
         self._measured_ns = now_ns
 
     def estimate(self, items: int, now_ns: int) -> Estimate:

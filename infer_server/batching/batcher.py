@@ -124,6 +124,7 @@ class Batcher:
                 return False
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
+            self._empty_the_line()
             return True
 
     def take(self, gate: Admission | None = None) -> list[Request] | None:
@@ -147,7 +148,8 @@ class Batcher:
                     self._idle -= 1
                     continue
                 if isinstance(choice, Wait):
-                    self._changed.wait((min(choice.until_ns, self._next_expiry_ns() or choice.until_ns) - now_ns) / 1e9)
+                    until_ns = min(choice.until_ns, self._next_expiry_ns() or choice.until_ns)
+                    self._changed.wait(min((until_ns - now_ns) / 1e9, threading.TIMEOUT_MAX))
                     continue
                 if choice.lost:
                     self._refuse_all(choice.lost, self._too_late(now_ns))
@@ -259,6 +261,12 @@ class Batcher:
                 level.delayed.pop(request, None)
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
+        self._empty_the_line()
+
+    def _empty_the_line(self) -> None:
+        """Wakes the instances that stand in line with nothing to execute: they hold up those of other models."""
+        if self._refused and not self:
+            self._changed.notify_all()
 
     def _forget_times(self, request: Request) -> None:
         if request.expires_ns:

@@ -101,7 +101,8 @@ def key_of(prefix: bytes, request: Request) -> bytes:
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         if array.dtype.hasobject:
             for value in array.flat:
-                digest.update(len(value).to_bytes(8, "little") + value)
+                raw = value.encode() if isinstance(value, str) else value      # which a program makes, for an ensemble
+                digest.update(len(raw).to_bytes(8, "little") + raw)
         else:
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return prefix + digest.digest()

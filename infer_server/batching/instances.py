@@ -82,6 +82,8 @@ class Instance:
             with self._executing:
                 outcomes, execution = self._execute(batch)
             self._deliver(outcomes, execution)
+        except Exception:                   # a front's bug: who waits for the next batch must not notice
+            log.exception("%s could not hand out the answers of a batch", self._thread.name)
         finally:
             if self._gate:
                 self._gate.leave()

@@ -68,8 +68,8 @@ class Priorities:
     default: int = 1                            # the level of a request that asks for none, counted from 1
 
     def level(self, requested: int) -> int:
-        """The index of the level of a request that asks for `requested`; beyond the last it is the last."""
-        return min(requested or self.default, len(self.policies)) - 1
+        """The index of the level of a request that asks for `requested`; where there is none, it is the default."""
+        return (requested if 1 <= requested <= len(self.policies) else self.default) - 1
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
 
     It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
-    Otherwise the batch has the size that answers most items in time a second, and shed() says whose.
+    Otherwise the batch has the size that answers most items in time a second, and shed() says whose. Who shares no
+    batch is judged by its own size.
     """
     decision = decide(queue, now_ns, policy)
     if isinstance(decision, Wait):
@@ -166,15 +167,27 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
     front = list(islice(queue, count))
     if now_ns <= _latest_start_ns(front, now_ns, times):
         return BatchChoice(front)
-    sizes = _halves(policy.max_batch_size) if policy.merges else [max(request.items for request in queue)]
-    takes = {size: times.estimate(size, now_ns) for size in sizes}
-    for takes_ns in ({size: estimate.safe for size, estimate in takes.items()},
-                     {size: estimate.likely for size, estimate in takes.items()}):  # who may just make it, after all
-        size = _best_size(queue, now_ns, takes_ns)
-        if size:
-            kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
-            return BatchChoice(_in_time(kept, now_ns + takes_ns[size], size)[:None if policy.merges else 1], lost)
-    return BatchChoice([], list(queue))
+    if policy.merges and front[0].items <= policy.max_batch_size:
+        takes = {size: times.estimate(size, now_ns) for size in _halves(policy.max_batch_size)}
+        for takes_ns in ({size: each.safe for size, each in takes.items()},
+                         {size: each.likely for size, each in takes.items()}):  # who may just make it, after all
+            size = _best_size(queue, now_ns, takes_ns)
+            if size:
+                kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
+                return BatchChoice(_in_time(kept, now_ns + takes_ns[size], size), lost)
+    return _by_itself(front if policy.merges else queue, now_ns, times)
+
+
+def _by_itself(queue: Iterable[Q], now_ns: int, times: BatchTimes) -> BatchChoice[Q]:
+    """The first of `queue` that is safely answered in time if it is executed by itself, or else the first that may just
+    make it; lost are those that it finds on the way and that are late."""
+    hasty, lost = list[Q](), list[Q]()
+    for request in queue:
+        takes = times.estimate(request.items, now_ns)
+        if not request.deadline_ns or now_ns + takes.safe <= request.deadline_ns:
+            return BatchChoice([request], lost)
+        (lost if now_ns + takes.likely > request.deadline_ns else hasty).append(request)
+    return BatchChoice(hasty[:1], lost)
 
 
 def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:

@@ -89,6 +89,7 @@ class _Sequence:
     executing: Request | None = None
     used_ns: int = 0
     ended: bool = False                         # its last request has come
+    next: _Sequence | None = None               # of the same id, which begins when this one is done
 
 
 class Sequences:
@@ -103,6 +104,7 @@ class Sequences:
         self._of_request: dict[Request, _Sequence] = {}
         self._places = {queue: 0 for queue in queues}       # that are taken
         self._without_place: deque[_Sequence] = deque()
+        self._gives_places = False
         self._timer: asyncio.TimerHandle | None = None
         # What sequences that no client has named are called, from the top down: clients count upwards.
         ids = [control.dtype for control in policy.controls if control.kind is ControlKind.CORRELATION]
@@ -136,15 +138,13 @@ class Sequences:
         sequence = self._active.get(at.id)
         if at.start and not (sequence and self._policy.iterative):      # of these the one of the same id ends first
             sequence = self._begin(at.id)
-        elif sequence is None:
+        elif sequence is None or (sequence.ended and not self._policy.iterative):
             raise InvalidRequestError(f"inference request for sequence {at.id} to model '{self._model}' must "
                                       "specify the START flag on the first request of the sequence")
         sequence.waiting.append(request)
         self.waiting += 1
         self._of_request[request] = sequence
         sequence.ended = at.end or self._policy.iterative
-        if at.end:
-            del self._active[at.id]
         self._advance(sequence)
 
     def _free_id(self) -> int:
@@ -187,15 +187,24 @@ class Sequences:
             self.waiting -= 1
         self._advance(sequence)
 
+    def close(self) -> None:
+        """To be called when no more requests come: forgets the sequences that were not ended, and does not wait until
+        they have been idle for too long."""
+        self._active.clear()
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
     def _begin(self, identity: int | str) -> _Sequence:
-        """A new sequence; one of the same id that was not ended has no more requests."""
-        if before := self._active.get(identity):
-            before.ended = True
-            self._release_if_done(before)
+        """A new sequence; one of the same id has no more requests, and those that it has come first."""
         sequence = _Sequence(identity, {state.input: state.initial for state in self._policy.states})
-        self._active[identity] = sequence
-        self._without_place.append(sequence)
-        self._give_places()
+        before, self._active[identity] = self._active.get(identity), sequence
+        if before:
+            before.ended, before.next = True, sequence
+            self._release_if_done(before)
+        else:
+            self._without_place.append(sequence)
+            self._give_places()
         if self._timer is None:
             self._look_after(self._policy.idle_us * 1000)
         return sequence
@@ -207,14 +216,22 @@ class Sequences:
         self._timer = self._loop.call_later(max(ns, least_ns) / 1e9, self._end_idle)
 
     def _give_places(self) -> None:
-        while self._without_place:
-            queue = min(self._queues, key=self._places.__getitem__)
-            if self._places[queue] >= self._policy.candidates:
-                return
-            sequence = self._without_place.popleft()
-            sequence.queue = queue
-            self._places[queue] += 1
-            self._advance(sequence)
+        """One that ends at once, for its queue takes none of its requests, gives its place back meanwhile: to go on
+        from there would nest as deep as there are sequences that wait."""
+        if self._gives_places:
+            return
+        self._gives_places = True
+        try:
+            while self._without_place:
+                queue = min(self._queues, key=self._places.__getitem__)
+                if self._places[queue] >= self._policy.candidates:
+                    return
+                sequence = self._without_place.popleft()
+                sequence.queue = queue
+                self._places[queue] += 1
+                self._advance(sequence)
+        finally:
+            self._gives_places = False
 
     def _advance(self, sequence: _Sequence) -> None:
         sequence.used_ns = time.monotonic_ns()
@@ -235,6 +252,8 @@ class Sequences:
         assert request.sequence is not None
         request.inputs = {**request.inputs, **self._controls(request.sequence), **sequence.states}
         if self._policy.states:
+            # A state may have grown: who has one of another shape does not fit into the batch.
+            request.shape_key = request.shape_key, tuple(state.shape for state in sequence.states.values())
             encode = request.encode
 
             def keep(computed: Arrays) -> Any:
@@ -251,13 +270,17 @@ class Sequences:
     def _release_if_done(self, sequence: _Sequence) -> None:
         if not sequence.ended or sequence.waiting or sequence.executing:
             return
+        if sequence.queue is None and (sequence.next or sequence not in self._without_place):
+            return                              # it is the turn of the next one when its own has come
         if self._active.get(sequence.id) is sequence:
             del self._active[sequence.id]
         if sequence.queue:
             self._places[sequence.queue] -= 1
             sequence.queue = None
+            if sequence.next:
+                self._without_place.appendleft(sequence.next)
             self._give_places()
-        elif sequence in self._without_place:
+        else:
             self._without_place.remove(sequence)
 
     def _end_idle(self) -> None:
@@ -271,7 +294,6 @@ class Sequences:
                 continue
             if sequence.used_ns <= limit_ns:
                 sequence.ended = True
-                del self._active[sequence.id]
                 self._release_if_done(sequence)
             else:
                 first_ns = min(first_ns, sequence.used_ns)

@@ -15,6 +15,7 @@ from enum import Enum
 from operator import sub
 from typing import NamedTuple
 
+from infer_server.batching.batch_times import counted_as
 from infer_server.observing.closing import FREE, REASONS
 from infer_server.observing.latencies import Latencies
 
@@ -103,9 +104,10 @@ class Statistics:
         e, c, requests = execution, self._counters, len(enqueued_ns) + len(execution.apart_ns)
         with self._lock:
             c.closed[closed] += 1
-            batch = c.batches.get(e.items)
+            size = counted_as(e.items, c.batches)
+            batch = c.batches.get(size)
             if batch is None:
-                batch = c.batches[e.items] = BatchStatistics()
+                batch = c.batches[size] = BatchStatistics()
             c.last_inference_ms, c.used_ns = time.time_ns() // 1_000_000, time.monotonic_ns()
             c.inference_count += e.items
             c.execution_count += 1

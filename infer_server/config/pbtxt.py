@@ -25,7 +25,7 @@ def read_config(path: Path) -> model_config.ModelConfig:
         # The parser's own text begins with line:column; the place is given once, as compilers do.
         what = re.sub(r"^\d+(:\d+)? : ", "", str(error))
         raise ModelConfigError(f"{path}:{line}: {what}{hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:          # ... of a number that an enum cannot hold, for one
         raise ModelConfigError(f"{path}: {error}") from error
     return message
 

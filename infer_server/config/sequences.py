@@ -87,11 +87,14 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
     datatype = FROM_CONFIG.get(state.data_type)
     if not state.input_name or not state.output_name or datatype is None:
         raise ModelConfigError("sequence_batching.state: give input_name, output_name and data_type")
+    if any(extent < -1 for extent in state.dims):
+        raise ModelConfigError(f"state '{state.input_name}': dims {list(state.dims)} must be positive, or -1 for any "
+                               "extent")
     datatypes[state.input_name] = datatypes[state.output_name] = datatype
     shape = tuple(1 if extent == -1 else extent for extent in state.dims)
     if len(state.initial_state) > 1:
         raise ModelConfigError(f"state '{state.input_name}': one initial_state at most")
-    value: NDArray[Any] = np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
+    value = _zeros(shape, datatype)
     for initial in state.initial_state:
         value = _initial(state.input_name, initial, datatype, folder)
     return State(state.input_name, state.output_name, value[np.newaxis] if batched else value)
@@ -108,7 +111,11 @@ def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -
             return np.fromfile(file, datatype.array).reshape(shape)
         except (OSError, ValueError) as error:
             raise ModelConfigError(f"state '{name}': initial_state: {file}: {error}") from error
-    return np.zeros(shape, datatype.array)
+    return _zeros(shape, datatype)
+
+
+def _zeros(shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
+    return np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
 
 
 def sequence_of(parameters: Parameters, otherwise: InSequence | None = None) -> InSequence | None:

@@ -22,7 +22,14 @@ from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig
 from infer_server.config.signature import Signature
-from infer_server.errors import DeadlineExceededError, QueueFullError, RepositoryError, ServeError, UnavailableError
+from infer_server.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    QueueFullError,
+    RepositoryError,
+    ServeError,
+    UnavailableError,
+)
 from infer_server.observing.closing import why_closed
 from infer_server.rate_limiter import RateLimiter
 from infer_server.workers import post
@@ -175,7 +182,7 @@ class QueuedModel(Model):
                 self._sequences.submit(request)
             else:
                 self.queues[0].submit(request)
-        except (UnavailableError, DeadlineExceededError) as error:
+        except (UnavailableError, DeadlineExceededError, InvalidRequestError) as error:
             rejected = isinstance(error, QueueFullError | DeadlineExceededError)
             self.failed(request, Failure.REJECTED if rejected else Failure.OTHER)
             raise
@@ -198,6 +205,8 @@ class QueuedModel(Model):
             instance.join()
         if self._cached:
             self._cached.drop()
+        if self._sequences:
+            post(self._loop, self._sequences.close)     # behind what their last executions gave
         # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
         self._instances.clear()
 

@@ -91,3 +91,21 @@ def test_a_program_without_an_open_extent_in_front_has_no_batch(tmp_path: Path) 
     with serving(tmp_path, load_plan) as server:
         assert "max_batch_size: 4 asked for, but the engine was built for no batch axis" in server.server.failures()[
             "words version 1"]
+
+
+def test_strings_that_a_program_makes_are_found_in_the_cache_of_the_model_that_reads_them(tmp_path: Path) -> None:
+    for name, cached in (("first", ""), ("second", "response_cache { enable: true }")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(WORDS + cached)
+        onnx.save(doubled_words(), tmp_path / name / "1" / "model.onnx")
+    (tmp_path / "both" / "1").mkdir(parents=True)
+    steps = """ensemble_scheduling {
+        step { model_name: "first" input_map { key: "words" value: "words" } output_map { key: "y" value: "twice" } }
+        step { model_name: "second" input_map { key: "words" value: "twice" } output_map { key: "y" value: "y" } } }"""
+    (tmp_path / "both" / "config.pbtxt").write_text(WORDS.replace("dynamic_batching { }", steps))
+    tensor = triton.InferInput("words", [1, 3], "BYTES")
+    tensor.set_data_from_numpy(np.array([["1", "2", "3"]], object))
+    with serving(tmp_path, load_plan) as server, triton.InferenceServerClient(server.address) as client:
+        for _ in range(2):
+            assert client.infer("both", [tensor]).as_numpy("y").tolist() == [[b"4", b"8", b"12"]]
+        assert server.server.repository.find("second").statistics.snapshot().cache_hit.count == 1

@@ -23,13 +23,13 @@ from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
-R, S = Resource("R", False), Resource("S", True)
+R, S, T = Resource("R", False), Resource("S", True), Resource("T", True)
 
 
 def gate(limiter: RateLimiter, priority: int = 1, woken: list[int] | None = None, **needs: int) -> Gate:
     number = len(limiter._gates)
-    (made,) = limiter.gates([RateLimit({{"R": R, "S": S}[name]: count for name, count in needs.items()}, priority)],
-                            [lambda: woken.append(number) if woken is not None else None])
+    limit = RateLimit({{"R": R, "S": S, "T": T}[name]: count for name, count in needs.items()}, priority)
+    (made,) = limiter.gates([limit], [lambda: woken.append(number) if woken is not None else None])
     return made
 
 
@@ -118,15 +118,20 @@ def test_who_steps_aside_or_is_gone_holds_nobody_up() -> None:
 
 
 class Asking:
-    """Two instances of one queue, of which the first needs R and the second S; and another instance, which has R."""
+    """Two instances of one queue, of which the first needs R and the second S; another instance, which has R; and one
+    behind them, which needs T."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, batching: BatchPolicy) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, batching: BatchPolicy, *others: Resource) -> None:
+        """others: that the first needs besides."""
         self._loop, self._limiter = loop, RateLimiter({})
         self.other = gate(self._limiter, R=1)
         assert self.other.enter()
-        self.batcher = Batcher("m", batching, QueuePolicy(), lambda refused, why: None, 2)
-        limits = [RateLimit({R: 1}), RateLimit({S: 1})]
+        self.now_ns = 1
+        self.batcher = Batcher("m", batching, QueuePolicy(default_timeout_us=1_000_000_000), lambda refused, why: None,
+                               2, lambda: self.now_ns)
+        limits = [RateLimit({R: 1, **dict.fromkeys(others, 1)}), RateLimit({S: 1})]
         self.gates = self._limiter.gates(limits, [self.batcher.wake_all] * 2)
+        self.behind = gate(self._limiter, T=1)
         self.took = [Queue[int](), Queue[int]()]        # how many requests, by instance
         self._threads = [Thread(target=self._run, args=(number,), daemon=True) for number in range(2)]
 
@@ -187,6 +192,23 @@ def test_who_stands_in_line_may_be_withdrawn_wait_for_a_fuller_batch_or_be_unloa
     assert asking.took[0].empty(), "what was accepted waits for its turn"
     asking.other.leave()
     assert asking.took[0].get(timeout=TIMEOUT_SECS) == 2 and asking.ended(0)
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "expired"])
+def test_who_has_nothing_to_execute_any_more_holds_nobody_up_until_it_is_its_turn(
+        loop: asyncio.AbstractEventLoop, how: str) -> None:
+    asking = Asking(loop, BatchPolicy(1), T)
+    asking.start(0)
+    request = asking.ask()
+    assert eventually(lambda: asking.gates[0].in_line) and not asking.behind.enter()
+    if how == "withdrawn":
+        assert asking.batcher.withdraw(request)
+    else:
+        asking.now_ns = request.expires_ns + 1
+        asking.batcher.expire()
+    assert eventually(asking.behind.enter), "it needs nothing of what the other instance has"
+    asking.batcher.close()
+    assert asking.ended(0)
 
 
 def test_instances_of_two_models_take_turns_and_batches_grow_meanwhile(tmp_path: Path) -> None:

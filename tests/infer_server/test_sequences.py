@@ -1,6 +1,9 @@
 """Sequences of requests: each with a state of its own, in order, at one instance."""
 from __future__ import annotations
 
+import gc
+import queue
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,13 +13,14 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.batching.statistics import Failure
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
 from infer_server.repository.checking import check
 from infer_server.repository.places import LocalFolder
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import GATES, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -97,9 +101,17 @@ def test_states_that_no_client_sees_are_kept_beside_tensors_of_another_shape_tha
         assert [output.name for output in result.get_response().outputs] == ["y"]
 
 
-def test_a_request_without_a_correlation_id_is_refused(client: triton.InferenceServerClient) -> None:
+def test_a_request_that_belongs_to_no_sequence_is_refused_and_counted(
+        server: RunningServer, client: triton.InferenceServerClient) -> None:
+    def failures() -> int:
+        return server.server.repository.find("sum").statistics.snapshot().failures[Failure.OTHER]
+
+    before = failures()
     with pytest.raises(InferenceServerException, match="must specify a non-zero or non-empty correlation ID"):
         ask(client, "sum", 0, 1, start=True)
+    with pytest.raises(InferenceServerException, match="must specify the START flag"):
+        ask(client, "sum", 1000, 1)
+    assert failures() == before + 2
 
 
 def test_what_finds_no_place_waits_until_a_sequence_ends_or_has_been_idle(
@@ -122,10 +134,42 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
         ask(client, "told", "text", 7, start=True, extent=1)
 
 
+@pytest.mark.parametrize("end", [True, False])
+def test_sequences_of_one_id_that_are_sent_at_once_follow_each_other(
+        client: triton.InferenceServerClient, end: bool) -> None:
+    """The model refuses a batch with two requests of one id."""
+    answers: queue.Queue[list[float] | Exception] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(error or result.as_numpy("told")[0].tolist()))
+    for number in range(12):
+        tensor = triton.InferInput("x", [1, 1], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 1), number, np.float32))
+        client.async_stream_infer("told", [tensor], sequence_id=11, sequence_start=number % 3 == 0,
+                                  sequence_end=end and number % 3 == 2)
+    assert [answers.get(timeout=TIMEOUT_SECS) for _ in range(12)] == [
+        [number % 3 == 0, 5 * (end and number % 3 == 2), 11, number] for number in range(12)]
+    client.stop_stream()
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_model_that_is_unloaded_is_gone_whether_its_sequences_were_ended_or_not(tmp_path: Path, end: bool) -> None:
+    def is_gone() -> bool:
+        gc.collect()
+        return model() is None
+
+    write_model(tmp_path, "sum", kind="two", config=SUM.format("direct {}", PATIENT, ""))
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(server.address) as client):
+        model = weakref.ref(server.server.repository.find("sum"))
+        assert ask(client, "sum", 1, 2, start=True, end=end) == [2] * 4
+        client.unload_model("sum")
+        assert eventually(is_gone)
+
+
 @pytest.mark.parametrize(("text", "refusal"), [
     ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_START } }", "two values of int32_false_true"),
     ("control_input { name: 'i' control { kind: CONTROL_SEQUENCE_CORRID } }", "data_type must be TYPE_UINT64"),
     ("state { input_name: 'i' }", "give input_name, output_name and data_type"),
+    ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 dims: [4, -2] }", r"dims \[4, -2\] must be"),
     ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 initial_state { data_type: TYPE_INT8 } }",
      "the state's data_type"),
     ("iterative_sequence: true", "only a Python model asks for it again"),
@@ -133,6 +177,13 @@ def test_a_model_is_told_of_start_end_and_correlation_id(client: triton.Inferenc
 def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
         from_message(parsed(f"sequence_batching {{ {text} }}"))
+
+
+def test_the_zeros_of_texts_are_empty_ones() -> None:
+    state = """sequence_batching {{ state {{ input_name: 'i' output_name: 'o' data_type: TYPE_STRING dims: 2 {} }} }}"""
+    for initial in ("", "initial_state { name: 's' data_type: TYPE_STRING dims: 2 zero_data: true }"):
+        config = from_message(parsed(state.format(initial)))
+        assert config.sequences and config.sequences.policy.states[0].initial.tolist() == [b"", b""]
 
 
 def test_iterative_sequences_and_states_are_refused_together() -> None:

@@ -56,8 +56,9 @@ class Connections:
         peer = unquote(peer)
         taken = self._taken_bytes(peer)
         if taken is None:
-            self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
-            taken = self._taken_bytes(peer)
+            with suppress(OSError):             # there are no more descriptors, and to look takes one
+                self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
+                taken = self._taken_bytes(peer)
         return taken
 
     def _taken_bytes(self, peer: str) -> int | None:

@@ -175,6 +175,21 @@ def test_an_idle_instance_sleeps_until_it_is_woken(loop: asyncio.AbstractEventLo
     assert taken == [[first]]
 
 
+def test_a_batch_may_wait_for_company_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    queue, _, _ = batcher(BatchPolicy(2, max_queue_delay_us=(1 << 64) - 1))
+    taken: list[list[Request] | None] = []
+    instance = threading.Thread(target=lambda: taken.append(queue.take()))
+    requests = [request(loop), request(loop)]
+    queue.submit(requests[0])
+    instance.start()
+    while instance.is_alive() and not queue._changed._waiters:      # type: ignore[attr-defined]
+        time.sleep(0.001)
+    queue.submit(requests[1])
+    queue.wake()
+    instance.join(TIMEOUT_SECS)
+    assert taken == [requests]
+
+
 def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, _ = batcher()
     queue.measured(items=1, ns=1000)

@@ -4,11 +4,19 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
+from infer_server.batching import event_loop
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.event_loop import Waker
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import AwaitedReply, Request
+
+
+@pytest.fixture(autouse=True)
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long this process is kept from running between two turns."""
+    monkeypatch.setattr(event_loop, "_LIMIT_NS", 1 << 60)
 
 
 class CountingBatcher(Batcher):
@@ -21,7 +29,6 @@ class CountingBatcher(Batcher):
     def wake(self) -> None:
         self.waited.append(len(self))
         super().wake()
-
 
     def take_all(self) -> bool:
         self._remove(list(self._waiting()))

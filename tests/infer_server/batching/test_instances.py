@@ -92,6 +92,19 @@ def test_a_batch_with_a_lengthy_request_waits_for_the_thread_and_says_nothing_of
     assert len(executor.threads) == 1 and short.holds(2)
 
 
+def test_an_instance_goes_on_where_answers_could_not_be_handed_out(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(outcomes: list[Outcome], execution: BatchExecution | None) -> None:
+        raise OSError("too many open files")
+
+    executor = RecordingExecutor()
+    _, batcher = instance_of(executor, 4, 4, short=None)
+    instance = Instance("m", batcher, executor, fail)
+    batcher.close()
+    instance.start()
+    instance.join()
+    assert len(executor.threads) == 2 and caplog.text.count("m could not hand out the answers of a batch") == 2
+
+
 def test_an_instance_that_executes_takes_no_short_batch_beside_it() -> None:
     class Nested(RecordingExecutor):
         def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:

@@ -10,6 +10,7 @@ from infer_server.batching.policy import (
     BatchChoice,
     BatchPolicy,
     Instances,
+    Priorities,
     QueuePolicy,
     Send,
     Wait,
@@ -18,6 +19,7 @@ from infer_server.batching.policy import (
     is_hopeless,
     shed,
 )
+from infer_server.batching.statistics import BatchExecution, Statistics
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def test_a_request_may_shorten_its_timeout_where_that_is_allowed(
     assert policy.timeout_us(requested) == timeout
 
 
+def test_a_request_for_a_level_that_is_not_there_has_the_default_one() -> None:
+    levels = Priorities((QueuePolicy(),) * 3, 2)
+    assert [levels.level(requested) for requested in (0, 1, 3, 4, 1 << 63)] == [1, 0, 2, 1, 1]
+
+
 MS = 1_000_000
 
 
@@ -157,6 +164,30 @@ def test_requests_that_must_not_share_a_batch_do_not_share_one_because_of_a_dead
     assert isinstance(choice, BatchChoice) and choice.batch == queue[1:2]
 
 
+def test_requests_that_do_not_share_a_batch_are_judged_each_by_its_own_size() -> None:
+    late, small, patient = Waiting(100, deadline_ns=15 * MS), Waiting(deadline_ns=100 * MS), Waiting()
+    measured, alone = times(_1=10, _100=1000), BatchPolicy(1, merges=False)
+    assert chosen([late, small], measured, alone) == BatchChoice([small], [late])
+    assert chosen([late, small, patient], measured, alone) == BatchChoice([small], [late])
+    just = Waiting(deadline_ns=11 * MS)
+    assert chosen([just, late], measured, alone) == BatchChoice([just], [late])
+    assert chosen([just, small], measured, alone) == BatchChoice([small])
+
+
+def test_who_has_more_items_than_a_batch_is_not_refused_because_of_others() -> None:
+    """It is executed in pieces (split_requests), alone."""
+    late, large, hasty = Waiting(3, deadline_ns=15 * MS), Waiting(100), Waiting(100, deadline_ns=15 * MS)
+    policy, measured = BatchPolicy(4), times(_1=10, _4=40)
+    assert chosen([late, large], measured, policy) == BatchChoice([], [late])
+    assert chosen([large], measured, policy) == BatchChoice([large])
+    assert chosen([hasty, large], measured, policy) == BatchChoice([], [hasty])
+
+
+def test_who_fits_into_no_batch_of_a_usual_size_in_time_is_tried_by_itself() -> None:
+    queue = [Waiting(3, deadline_ns=32 * MS)]
+    assert chosen(queue, times(_1=10, _8=80)) == BatchChoice(queue)
+
+
 def test_who_may_just_make_it_is_tried_when_nobody_is_safe() -> None:
     queue = due(105)
     assert chosen(queue, times(_1=100)) == BatchChoice(queue)
@@ -201,3 +232,15 @@ def test_an_estimate_that_nothing_confirms_refuses_nobody_for_ever() -> None:
     measured, (hasty,) = times(_1=1000), due(20_000 + 500)
     assert is_hopeless(Waiting(deadline_ns=500 * MS), 0, measured)
     assert not is_hopeless(hasty, 20_000 * MS, measured)
+
+
+def test_requests_of_any_number_of_items_are_not_remembered_each_by_its_own() -> None:
+    """Those of max_batch_size 0 and split_requests: for weeks, and ModelStatistics copy all that is kept."""
+    measured, counted = BatchTimes(), Statistics()
+    for items in range(1, 5001):
+        measured.add(items, items * MS, 0)
+        counted.executed(BatchExecution(items, 0, 0, 0, 0, 0), [0])
+    batches = counted.snapshot().batches
+    assert set(batches) == {*range(1, 1025), 2048, 4096, 8192} == set(measured._times)
+    assert sum(batch.compute_infer.count for batch in batches.values()) == 5000
+    assert [measured.estimate(items, 0).likely for items in (1024, 3000, 5000)] == [1024 * MS, 3000 * MS, 5000 * MS]

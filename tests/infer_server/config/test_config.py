@@ -103,6 +103,7 @@ def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refu
     ("dynamic_batching {\n  max_queue_delay_micros: 4 }", r":2: .*Did you mean 'max_queue_delay_microseconds'\?"),
     ("max_batch_size: many", ":1: .*many"),
     ('input {\n data_type: FP32 }', ":2: .*FP32"),
+    ("input { data_type: 99999999999999999999 }", ": Value out of range: 99999999999999999999"),
 ])
 def test_a_spelling_mistake_is_shown_with_its_line_and_the_nearest_field(
         tmp_path: Path, text: str, refusal: str) -> None:

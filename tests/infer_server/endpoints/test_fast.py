@@ -2,17 +2,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 
+from infer_server.endpoints.grpc import connections
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.inflight import Inflight
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.serving import serving as whole_server
 
 pytest.importorskip("pygrpc_native")
 PATH = "/inference.GRPCInferenceService/ModelInfer"
@@ -153,3 +161,20 @@ def test_it_stops_while_it_looks() -> None:
         await served.ask(3)
 
     serving(work)
+
+
+def test_a_server_that_can_open_no_more_files_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of an answer its client takes is seen by a descriptor more."""
+    def fail(port: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    x = np.ones((1, 600_000), np.float32)               # whose answer is not little
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    write_model(tmp_path, "m", shape=x.shape[1:], gate="not steady")
+    with (whole_server(tmp_path, grpc_front="fast") as server,
+          triton.InferenceServerClient(server.address) as client):
+        monkeypatch.setattr(connections, "_sockets", fail)
+        for _ in range(2):
+            np.testing.assert_array_equal(client.infer("m", [tensor], client_timeout=TIMEOUT_SECS).as_numpy("y"), 3 * x)
+        monkeypatch.undo()
