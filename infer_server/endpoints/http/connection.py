@@ -338,11 +338,11 @@ class HttpConnection(asyncio.Protocol):
         """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
         is not known."""
         self._reader.drop()
-        self._has_ended = True
         if self.exchange or self._waiting:
             self._refusal = response
-        else:
+        elif not self._has_ended:       # what it came behind was the last that is answered
             self._say_last(response)
+        self._has_ended = True
 
     def _say_last(self, response: HttpResponse) -> None:
         if self._transport and not self._transport.is_closing():

@@ -353,6 +353,15 @@ def test_what_comes_behind_the_last_request_of_a_connection_does_not_reset_its_a
         assert server.server.repository.find(model).statistics.snapshot().success.count == before + 1
 
 
+def test_nothing_is_said_behind_an_answer_at_once_that_was_the_last(
+        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    last = f"GET /nothing HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()
+    for behind in (b"no request\r\n\r\n", last):
+        answer = ask(server, last + behind)
+        assert answer.startswith(b"HTTP/1.1 404") and answer.count(b"HTTP/1.1 ") == 1
+    assert not [record for record in caplog.records if record.name == "asyncio"], "it tells of what it catches"
+
+
 def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
     request = HttpRequest("POST", "/", body=gzip.compress(bytes(9 << 20)))
     counted: list[int] = []
