@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,8 @@ from infer_server.endpoints.http import connection as connections
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest
-from infer_server.endpoints.http.transports import LargeBody
+from infer_server.endpoints.http.transports import LargeBody, Outlet
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
 from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
@@ -477,6 +479,60 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
             assert eventually(lambda: waiting() == 1)
         assert eventually(lambda: waiting() == 0)
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_that_reads_none_of_many_small_answers_is_disconnected(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is less than what a client is given its time for by itself; together they would be all that may be held."""
+    write_model(tmp_path, "large", shape=[1 << 16])
+    asked = post_large(np.ones(1 << 16, np.float32))
+    with serving(tmp_path, send_timeout_secs=0.2, max_inflight_bytes=32 << 20) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.ports.http))
+        with suppress(ConnectionError):             # it may be before all of them are sent
+            for _ in range(100):
+                client.sendall(asked)
+        assert eventually(lambda: "has not read its answer" in caplog.text)
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_that_reads_is_given_its_time_again_though_there_is_always_more_for_it() -> None:
+    class Transport:
+        unread = 0
+
+        def set_write_buffer_limits(self, high: int) -> None:
+            assert high == 0
+
+        def write(self, data: bytes) -> None:
+            self.unread += len(data)
+
+        def get_write_buffer_size(self) -> int:
+            return self.unread
+
+    class Client:
+        disconnected = False
+
+        def peer(self) -> str:
+            return "it"
+
+        def disconnect(self) -> None:
+            self.disconnected = True
+
+    async def reads() -> None:
+        transport, client, inflight = Transport(), Client(), Inflight(1 << 20, TIMEOUT_SECS)
+        outlet = Outlet(transport, inflight, client)        # type: ignore[arg-type]
+        due = 0
+        for size, read, is_gone in ((100, 0, False), (50, 100, False), (10, 49, True)):
+            outlet.write(bytes(size))
+            outlet.sent(inflight.begin(client, size), size)
+            transport.unread -= read
+            outlet._look(due)                               # its time is over for what there was the time before
+            assert client.disconnected == is_gone
+            due += size
+        outlet.taken()
+        assert inflight.held_bytes == 0
+
+    asyncio.run(reads())
 
 
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
