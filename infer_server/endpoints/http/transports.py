@@ -102,6 +102,11 @@ class Outlet:
 
     def write(self, data: bytes) -> None:
         self._written_bytes += len(data)
+        if len(data) > LARGE_BYTES and not self._transport.can_write_eof():
+            # TLS does not tell of what it has handed on to the socket's own buffer. While that is full it hands on
+            # nothing more, and tells of the last byte.
+            self._transport.write(memoryview(data)[:-1])
+            data = data[-1:]
         self._transport.write(data)
 
     def sent(self, held: OpenCall, body_bytes: int) -> None:

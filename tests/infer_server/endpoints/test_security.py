@@ -24,6 +24,7 @@ from tritonclient.utils import InferenceServerException
 import protos
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunLoop, RunningServer, serving
 
@@ -188,6 +189,27 @@ def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
                 connection.sendall(data)            # ConnectionResetError, BrokenPipeError: it was
                 answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 %d" % status) and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_an_answer_over_tls_is_held_until_its_client_reads_it(
+        tmp_path: Path, certificates: Path, run: RunLoop, caplog: pytest.LogCaptureFixture) -> None:
+    values = np.zeros(4 << 20, np.float32)
+    write_model(tmp_path, "large", shape=[values.size], max_batch=1)
+    head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
+                                   "parameters": {"binary_data_size": values.nbytes}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    asked = (f"POST /v2/models/large/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(head) + values.nbytes}\r\n"
+             f"Inference-Header-Content-Length: {len(head)}\r\n\r\n").encode() + head + values.tobytes()
+    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    context = ssl.create_default_context(cafile=certificates / "server.pem")
+    with serving(tmp_path, run=run, http_tls=tls, send_timeout_secs=0.2) as running, socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect(("127.0.0.1", running.ports.http))
+        with context.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
+            connection.sendall(asked)
+            assert eventually(lambda: "has not read its answer" in caplog.text)
+            assert eventually(lambda: running.server._inflight.held_bytes == 0)
 
 
 def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
