@@ -155,6 +155,21 @@ def test_the_status_page_shows_models_states_and_batches(
     assert re.search(rb"<td colspan=11><span class=\"UNAVAILABLE\">", page), "its reason has the width of what it lacks"
 
 
+def test_the_status_page_has_no_negative_rate_of_a_model_that_was_loaded_again(tmp_path: Path) -> None:
+    write_model(tmp_path, "affine")
+
+    def rates() -> list[float]:
+        page = ask(server, f"GET / HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+        (row,) = re.findall(rb"<tr><td>affine</td>(.*?)</tr>", page)
+        return [float(cell) for cell in re.findall(rb"<td>(-?[\d.]+)</td>", row)]
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client):
+        client.infer("affine", [tensor(X)])
+        assert min(rates()) >= 0
+        client.load_model("affine")
+        assert min(rates()) >= 0
+
+
 def test_the_status_page_of_no_model_says_so(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         page = ask(server, f"GET / HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
