@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
+from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.observing.gpus import Gpus
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
@@ -113,6 +115,15 @@ def test_families_can_be_left_out(tmp_path: Path) -> None:
         text = scrape(server)
     assert "nv_inference_count{" in text
     assert not any(word in text for word in ("duration_us", "summary", "histogram", "nv_cpu"))
+
+
+def test_what_a_model_measures_is_shown_however_small_it_is() -> None:
+    custom, owner = CustomMetrics(), Owner()
+    custom.make(owner, "learning_rate", "gauge", "", {})
+    metrics = Metrics(MetricsSettings(gpu=False), custom=custom)
+    for value, shown in ((3e-9, "3e-09"), (1 / 3, "0.3333333333333333"), (5.0, "5.0"), (math.nan, "NaN")):
+        custom.change("learning_rate", {}, "set", value)
+        assert samples(rendered(metrics))["learning_rate"] == shown
 
 
 class Nvml(ModuleType):
