@@ -126,6 +126,28 @@ def test_what_a_model_measures_is_shown_however_small_it_is() -> None:
         assert samples(rendered(metrics))["learning_rate"] == shown
 
 
+MEASURES = HEAD + """
+class TritonPythonModel:
+    def initialize(self, args):
+        rows = pb_utils.MetricFamily("rows", "Rows", pb_utils.MetricFamily.KIND).Metric()
+        rows.increment(1)
+        assert rows.value() == EXPECTED
+
+    def execute(self, requests):
+        pass
+"""
+
+
+def test_metrics_of_a_model_that_fails_to_load_go_with_it(tmp_path: Path) -> None:
+    python_model(tmp_path, "m", MEASURES.replace("KIND", "COUNTER").replace("EXPECTED", "7"), TENSORS)
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert not client.is_model_ready("m")
+        (tmp_path / "m" / "1" / "model.py").write_text(MEASURES.replace("KIND", "GAUGE").replace("EXPECTED", "1"))
+        client.load_model("m")
+        assert samples(scrape(server))["rows"] == "1.0"
+
+
 class Nvml(ModuleType):
     """NVIDIA's management library on a machine with two GPUs, one of which does not tell its power."""
     class NVMLError(Exception):
