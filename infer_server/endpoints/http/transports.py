@@ -27,6 +27,8 @@ class Owner(Protocol):
     def body_received(self, body: bytearray) -> None:
         """All of it has. The transport is to be taken back."""
 
+    def eof_received(self) -> bool: ...
+
     def connection_lost(self, reason: Exception | None) -> None: ...
 
     def resume_writing(self) -> None: ...
@@ -56,6 +58,9 @@ class LargeBody(asyncio.BufferedProtocol):
         else:
             body, self._body, self._missing = self._body, bytearray(), memoryview(b"")
             self._owner.body_received(body)
+
+    def eof_received(self) -> bool:
+        return self._owner.eof_received()           # what came before the body may have an answer to come
 
     def connection_lost(self, reason: Exception | None) -> None:
         self._owner.connection_lost(reason)

@@ -482,6 +482,20 @@ def test_a_client_that_sends_no_more_has_its_answers(server: RunningServer) -> N
         assert b"HTTP/1.1 200" in b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
+def test_a_client_that_sends_no_more_within_a_body_has_the_answers_to_what_came_before(
+        server: RunningServer, size: int) -> None:
+    interim = b"HTTP/1.1 102 Processing\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
+        with GATES["http"].closed():
+            connection.sendall(post("/v2/models/gated/infer", body_of()) + post("/v2/models/large/infer", bytes(size))[:-1])
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(len(interim), socket.MSG_WAITALL) == interim
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).replace(interim, b"")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1 ") == 1
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
 def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -> None:
     def waiting() -> int:
         return server.server.repository.find("gated").pending
