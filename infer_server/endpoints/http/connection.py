@@ -252,7 +252,7 @@ class HttpConnection(asyncio.Protocol):
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Sends the response of the exchange, and goes on with what waits behind it."""
         outlet = self._open_outlet
-        outlet.write(b"".join((response.head(self._keep_alive),
+        outlet.write(b"".join((response.head(self._keep_alive, version=exchange.request.version),
                                *(() if exchange.request.method == "HEAD" else response.body))))
         outlet.sent(exchange.held, response.body_bytes)
         self._answered(exchange)

@@ -488,12 +488,23 @@ def test_a_client_that_sends_no_more_within_a_body_has_the_answers_to_what_came_
     interim = b"HTTP/1.1 102 Processing\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
         with GATES["http"].closed():
-            connection.sendall(post("/v2/models/gated/infer", body_of()) + post("/v2/models/large/infer", bytes(size))[:-1])
+            behind = post("/v2/models/large/infer", bytes(size))[:-1]
+            connection.sendall(post("/v2/models/gated/infer", body_of()) + behind)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(len(interim), socket.MSG_WAITALL) == interim
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).replace(interim, b"")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1 ") == 1
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_of_http_1_0_is_told_that_its_connection_stays(server: RunningServer) -> None:
+    """One that asked for it, and is not told, waits for its end."""
+    def said(sent: bytes) -> list[bytes]:
+        return re.findall(rb"Connection: ([a-z-]+)", ask(server, sent))
+    old = post("/v2/models/affine/infer", body_of(), "Connection: Keep-Alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert said(old + old + old.replace(b"Keep-Alive", b"close")) == [b"keep-alive", b"keep-alive", b"close"]
+    new = post("/v2/models/affine/infer", body_of())
+    assert said(new + new.replace(b"Host: x", CLOSE.encode())) == [b"close"]
 
 
 def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -> None:
