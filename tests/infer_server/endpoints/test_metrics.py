@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -59,7 +61,8 @@ class TritonPythonModel:
         for request in requests:
             sender, y = request.get_response_sender(), pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
-            time.sleep(0.2)
+            while not os.path.exists(os.path.join(pb_utils.get_model_dir(), "go_on")):
+                time.sleep(0.001)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 TENSORS = " ".join(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: 4 }}'
@@ -76,17 +79,20 @@ def test_the_histogram_of_first_responses_ends_with_the_first_of_a_decoupled_mod
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         tensor = triton.InferInput("x", [4], "FP32")
         tensor.set_data_from_numpy(np.zeros(4, np.float32))
-        errors: list[Exception] = []
-        client.start_stream(lambda result, error: errors.extend([error] * bool(error)))
+        came: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        client.start_stream(lambda result, error: came.put(error))
         client.async_stream_infer("around", [tensor])
+        assert came.get(timeout=TIMEOUT_SECS) is None
+        time.sleep(0.2)             # between the server's sending the first response and its having the last
+        (tmp_path / "slow_to_end" / "1" / "go_on").touch()
         client.stop_stream()
         found = samples(scrape(server))
-    assert not errors
+    assert came.empty()
     for model in ("around", "slow_to_end"):
         labels = f'{{model="{model}",version="1"}}'
         assert found[f"nv_inference_first_response_histogram_ms_count{labels}"] == "1"
         first_ms = float(found[f"nv_inference_first_response_histogram_ms_sum{labels}"])
-        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 190
+        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 199
 
 
 def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) -> None:
