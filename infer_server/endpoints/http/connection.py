@@ -69,6 +69,14 @@ class Exchange:
         if not self.gone:
             self.left = withdraw
 
+    def leave(self) -> None:
+        """Its client goes away. What waits for a model to be loaded keeps the exchange, and not the body, which is
+        counted no more."""
+        if self.left:
+            self.left()
+            self.left = None
+        self.request = self.request._replace(body=b"")
+
     @property
     def gone(self) -> bool:
         """Whether its client has gone, or has its response."""
@@ -167,9 +175,7 @@ class HttpConnection(asyncio.Protocol):
         exchange, self.exchange = self.exchange, None
         if exchange:
             self._limits.inflight.end(exchange.held)
-            if exchange.left:
-                exchange.left()
-                exchange.left = None
+            exchange.leave()
         self._transport = self._outlet = None
 
     def resume_writing(self) -> None:
