@@ -160,7 +160,7 @@ def _made_by_models(custom: CustomMetrics) -> Iterator[str]:
         yield from _family(name, kind, text.replace("\\", r"\\").replace("\n", r"\n"), ())
         for suffix, labels, value in samples:
             tags = ",".join(f'{label}="{_escaped(given)}"' for label, given in labels)
-            yield f"{name}{suffix}{f'{{{tags}}}' if tags else ''} {_number(value)}"
+            yield f"{name}{suffix}{f'{{{tags}}}' if tags else ''} {_number(value, is_rounded=False)}"
 
 
 def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
@@ -170,8 +170,8 @@ def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]
         yield f"{name}{{{labels}}} {_number(value)}" if labels else f"{name} {_number(value)}"
 
 
-def _number(value: float) -> str:
-    return "NaN" if value != value else repr(round(value, 6)) if isinstance(value, float) else str(value)
+def _number(value: float, is_rounded: bool = True) -> str:
+    return "NaN" if value != value else str(round(value, 6) if is_rounded else value)
 
 
 def _labels(model: Model, **more: str) -> str:

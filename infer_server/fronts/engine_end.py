@@ -119,9 +119,7 @@ class EngineEnd(Link):
         if connection and (exchange := connection.exchange):
             connection.exchange = None
             self._inflight.end(exchange.held)
-            if exchange.left:
-                exchange.left()
-                exchange.left = None
+            exchange.leave()
 
     def responded(self, number: int, exchange: Exchange, response: HttpResponse) -> None:
         self._forget(number, exchange)

@@ -122,7 +122,7 @@ class CustomMetrics:
         return family.metrics.get(tuple(sorted(labels.items()))) if family else None
 
     def _forget(self) -> None:
-        """What no model has any more; a model that failed to load is released by nobody."""
+        """What no model has any more."""
         for name, family in list(self._families.items()):
             family.metrics = {labels: metric for labels, metric in family.metrics.items() if metric.owners}
             if not family.metrics:

@@ -16,7 +16,7 @@ from infer_server.batching.cache import ResponseCache
 from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
-from infer_server.observing.custom_metrics import CustomMetrics
+from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
@@ -65,8 +65,7 @@ class Loader:
         if not source.file.exists():
             raise RepositoryError(no_such_file(source, source.file))
         if source.config.kind is Kind.PYTHON:
-            return self._cached(source, self._guarded(source, lambda: PythonModel(
-                source, self.loop, self.find, self.limiter, self.custom_metrics, self.control)))
+            return self._cached(source, self._guarded(source, lambda: self._python_model(source)))
         return self._cached(source, self._guarded(
             source, lambda: self._engine_model(replace(source, message=message), gpus)))
 
@@ -74,6 +73,14 @@ class Loader:
         if source.config.cached:
             model.use_cache(self.cache)
         return model
+
+    def _python_model(self, source: Source) -> PythonModel:
+        owner = Owner()
+        try:
+            return PythonModel(source, self.loop, self.find, self.limiter, self.custom_metrics, owner, self.control)
+        except BaseException:
+            self.custom_metrics.release(owner)          # nobody unloads what was not loaded
+            raise
 
     def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
         """Its groups name the devices that it executes on, among these GPUs."""

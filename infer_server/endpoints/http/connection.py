@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, cast
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
 from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
-from infer_server.endpoints.http.transports import HalfClosed, LargeBody
+from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import CancelledError, MemoryLimitError, ServeError
 
@@ -69,6 +69,14 @@ class Exchange:
         if not self.gone:
             self.left = withdraw
 
+    def leave(self) -> None:
+        """Its client goes away. What waits for a model to be loaded keeps the exchange, and not the body, which is
+        counted no more."""
+        if self.left:
+            self.left()
+            self.left = None
+        self.request = self.request._replace(body=b"")
+
     @property
     def gone(self) -> bool:
         """Whether its client has gone, or has its response."""
@@ -114,15 +122,14 @@ class HttpConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader(limits, self)
         self._transport: asyncio.Transport | None = None
+        self._outlet: Outlet | None = None                      # as long as there is a transport
         self._waiting: deque[_Waiting] = deque()                # what came behind the request that is being answered
-        self._sending: list[OpenCall] = []                      # answered, and not yet taken by the socket
         self._timer: asyncio.TimerHandle | None = None          # while there is a time at which it is closed
         self._closes_at = math.inf                              # on the loop's clock
         self._peer = ""
         self._keep_alive = True
         self._has_begun = False                                 # to be answered piece by piece
         self._chunked = False                                   # these say how long they are
-        self._unread: asyncio.TimerHandle | None = None         # while pieces of a body wait for the client to read
         self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._awaits_go_on = False                              # the client waits for its turn to send a body
         self._has_ended = False                                 # what comes is no longer looked at
@@ -134,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)      # uvloop's is none by class
-        transport.set_write_buffer_limits(high=0)       # so that resume_writing says when all has been taken
+        self._outlet = Outlet(transport, self._limits.inflight, self)
         self._connections.add(self)
         name = transport.get_extra_info("peername")
         self._peer = f"{name[0]}:{name[1]}" if name else "a client"
@@ -161,20 +168,19 @@ class HttpConnection(asyncio.Protocol):
         for timer in (self._timer, self._silence, self._half_closed):
             if timer:
                 timer.cancel()
-        self._taken()
+        self.resume_writing()
         self._connections.discard(self)
         self._drop_waiting()
         self._reader.drop()
         exchange, self.exchange = self.exchange, None
         if exchange:
             self._limits.inflight.end(exchange.held)
-            if exchange.left:
-                exchange.left()
-                exchange.left = None
-        self._transport = None
+            exchange.leave()
+        self._transport = self._outlet = None
 
     def resume_writing(self) -> None:
-        self._taken()
+        if self._outlet:
+            self._outlet.taken()
 
     def close(self) -> None:
         """Ends it when what was answered is sent."""
@@ -251,9 +257,10 @@ class HttpConnection(asyncio.Protocol):
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Sends the response of the exchange, and goes on with what waits behind it."""
-        self._write(b"".join((response.head(self._keep_alive),
-                              *(() if exchange.request.method == "HEAD" else response.body))))
-        self._sent(exchange.held, response.body_bytes)
+        outlet = self._open_outlet
+        outlet.write(b"".join((response.head(self._keep_alive, version=exchange.request.version),
+                               *(() if exchange.request.method == "HEAD" else response.body))))
+        outlet.sent(exchange.held, response.body_bytes)
         self._answered(exchange)
 
     def begin(self, content_type: str, chunked: bool) -> None:
@@ -263,49 +270,32 @@ class HttpConnection(asyncio.Protocol):
         if self._half_closed:
             self._half_closed.cancel()
         head = HttpResponse(content_type=content_type)
-        self._write(head.head(self._keep_alive, "Transfer-Encoding: chunked" if chunked else "Cache-Control: no-store"))
+        self._open_outlet.write(head.head(
+            self._keep_alive, "Transfer-Encoding: chunked" if chunked else "Cache-Control: no-store"))
 
     def part(self, piece: bytes) -> None:
         """Sends a piece of a body. A client that does not read them is disconnected."""
-        inflight = self._limits.inflight
         try:
-            held = inflight.begin(self, len(piece))
+            held = self._limits.inflight.begin(self, len(piece))
         except MemoryLimitError:
             self.disconnect()
             return
-        self._write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
-        self._sent(held, len(piece))
-        if self._sending and not self._unread:
-            self._unread = self._loop.call_later(inflight.send_timeout_secs, self.disconnect)
+        outlet = self._open_outlet
+        outlet.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+        outlet.sent(held, len(piece))
 
     def end(self, exchange: Exchange) -> None:
         """Sends the end of a body that came in pieces, and goes on with what waits behind it."""
+        outlet = self._open_outlet
         if self._chunked:
-            self._write(b"0\r\n\r\n")
-        self._sent(exchange.held, 0)
+            outlet.write(b"0\r\n\r\n")
+        outlet.sent(exchange.held, 0)
         self._answered(exchange)
 
-    def _write(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(data)
-
-    def _sent(self, held: OpenCall, body_bytes: int) -> None:
-        """What was written is held until the socket has taken it."""
-        assert self._transport is not None
-        if self._transport.get_write_buffer_size():
-            self._sending.append(held)
-            self._limits.inflight.answered(held, body_bytes)
-        else:
-            self._limits.inflight.end(held)
-
-    def _taken(self) -> None:
-        """The socket has taken all that was written, or takes nothing more."""
-        if self._unread:
-            self._unread.cancel()
-            self._unread = None
-        for held in self._sending:
-            self._limits.inflight.end(held)
-        self._sending.clear()
+    @property
+    def _open_outlet(self) -> Outlet:
+        assert self._outlet is not None
+        return self._outlet
 
     def _answered(self, exchange: Exchange) -> None:
         """The response to an exchange is written: what waits behind it is next."""
@@ -338,11 +328,11 @@ class HttpConnection(asyncio.Protocol):
         """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
         is not known."""
         self._reader.drop()
-        self._has_ended = True
         if self.exchange or self._waiting:
             self._refusal = response
-        else:
+        elif not self._has_ended:       # what it came behind was the last that is answered
             self._say_last(response)
+        self._has_ended = True
 
     def _say_last(self, response: HttpResponse) -> None:
         if self._transport and not self._transport.is_closing():

@@ -72,9 +72,9 @@ class HttpResponse(NamedTuple):
             count += piece.nbytes if isinstance(piece, memoryview) else len(piece)
         return count
 
-    def head(self, keep_alive: bool, framing: str = "") -> bytes:
+    def head(self, keep_alive: bool, framing: str = "", version: str = "1.1") -> bytes:
         """What comes before the body. framing: the header that says where the body ends; "": it is here, and this its
-        length."""
+        length. version: its client's, which knows of connections that stay if it asked for one, and is to be told."""
         status = self.status
         lines = [_OK if status is HTTPStatus.OK else f"HTTP/1.1 {status.value} {status.phrase}",
                  framing or f"Content-Length: {self.body_bytes}"]
@@ -82,6 +82,8 @@ class HttpResponse(NamedTuple):
             lines.append(f"Content-Type: {self.content_type}")
         if not keep_alive:
             lines.append("Connection: close")
+        elif version == "1.0":
+            lines.append("Connection: keep-alive")
         for name, value in self.headers.items():
             lines.append(f"{name}: {value}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -16,6 +16,7 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls
     """Serves HTTP/1.1 on a port. shares_port: with other processes. Raises OSError if it is taken, or if the
     certificates are none."""
     context = tls.context() if tls else None
+    closing_secs = limits.inflight.send_timeout_secs if tls else None   # an answer may be before the end, unread
     connections = set[HttpConnection]()
 
     def connect() -> HttpConnection:
@@ -25,9 +26,11 @@ async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls
     if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
         ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::",
                                     reuse_port=shares_port)
-        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context), connections)
+        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context,
+                                                   ssl_shutdown_timeout=closing_secs), connections)
     return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context,
-                                               reuse_port=shares_port or None), connections)
+                                               ssl_shutdown_timeout=closing_secs, reuse_port=shares_port or None),
+                      connections)
 
 
 class HttpServer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from http import HTTPStatus
 
-from infer_server.batching.statistics import Counters
+from infer_server.batching.statistics import Counters, Statistics
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.model import Model
@@ -42,7 +42,7 @@ class StatusPage:
     def __init__(self, repository: Repository, lifecycle: Lifecycle, workers: int) -> None:
         self._repository, self._lifecycle, self._workers = repository, lifecycle, workers
         self._started = time.monotonic()
-        self._looks: dict[tuple[str, int], _Look] = {}
+        self._looks: dict[Statistics, _Look] = {}   # a model that is loaded again counts anew
 
     async def page(self, _: HttpRequest) -> HttpResponse:
         index = await self._repository.index()
@@ -73,10 +73,9 @@ class StatusPage:
             if model is None:
                 yield [*row[:2], f"{row[2]} {escape(entry.reason)}"]
                 continue
-            key = model.name, model.version
-            counted = counters[key]
-            looks[key] = look = _Look(now, counted.success.count, counted.inference_count)
-            since = self._looks.get(key, _Look(self._started, 0, 0))
+            counted = counters[model.name, model.version]
+            looks[model.statistics] = look = _Look(now, counted.success.count, counted.inference_count)
+            since = self._looks.get(model.statistics, _Look(self._started, 0, 0))
             secs = max(1e-3, now - since.at)
             latencies = model.statistics.quantiles(_QUANTILES)["request"]
             yield [*row, _instances(model), f"{model.load_secs:.2f} s", str(model.pending),

@@ -1,11 +1,13 @@
-"""What an HTTP connection's transport does beside reading and writing pieces: it takes a large body, and finds out
-whether a client is there that sends no more."""
+"""What an HTTP connection's transport does beside reading and writing pieces: it takes a large body, finds out whether
+a client is there that sends no more, and ends the connection of one that does not read."""
 from __future__ import annotations
 
 import asyncio
 import ctypes
 from collections.abc import Sequence
 from typing import Protocol
+
+from infer_server.endpoints.inflight import Client, Inflight, OpenCall
 
 LARGE_BYTES = 64 << 10          # that are yet to come
 _FIRST_SECS = 0.1               # an answer that is as quick comes alone; every next wait is twice as long
@@ -24,6 +26,8 @@ class Owner(Protocol):
 
     def body_received(self, body: bytearray) -> None:
         """All of it has. The transport is to be taken back."""
+
+    def eof_received(self) -> bool: ...
 
     def connection_lost(self, reason: Exception | None) -> None: ...
 
@@ -55,6 +59,9 @@ class LargeBody(asyncio.BufferedProtocol):
             body, self._body, self._missing = self._body, bytearray(), memoryview(b"")
             self._owner.body_received(body)
 
+    def eof_received(self) -> bool:
+        return self._owner.eof_received()           # what came before the body may have an answer to come
+
     def connection_lost(self, reason: Exception | None) -> None:
         self._owner.connection_lost(reason)
 
@@ -83,3 +90,56 @@ class HalfClosed:
         self._transport.write(_INTERIM)
         self._secs *= 2
         self._timer = self._loop.call_later(self._secs, self._ask)
+
+
+class Outlet:
+    """What is written to a client, and is held until the socket has taken it: for so long as a client may take to read
+    an answer, however small it is, for a client may ask for any number of them."""
+
+    def __init__(self, transport: asyncio.Transport, inflight: Inflight, client: Client) -> None:
+        """client: whose transport it is."""
+        self._transport, self._inflight, self._client = transport, inflight, client
+        self._loop = asyncio.get_running_loop()
+        self._sending: list[OpenCall] = []                      # written, and not yet taken
+        self._written_bytes = 0
+        self._unread: asyncio.TimerHandle | None = None         # while there are some of these
+        transport.set_write_buffer_limits(high=0)       # so that resume_writing says when all has been taken
+
+    def write(self, data: bytes) -> None:
+        self._written_bytes += len(data)
+        if len(data) > LARGE_BYTES and not self._transport.can_write_eof():
+            # TLS does not tell of what it has handed on to the socket's own buffer. While that is full it hands on
+            # nothing more, and tells of the last byte.
+            self._transport.write(memoryview(data)[:-1])
+            data = data[-1:]
+        self._transport.write(data)
+
+    def sent(self, held: OpenCall, body_bytes: int) -> None:
+        """All of an answer, or of a piece of one, was written: it is held until the socket has taken it."""
+        if self._transport.get_write_buffer_size():
+            self._sending.append(held)
+            self._inflight.answered(held, body_bytes)
+            if not self._unread:
+                self._await_reader()
+        else:
+            self._inflight.end(held)
+
+    def taken(self) -> None:
+        """The socket has taken all that was written, or takes nothing more."""
+        if self._unread:
+            self._unread.cancel()
+            self._unread = None
+        for held in self._sending:
+            self._inflight.end(held)
+        self._sending.clear()
+
+    def _await_reader(self) -> None:
+        self._unread = self._loop.call_later(self._inflight.send_timeout_secs, self._look, self._written_bytes)
+
+    def _look(self, due_bytes: int) -> None:
+        """due_bytes: how many were written by when the client was given its time."""
+        if self._written_bytes - self._transport.get_write_buffer_size() >= due_bytes:
+            self._await_reader()                        # for what was written since
+        elif not any(held.timer for held in self._sending):     # it, too, would end the connection
+            self._inflight.warn_of(self._client.peer())
+            self._client.disconnect()

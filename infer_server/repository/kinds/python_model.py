@@ -52,9 +52,10 @@ class PythonModel(QueuedModel):
     """Its processes are initialised when it is constructed."""
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
-                 limiter: RateLimiter | None, metrics: CustomMetrics,
+                 limiter: RateLimiter | None, metrics: CustomMetrics, owner: Owner,
                  control: Callable[[], Control]) -> None:
-        self._find, self._metrics, self._owner, self._control = find, metrics, Owner(), control
+        """owner: of its metrics."""
+        self._find, self._metrics, self._owner, self._control = find, metrics, owner, control
         self._unloading: set[asyncio.Future[None]] = set()
         process, message, config = self._first(source, loop)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,8 @@ from infer_server.endpoints.http import connection as connections
 from infer_server.endpoints.http.compression import decompressed
 from infer_server.endpoints.http.connection import Exchange
 from infer_server.endpoints.http.messages import HttpRequest
-from infer_server.endpoints.http.transports import LargeBody
+from infer_server.endpoints.http.transports import LargeBody, Outlet
+from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
 from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
@@ -151,6 +153,21 @@ def test_the_status_page_shows_models_states_and_batches(
     assert re.search(rb"<tr><td>3</td><td>\d+</td><td>[\d.]+ ms</td>", page)
     assert b"<script" not in page and b"not a plan" not in head
     assert re.search(rb"<td colspan=11><span class=\"UNAVAILABLE\">", page), "its reason has the width of what it lacks"
+
+
+def test_the_status_page_has_no_negative_rate_of_a_model_that_was_loaded_again(tmp_path: Path) -> None:
+    write_model(tmp_path, "affine")
+
+    def rates() -> list[float]:
+        page = ask(server, f"GET / HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+        (row,) = re.findall(rb"<tr><td>affine</td>(.*?)</tr>", page)
+        return [float(cell) for cell in re.findall(rb"<td>(-?[\d.]+)</td>", row)]
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client):
+        client.infer("affine", [tensor(X)])
+        assert min(rates()) >= 0
+        client.load_model("affine")
+        assert min(rates()) >= 0
 
 
 def test_the_status_page_of_no_model_says_so(tmp_path: Path) -> None:
@@ -353,6 +370,15 @@ def test_what_comes_behind_the_last_request_of_a_connection_does_not_reset_its_a
         assert server.server.repository.find(model).statistics.snapshot().success.count == before + 1
 
 
+def test_nothing_is_said_behind_an_answer_at_once_that_was_the_last(
+        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    last = f"GET /nothing HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()
+    for behind in (b"no request\r\n\r\n", last):
+        answer = ask(server, last + behind)
+        assert answer.startswith(b"HTTP/1.1 404") and answer.count(b"HTTP/1.1 ") == 1
+    assert not [record for record in caplog.records if record.name == "asyncio"], "it tells of what it catches"
+
+
 def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
     request = HttpRequest("POST", "/", body=gzip.compress(bytes(9 << 20)))
     counted: list[int] = []
@@ -456,6 +482,31 @@ def test_a_client_that_sends_no_more_has_its_answers(server: RunningServer) -> N
         assert b"HTTP/1.1 200" in b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
+def test_a_client_that_sends_no_more_within_a_body_has_the_answers_to_what_came_before(
+        server: RunningServer, size: int) -> None:
+    interim = b"HTTP/1.1 102 Processing\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
+        with GATES["http"].closed():
+            behind = post("/v2/models/large/infer", bytes(size))[:-1]
+            connection.sendall(post("/v2/models/gated/infer", body_of()) + behind)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(len(interim), socket.MSG_WAITALL) == interim
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).replace(interim, b"")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1 ") == 1
+    assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_of_http_1_0_is_told_that_its_connection_stays(server: RunningServer) -> None:
+    """One that asked for it, and is not told, waits for its end."""
+    def said(sent: bytes) -> list[bytes]:
+        return re.findall(rb"Connection: ([a-z-]+)", ask(server, sent))
+    old = post("/v2/models/affine/infer", body_of(), "Connection: Keep-Alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert said(old + old + old.replace(b"Keep-Alive", b"close")) == [b"keep-alive", b"keep-alive", b"close"]
+    new = post("/v2/models/affine/infer", body_of())
+    assert said(new + new.replace(b"Host: x", CLOSE.encode())) == [b"close"]
+
+
 def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -> None:
     def waiting() -> int:
         return server.server.repository.find("gated").pending
@@ -470,6 +521,60 @@ def test_an_inference_whose_client_left_is_not_executed(server: RunningServer) -
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
+def test_a_client_that_reads_none_of_many_small_answers_is_disconnected(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is less than what a client is given its time for by itself; together they would be all that may be held."""
+    write_model(tmp_path, "large", shape=[1 << 16])
+    asked = post_large(np.ones(1 << 16, np.float32))
+    with serving(tmp_path, send_timeout_secs=0.2, max_inflight_bytes=32 << 20) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.ports.http))
+        with suppress(ConnectionError):             # it may be before all of them are sent
+            for _ in range(100):
+                client.sendall(asked)
+        assert eventually(lambda: "has not read its answer" in caplog.text)
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+def test_a_client_that_reads_is_given_its_time_again_though_there_is_always_more_for_it() -> None:
+    class Transport:
+        unread = 0
+
+        def set_write_buffer_limits(self, high: int) -> None:
+            assert high == 0
+
+        def write(self, data: bytes) -> None:
+            self.unread += len(data)
+
+        def get_write_buffer_size(self) -> int:
+            return self.unread
+
+    class Client:
+        disconnected = False
+
+        def peer(self) -> str:
+            return "it"
+
+        def disconnect(self) -> None:
+            self.disconnected = True
+
+    async def reads() -> None:
+        transport, client, inflight = Transport(), Client(), Inflight(1 << 20, TIMEOUT_SECS)
+        outlet = Outlet(transport, inflight, client)        # type: ignore[arg-type]
+        due = 0
+        for size, read, is_gone in ((100, 0, False), (50, 100, False), (10, 49, True)):
+            outlet.write(bytes(size))
+            outlet.sent(inflight.begin(client, size), size)
+            transport.unread -= read
+            outlet._look(due)                               # its time is over for what there was the time before
+            assert client.disconnected == is_gone
+            due += size
+        outlet.taken()
+        assert inflight.held_bytes == 0
+
+    asyncio.run(reads())
+
+
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
 def test_what_was_answered_does_not_wait_for_the_garbage_collector(server: RunningServer, path: str) -> None:
     gc.collect()
@@ -480,6 +585,21 @@ def test_what_was_answered_does_not_wait_for_the_garbage_collector(server: Runni
         assert eventually(lambda: not any(isinstance(one, Exchange) for one in gc.get_objects()))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("front", ["grpcio", WORKERS[0]])
+def test_who_leaves_while_a_model_is_loaded_for_it_leaves_no_body_behind(tmp_path: Path, front: str) -> None:
+    write_model(tmp_path, "slow", gate="on demand", shape=[1 << 18])
+
+    def bodies() -> list[int]:
+        """How long they are that exchanges have."""
+        return [len(one.request.body) for one in gc.get_objects() if isinstance(one, Exchange)]
+
+    with serving(tmp_path, model_memory_bytes=1 << 30, grpc_front=front) as server, GATES["on demand"].closed():
+        with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
+            connection.sendall(post("/v2/models/slow/infer", bytes(1 << 20)))
+            assert GATES["on demand"].holds(1) and eventually(lambda: bodies() == [1 << 20])
+        assert eventually(lambda: server.server._inflight.held_bytes == 0 and not any(bodies()), TIMEOUT_SECS / 2)
 
 
 def test_who_connects_while_the_loop_is_busy_ending_is_refused_and_not_cut_off(

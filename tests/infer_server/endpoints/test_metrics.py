@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import queue
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,6 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
+from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.observing.gpus import Gpus
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
@@ -57,7 +61,8 @@ class TritonPythonModel:
         for request in requests:
             sender, y = request.get_response_sender(), pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]))
-            time.sleep(0.2)
+            while not os.path.exists(os.path.join(pb_utils.get_model_dir(), "go_on")):
+                time.sleep(0.001)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 TENSORS = " ".join(f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: 4 }}'
@@ -74,17 +79,20 @@ def test_the_histogram_of_first_responses_ends_with_the_first_of_a_decoupled_mod
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         tensor = triton.InferInput("x", [4], "FP32")
         tensor.set_data_from_numpy(np.zeros(4, np.float32))
-        errors: list[Exception] = []
-        client.start_stream(lambda result, error: errors.extend([error] * bool(error)))
+        came: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        client.start_stream(lambda result, error: came.put(error))
         client.async_stream_infer("around", [tensor])
+        assert came.get(timeout=TIMEOUT_SECS) is None
+        time.sleep(0.2)             # between the server's sending the first response and its having the last
+        (tmp_path / "slow_to_end" / "1" / "go_on").touch()
         client.stop_stream()
         found = samples(scrape(server))
-    assert not errors
+    assert came.empty()
     for model in ("around", "slow_to_end"):
         labels = f'{{model="{model}",version="1"}}'
         assert found[f"nv_inference_first_response_histogram_ms_count{labels}"] == "1"
         first_ms = float(found[f"nv_inference_first_response_histogram_ms_sum{labels}"])
-        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 190
+        assert 0 < first_ms < int(found[f"nv_inference_request_duration_us{labels}"]) / 1000 - 199
 
 
 def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) -> None:
@@ -113,6 +121,37 @@ def test_families_can_be_left_out(tmp_path: Path) -> None:
         text = scrape(server)
     assert "nv_inference_count{" in text
     assert not any(word in text for word in ("duration_us", "summary", "histogram", "nv_cpu"))
+
+
+def test_what_a_model_measures_is_shown_however_small_it_is() -> None:
+    custom, owner = CustomMetrics(), Owner()
+    custom.make(owner, "learning_rate", "gauge", "", {})
+    metrics = Metrics(MetricsSettings(gpu=False), custom=custom)
+    for value, shown in ((3e-9, "3e-09"), (1 / 3, "0.3333333333333333"), (5.0, "5.0"), (math.nan, "NaN")):
+        custom.change("learning_rate", {}, "set", value)
+        assert samples(rendered(metrics))["learning_rate"] == shown
+
+
+MEASURES = HEAD + """
+class TritonPythonModel:
+    def initialize(self, args):
+        rows = pb_utils.MetricFamily("rows", "Rows", pb_utils.MetricFamily.KIND).Metric()
+        rows.increment(1)
+        assert rows.value() == EXPECTED
+
+    def execute(self, requests):
+        pass
+"""
+
+
+def test_metrics_of_a_model_that_fails_to_load_go_with_it(tmp_path: Path) -> None:
+    python_model(tmp_path, "m", MEASURES.replace("KIND", "COUNTER").replace("EXPECTED", "7"), TENSORS)
+    with (serving(tmp_path, explicit_control=True, load_models=None) as server,
+          triton.InferenceServerClient(server.address) as client):
+        assert not client.is_model_ready("m")
+        (tmp_path / "m" / "1" / "model.py").write_text(MEASURES.replace("KIND", "GAUGE").replace("EXPECTED", "1"))
+        client.load_model("m")
+        assert samples(scrape(server))["rows"] == "1.0"
 
 
 class Nvml(ModuleType):

@@ -7,8 +7,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tritonclient.utils import InferenceServerException
 import protos
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunLoop, RunningServer, serving
 
@@ -188,6 +190,45 @@ def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
                 connection.sendall(data)            # ConnectionResetError, BrokenPipeError: it was
                 answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 %d" % status) and answer.count(b"HTTP/1.1 ") == 1
+
+
+@contextmanager
+def asked_for_much(folder: Path, certificates: Path, run: RunLoop, header: str,
+                   **given: Any) -> Iterator[tuple[RunningServer, ssl.SSLSocket]]:
+    """A server, and a client that has asked over TLS for 16 MiB, for which sockets have no room."""
+    values = np.zeros(4 << 20, np.float32)
+    write_model(folder, "large", shape=[values.size], max_batch=1)
+    head = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size],
+                                   "parameters": {"binary_data_size": values.nbytes}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    asked = (f"POST /v2/models/large/infer HTTP/1.1\r\n{header}\r\nContent-Length: {len(head) + values.nbytes}\r\n"
+             f"Inference-Header-Content-Length: {len(head)}\r\n\r\n").encode() + head + values.tobytes()
+    tls = Tls(certificates / "server.pem", certificates / "server.key")
+    context = ssl.create_default_context(cafile=certificates / "server.pem")
+    with serving(folder, run=run, http_tls=tls, **given) as running, socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.settimeout(TIMEOUT_SECS)
+        plain.connect(("127.0.0.1", running.ports.http))
+        with context.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
+            connection.sendall(asked)
+            yield running, connection
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_an_answer_over_tls_is_held_until_its_client_reads_it(
+        tmp_path: Path, certificates: Path, run: RunLoop, caplog: pytest.LogCaptureFixture) -> None:
+    with asked_for_much(tmp_path, certificates, run, "Host: x", send_timeout_secs=0.2) as (running, _):
+        assert eventually(lambda: "has not read its answer" in caplog.text)
+        assert eventually(lambda: running.server._inflight.held_bytes == 0)
+
+
+def test_the_end_of_a_connection_over_tls_leaves_its_client_the_time_to_read_the_answer(
+        tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.constants.SSL_SHUTDOWN_TIMEOUT", 0.01)
+    with asked_for_much(tmp_path, certificates, asyncio.run, "Connection: close") as (_, connection):
+        begun = connection.recv(1 << 10)
+        time.sleep(0.5)                 # after which the answer would be cut off
+        assert len(begun) + sum(map(len, iter(lambda: connection.recv(1 << 16), b""))) > 16 << 20
 
 
 def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
