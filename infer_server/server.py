@@ -13,6 +13,7 @@ from pathlib import Path
 from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
+from infer_server.config.kinds import Kind
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.aio import Behind
 from infer_server.endpoints.grpc.infer import GrpcFront
@@ -49,7 +50,7 @@ from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import Repository
 from infer_server.serving import Inferences
 from infer_server.version import NAME
-from infer_server.workers import in_daemon_thread
+from infer_server.workers import in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +210,9 @@ class Server:
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(ServerPhase.STOPPED)
         answered = True                 # the models go first: what arrives while the ports close is refused
+        self._front.inferences.close()
         try:
-            await asyncio.wait_for(self.repository.close(), self._options.exit_timeout_secs)
+            await asyncio.wait_for(self._drain(), self._options.exit_timeout_secs)
         except TimeoutError:
             answered = False
             log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
@@ -223,6 +225,14 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
         return answered
+
+    async def _drain(self) -> None:
+        """First what models ask of each other, each of them in whatever order: for half of the time."""
+        def asks() -> bool:
+            return any(model.is_busy for model in self.repository.models() if model.config.kind is not Kind.ENGINE)
+
+        await wait_until(lambda: not asks(), self._options.exit_timeout_secs / 2)
+        await self.repository.close()
 
     async def _load(self) -> None:
         chosen = self._options.explicit_control or self._options.model_memory_bytes

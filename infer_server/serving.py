@@ -21,7 +21,7 @@ from infer_server.batching.statistics import Failure
 from infer_server.config.config import TensorSpec
 from infer_server.config.sequences import sequence_of
 from infer_server.config.signature import Fit
-from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError
+from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError, UnavailableError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
 from infer_server.observing.traces import Trace, Tracer
@@ -181,6 +181,11 @@ class Inferences:
         """forwarded: of headers that become parameters, by protocol: whose names it finds."""
         self._repository, self._forwarded = repository, forwarded
         self._access_log, self._tracer = access_log, tracer
+        self._closed = False
+
+    def close(self) -> None:
+        """Takes no more; what models ask of each other for those that were taken goes on."""
+        self._closed = True
 
     def submit(self, call: Call, reply: Reply) -> Submitted:
         """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
@@ -212,6 +217,8 @@ class Inferences:
     def _prepared(self, call: Call, reply: Reply) -> Submitted:
         """The request, to be submitted to its model."""
         model = self._repository.find(call.model, call.version)
+        if self._closed:
+            raise UnavailableError.closed(model.name)
         if model.config.decoupled and not isinstance(reply, StreamReply):
             raise NotServedError(f"{_ONE_RESPONSE[call.protocol]} doesn't support models with decoupled transaction "
                                  f"policy: model '{model.name}' has any number of responses; ask for it in a stream "

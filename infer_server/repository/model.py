@@ -175,8 +175,10 @@ class QueuedModel(Model):
             self._instances.append(instance)
 
     def submit(self, request: Request) -> None:
-        if self._cached and self._cached.answers(request, self.revision):
-            return
+        if not (self._cached and self._cached.answers(request, self.revision)):
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         try:
             if self._sequences:
                 self._sequences.submit(request)

@@ -57,6 +57,7 @@ class PythonModel(QueuedModel):
         """owner: of its metrics."""
         self._find, self._metrics, self._owner, self._control = find, metrics, owner, control
         self._unloading: set[asyncio.Future[None]] = set()
+        self._unanswered: dict[Request, None] = {}      # until their last response, or their clients have left
         process, message, config = self._first(source, loop)
         signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
         super().__init__(source.name, source.version, message, config, signature, loop)
@@ -79,12 +80,21 @@ class PythonModel(QueuedModel):
         for executor in self._executors:
             executor.close()
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._unanswered)
+
+    def _enqueue(self, request: Request) -> None:
+        super()._enqueue(request)
+        self._unanswered[request] = None
+
     def drain(self) -> None:
         super().drain()
         self._metrics.release(self._owner)
 
     def cancel(self, request: Request) -> None:
         super().cancel(request)
+        self._unanswered.pop(request, None)
         for executor in self._executors:
             executor.cancel(request)
 
@@ -93,6 +103,7 @@ class PythonModel(QueuedModel):
 
     def _after(self, request: Request) -> None:
         super()._after(request)
+        self._unanswered.pop(request, None)
         if self.config.sequences:
             for executor in self._executors:
                 executor.forget(request)

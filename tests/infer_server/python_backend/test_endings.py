@@ -5,10 +5,10 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -17,10 +17,11 @@ from infer_server.python_backend.process import ModelProcess
 from infer_server.repository.kinds import python_model as python_model_module
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.fronts.test_fronts import is_alive
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_async import CONFIG, DECOUPLED, streamed, tensor
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.repository.test_ensembles import write_chain
+from tests.infer_server.serving import serving
 
 # What these models have in common: files tell how far they are, and let them go on.
 MARKS = HEAD + """
@@ -129,6 +130,11 @@ class TritonPythonModel:
     def finalize(self):
         mark("finalized")
 """
+ASKS_LATER = ANSWERS_LATER.replace("requests[0].get", """
+        response = await pb_utils.InferenceRequest(model_name="affine_8", requested_output_names=["y"], inputs=[
+            pb_utils.Tensor("x", np.zeros((1, 4), np.float32))]).async_exec()
+        assert not response.has_error(), response.error().message()
+        requests[0].get""".lstrip())
 SAYS_WHETHER_CANCELLED = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -159,6 +165,7 @@ class TritonPythonModel:
 MEDIUM = """
 class TritonPythonModel:
     def execute(self, requests):
+        wait_for("stopped")
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(16_000, np.float32))]) for _ in requests]
 """
 IS_THERE = """
@@ -263,10 +270,8 @@ def test_what_a_process_asked_of_another_model_is_withdrawn_when_it_ends(tmp_pat
         assert eventually((tmp_path / "cancelled").exists)
 
 
-@pytest.mark.parametrize("ends", [lambda server: server.stop(), lambda server: server.run(
-    server.server.repository.unload("m"))])
-def test_a_model_that_is_let_go_of_sends_what_its_senders_have_yet_to_send(
-        tmp_path: Path, ends: Callable[[RunningServer], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_unloaded_sends_what_its_senders_have_yet_to_send(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
 
     class Waits(ModelProcess):
@@ -280,12 +285,40 @@ def test_a_model_that_is_let_go_of_sends_what_its_senders_have_yet_to_send(
           triton.InferenceServerClient(server.address) as client):
         asked = pool.submit(streamed, client, "m", tensor(1))
         marked(tmp_path / "executes")
-        ended = pool.submit(ends, server)
+        ended = pool.submit(lambda: server.run(server.server.repository.unload("m")))
         assert waits.wait(TIMEOUT_SECS)
         (tmp_path / "go on").touch()
         assert asked.result() == [1]
         ended.result()
     assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
+
+
+@pytest.mark.parametrize("source", [ANSWERS_LATER, ASKS_LATER])
+def test_a_server_that_stops_has_its_models_answer_and_ask_for_what_was_accepted(tmp_path: Path, source: str) -> None:
+    """An ensemble would be closed before the Python model that is yet to ask it, and that one before another."""
+    write_model(tmp_path, "affine")
+    write_chain(tmp_path, "affine", max_batch=8, dims="4")
+    marking_model(tmp_path, "m", source, DECOUPLED)
+    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        asked = pool.submit(streamed, client, "m", tensor(1))
+        marked(tmp_path / "executes")
+        stopped = pool.submit(server.stop)
+        assert eventually(lambda: refused(client, "affine"))
+        (tmp_path / "go on").touch()
+        assert asked.result() == [1] and stopped.result()
+    assert marked(tmp_path / "went on") == "False" and (tmp_path / "finalized").exists()
+
+
+def refused(client: triton.InferenceServerClient, model: str) -> bool:
+    """Whether the server takes no more."""
+    x = triton.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.zeros((1, 4), np.float32))
+    try:
+        client.infer(model, [x])
+    except InferenceServerException as error:
+        return "takes no more requests" in str(error)
+    return False
 
 
 @pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
@@ -309,6 +342,8 @@ def test_a_process_that_does_not_read_keeps_nobody_else_waiting(tmp_path: Path) 
         stopped = int(marked(tmp_path / "executes"))
         channel = server.server.repository.find("m")._executors[0]._process._channel
         try:
+            assert eventually(lambda: Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            (tmp_path / "stopped").touch()
             assert eventually(channel._sending.locked)          # by an answer that finds no room
             says = pool.submit(client.is_model_ready, "m")
             assert client.is_server_live(client_timeout=TIMEOUT_SECS)
