@@ -122,6 +122,7 @@ class _Stream:
         while self._unanswered and self._unanswered[0].complete:
             self._unanswered.popleft().send_kept()
         self._changed.set()
+        self._room.set()                # also where nothing is sent: an answer may be no response
 
     def leave(self, answer: _Answer) -> None:
         """Takes an answer out of the order: all of it is sent."""

@@ -207,6 +207,14 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
     assert max(waiting) == request.ByteSize()
 
 
+def test_answers_without_a_response_make_room_for_requests(
+        stub: service_pb2_grpc.GRPCInferenceServiceStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.endpoints.grpc.stream._MOST_AT_A_TIME", 2)
+    nothing, one = (request_of("counts", "count", "INT32", (1,), np.array([count], np.int32).tobytes())
+                    for count in (0, 1))
+    assert len(list(stub.ModelStreamInfer(iter([*[nothing] * 5, one]), timeout=TIMEOUT_SECS))) == 1
+
+
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_client_that_does_not_read_its_stream_is_disconnected(
         front: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
