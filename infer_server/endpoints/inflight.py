@@ -88,9 +88,13 @@ class Inflight:
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
         """To be called when an answer of so many bytes is handed to the transport: its client must read it in
         time."""
-        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
+        self.keep(call, answer_bytes)
         if call.held_bytes > LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
+
+    def keep(self, call: OpenCall, answer_bytes: int) -> None:
+        """Counts an answer of so many bytes, which is not handed to the transport yet."""
+        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""

@@ -210,8 +210,8 @@ class _Answer:
         return self.complete or self._stream.over
 
     def send(self, response: bytes) -> None:
-        if self._held:
-            self._stream.front.inflight.answered(self._held, len(response))
+        if self._held:                  # its client's time to read begins when those before it are sent
+            self._stream.front.inflight.keep(self._held, len(response))
         self._settle(response)
 
     def fail(self, error: Exception) -> None:
