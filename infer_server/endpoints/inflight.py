@@ -70,10 +70,19 @@ class Inflight:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
         self.hold(call, request_bytes)
+        self._open(call)
+        return call
+
+    def begin_uncounted(self, client: Client) -> OpenCall:
+        """The same for what is counted elsewhere, or not at all: wait_sent() waits for its end()."""
+        call = OpenCall(client)
+        self._open(call)
+        return call
+
+    def _open(self, call: OpenCall) -> None:
         if not self._calls:
             self._lookout.opened()
         self._calls[call] = None
-        return call
 
     def is_looking(self) -> bool:
         """Whether the event loop is not to sleep yet, for calls have come soon after each other."""
