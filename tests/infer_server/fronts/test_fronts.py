@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
@@ -27,6 +27,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 import infer_server
+from infer_server.errors import RepositoryError
 from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
@@ -34,6 +35,7 @@ from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.link import Frame
 from infer_server.fronts.ports import Reserved
 from infer_server.server import Server
+from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_serving import eventually, scrape
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
@@ -208,6 +210,26 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[object] = []
+
+    async def fails_twice(function: Callable[[], Any]) -> Any:
+        asked.append(function)
+        if len(asked) > 2:
+            return await in_daemon_thread(function)
+        raise RepositoryError("no more threads")
+
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        before = pids(server)
+        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(fronts_of_servers, "in_daemon_thread", fails_twice)
+        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._fronts))
+        assert len(pids(server) - before) == 1 and len(pids(server)) == 2
+        assert caplog.text.count("front 0: no more threads") == 2
 
 
 def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
