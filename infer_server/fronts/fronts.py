@@ -91,6 +91,7 @@ class _Front:
         self._told: asyncio.Future[str]         # "" once it listens, or why it does not
         self._gone: asyncio.Event               # set when it has ended
         self._watching: asyncio.Task[None] | None = None    # while it is to listen
+        self._closed = False                    # nothing more is started
 
     @property
     def pid(self) -> int:
@@ -99,9 +100,11 @@ class _Front:
     async def start(self, settings: FrontSettings) -> None:
         """Raises OSError: it cannot listen."""
         await self._start(settings)
-        self._watching = asyncio.create_task(self._watch(settings))
+        if not self._closed:                    # as it is when another front could not start
+            self._watching = asyncio.create_task(self._watch(settings))
 
     async def close(self, answered: bool) -> None:
+        self._closed = True                     # asyncio.wait_for, if it has its result, does not tell who is cancelled
         if self._watching:
             self._watching.cancel()
             if self._listens():
@@ -133,11 +136,11 @@ class _Front:
             raise OSError(reason)
 
     async def _watch(self, settings: FrontSettings) -> None:
-        while True:
+        while not self._closed:
             began = time.monotonic()
             await self._gone.wait()
             log.error("%s has ended (%s), and is started again", self.name, await self._kill())
-            while True:
+            while not self._closed:
                 await asyncio.sleep(began + _PAUSE_SECS - time.monotonic())
                 began = time.monotonic()
                 try:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -34,6 +35,7 @@ from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.link import Frame
 from infer_server.fronts.ports import Reserved
+from infer_server.fronts.settings import FrontSettings
 from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
@@ -232,6 +234,26 @@ def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
         assert caplog.text.count("front 0: no more threads") == 2
 
 
+def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    closing: list[asyncio.Future[None]] = []
+    tell = fronts_of_servers._Front._tell
+
+    def tell_and_close(front: fronts_of_servers._Front, reason: str) -> None:
+        tell(front, reason)
+        if not closing and not reason:
+            closing.append(asyncio.ensure_future(front.close(answered=True)))
+
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        front = fronts(server)._fronts[0]
+        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
+        os.kill(front.pid, signal.SIGKILL)
+        assert eventually(lambda: bool(closing and closing[0].done()))
+        assert eventually(lambda: front._watching is not None and front._watching.done())
+        assert not is_alive(front.pid) and caplog.text.count("front 0 has ended") == 1
+
+
 def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
     package = tmp_path / "site" / "infer_server"
     models = tmp_path / "models"
@@ -404,6 +426,38 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
         monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
         started = asyncio.run(start())
     assert started and not any(is_alive(pid) for pid in started.processes().values())
+
+
+def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    start_one, begin = fronts_of_servers._Front._start, EngineEnd.begin
+    begun = asyncio.Event()
+    ends: list[EngineEnd] = []
+
+    def begins(end: EngineEnd, settings: FrontSettings) -> None:
+        begin(end, settings)
+        ends.append(end)
+        begun.set()
+
+    async def start() -> list[fronts_of_servers._Front]:
+        server = Server(options(tmp_path, workers=2), load_numpy_engine)
+
+        async def fails(front: fronts_of_servers._Front, settings: FrontSettings) -> None:
+            if front.name == "front 1":
+                return await start_one(front, settings)
+            await begun.wait()
+            select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
+            raise OSError("nothing goes")
+
+        monkeypatch.setattr(fronts_of_servers._Front, "_start", fails)
+        monkeypatch.setattr(EngineEnd, "begin", begins)
+        with pytest.raises(OSError, match="nothing goes"):
+            await server.start()
+        await server._listeners.close(answered=True)
+        return server._fronts._fronts                   # type: ignore[union-attr]
+
+    started = asyncio.run(start())
+    assert not started[1]._watching and not is_alive(started[1].pid) and "started again" not in caplog.text
 
 
 def json_bodies() -> Iterator[dict[str, Any]]:
