@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 import infer_server
 from infer_server.errors import RepositoryError
@@ -39,7 +39,9 @@ from infer_server.fronts.settings import FrontSettings
 from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
+from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape
+from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, options, serving
 
@@ -360,6 +362,27 @@ def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> 
         errors = [error for answer in answers if (error := answer.exception(TIMEOUT_SECS))]
         assert {error.status() for error in errors} == {"StatusCode.RESOURCE_EXHAUSTED"}        # type: ignore[attr-defined]
         over_http.result(TIMEOUT_SECS).close()
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(tmp_path: Path, protocol: str) -> None:
+    write_model(tmp_path, "text", kind="echo", dtype="object", shape=[1], max_batch=1)
+    raw = serialize_byte_tensor(np.array([b"x" * (4 << 20)], np.object_)).item()
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        if protocol == "grpc":
+            client: Any = MuteClient(server.ports.grpc)
+            client.ask("/inference.GRPCInferenceService/ModelInfer",
+                       request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
+        else:
+            head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
+                                           "parameters": {"binary_data_size": len(raw)}}],
+                               "parameters": {"binary_data_output": True}}).encode()
+            client = socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS)
+            client.sendall(b"POST /v2/models/text/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                           b"Content-Length: %d\r\n\r\n%b" % (len(head), len(head) + len(raw), head + raw))
+        with closing(client):
+            assert eventually(lambda: server.server._inflight.held_bytes > 3 * len(raw)), "it, and its answer twice"
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
