@@ -153,3 +153,33 @@ def test_it_stops_while_it_looks() -> None:
         await served.ask(3)
 
     serving(work)
+
+
+class Counts:
+    """The front of pygrpc-native, as far as an Outbox asks it; every call was started long ago."""
+    bound_port = 0
+
+    def __init__(self, calls: int) -> None:
+        self.started, self.ended = calls, 0
+
+    def respond(self, number: int, response: bytes) -> bool:
+        """The call ends at this moment: its client cancels it, and what was taken is not counted as sent."""
+        self.ended += 1
+        return True
+
+    def metrics(self) -> Any:
+        return {"methods": {PATH: {"started": self.started,
+                                   "status": {1: {"count": self.ended, "sent": {"sum": 0}}}}}}
+
+
+def test_answers_whose_clients_cancel_at_that_moment_are_not_unread_for_ever() -> None:
+    """Also if there is always another call open."""
+    async def run() -> int:
+        inflight = Inflight(1 << 30, 10.0)
+        outbox = Outbox(Counts(calls=101), PATH, inflight, lambda peer: None)       # type: ignore[arg-type]
+        for number in range(100):
+            outbox.respond(number, bytes(1000), "")
+            outbox.look()
+        return inflight.held_bytes
+
+    assert asyncio.run(run()) <= 1000
