@@ -42,7 +42,7 @@ from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape
 from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, options, serving
 
 SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
@@ -70,9 +70,10 @@ def open_calls(server: RunningServer) -> list[int]:
 
 
 @contextmanager
-def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
-    """Requests of clients on all fronts, behind one that a closed gate holds: the number that each sent, and its
-    answer."""
+def waiting(server: RunningServer, pool: ThreadPoolExecutor,
+            gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
+    """Requests of clients on all fronts, behind the first, which the closed gate holds: the number that each sent, and
+    its answer."""
     asked: list[tuple[float, Future[np.ndarray]]] = []
     with ExitStack() as stack:
         while len(asked) < SOME or 0 in open_calls(server):
@@ -82,6 +83,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tu
             x = np.full((1, 4), len(asked), np.float32)
             asked.append((x[0, 0], pool.submit(infer, client, x)))
             assert eventually(lambda: sum(open_calls(server)) == len(asked))
+            assert gate.holds(1)
         yield asked
 
 
@@ -89,7 +91,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tu
 def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path: Path) -> None:
     write_model(tmp_path, "m", gate="fronts", max_batch=64)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
-        with GATES["fronts"].closed(), waiting(server, pool) as asked:
+        with GATES["fronts"].closed(), waiting(server, pool, GATES["fronts"]) as asked:
             assert all(open_calls(server))
             GATES["fronts"].let_one_through()
             assert GATES["fronts"].holds(1)
@@ -105,8 +107,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
     write_model(tmp_path, "m", gate="killed", max_batch=1)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         model, before = server.server.repository.find("m"), pids(server)
-        with GATES["killed"].closed(), waiting(server, pool) as asked:
-            assert GATES["killed"].holds(1)
+        with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
             lost, kept = open_calls(server)
             os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
             assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
