@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +16,9 @@ import pytest
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.inflight import Inflight
+from tests.infer_server.endpoints.test_grpc import request_of
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.serving import serving as running
 
 pytest.importorskip("pygrpc_native")
 PATH = "/inference.GRPCInferenceService/ModelInfer"
@@ -183,3 +189,24 @@ def test_answers_whose_clients_cancel_at_that_moment_are_not_unread_for_ever() -
         return inflight.held_bytes
 
     assert asyncio.run(run()) <= 1000
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_large_answers_are_given_also_where_there_are_no_descriptors_to_look_at_connections(tmp_path: Path) -> None:
+    write_model(tmp_path, "large", kind="echo", shape=[1 << 19], max_batch=1)
+    large = request_of("large", shape=(1, 1 << 19), raw=bytes(4 << 19)).SerializeToString()
+    with running(tmp_path, grpc_front="fast") as server, grpc.insecure_channel(server.address) as channel:
+        ask: Any = channel.unary_unary(PATH)
+        ask(large, timeout=TIMEOUT_SECS)
+        with no_descriptors():
+            assert len(ask(large, timeout=TIMEOUT_SECS)) > 4 << 19
