@@ -70,10 +70,19 @@ class Inflight:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
         self.hold(call, request_bytes)
+        self._open(call)
+        return call
+
+    def begin_uncounted(self, client: Client) -> OpenCall:
+        """The same for what is counted elsewhere, or not at all: wait_sent() waits for its end()."""
+        call = OpenCall(client)
+        self._open(call)
+        return call
+
+    def _open(self, call: OpenCall) -> None:
         if not self._calls:
             self._lookout.opened()
         self._calls[call] = None
-        return call
 
     def is_looking(self) -> bool:
         """Whether the event loop is not to sleep yet, for calls have come soon after each other."""
@@ -88,9 +97,13 @@ class Inflight:
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
         """To be called when an answer of so many bytes is handed to the transport: its client must read it in
         time."""
-        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
+        self.keep(call, answer_bytes)
         if call.held_bytes > LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             call.timer = self._loop.call_later(self.send_timeout_secs, self._give_up, call)
+
+    def keep(self, call: OpenCall, answer_bytes: int) -> None:
+        """Counts an answer of so many bytes, which is not handed to the transport yet."""
+        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""

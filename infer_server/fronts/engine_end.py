@@ -88,10 +88,11 @@ class EngineEnd(Link):
     def fail(self, number: int, code: int, details: str) -> None:
         self.send(link.FAIL, number, details.encode(), about=str(code).encode())
 
-    def held(self, number: int, call: OpenCall | None) -> int:
+    def held(self, number: int, call: OpenCall | None, answer_bytes: int) -> int:
         """Counts an answered call, if it holds much, until its client has its answer: what is to be said with that."""
         if call is None:
             return 0
+        self._inflight.keep(call, answer_bytes)
         if call.held_bytes <= LITTLE_BYTES:     # what is smaller is sent whether it is read or not
             self._inflight.end(call)
             return 0
@@ -124,7 +125,8 @@ class EngineEnd(Link):
     def responded(self, number: int, exchange: Exchange, response: HttpResponse) -> None:
         self._forget(number, exchange)
         about = _about(response.status, response.content_type, tuple(response.headers.items()))
-        self.send(link.RESPONSE | self.held(number, exchange.held), number, *response.body, about=about)
+        flag = self.held(number, exchange.held, response.body_bytes)
+        self.send(link.RESPONSE | flag, number, *response.body, about=about)
 
     def ended(self, number: int, exchange: Exchange) -> None:
         self._forget(number, exchange)
@@ -157,7 +159,7 @@ class _Answer(Answer):
         held, self.held = self.held, None
         self._end()
         end = self._calls.transport
-        flag = end.held(self.number, held)
+        flag = end.held(self.number, held, len(response))
         end.send(link.ANSWER | flag, self.number, response, peer=self._peer.encode() if flag else b"")
 
 

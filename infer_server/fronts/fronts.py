@@ -16,6 +16,7 @@ from infer_server.endpoints.grpc.aio import Behind
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.http.connection import Handler
 from infer_server.endpoints.restrictions import Restrictions
+from infer_server.errors import RepositoryError
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.ports import Reserved
 from infer_server.fronts.settings import Door, FrontSettings
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 _START_SECS = 60.0
 _ENDING_SECS = 3 * SENDING_SECS         # for a front to send what was answered, and to end
 _PAUSE_SECS = 1.0                       # between two starts of a front, at least
+_LOOKING_SECS = 0.02                    # between two looks whether a process has ended
 
 MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # of what it tells: see EngineEnd
 
@@ -89,6 +91,7 @@ class _Front:
         self._told: asyncio.Future[str]         # "" once it listens, or why it does not
         self._gone: asyncio.Event               # set when it has ended
         self._watching: asyncio.Task[None] | None = None    # while it is to listen
+        self._closed = False                    # nothing more is started
 
     @property
     def pid(self) -> int:
@@ -97,9 +100,11 @@ class _Front:
     async def start(self, settings: FrontSettings) -> None:
         """Raises OSError: it cannot listen."""
         await self._start(settings)
-        self._watching = asyncio.create_task(self._watch(settings))
+        if not self._closed:                    # as it is when another front could not start
+            self._watching = asyncio.create_task(self._watch(settings))
 
     async def close(self, answered: bool) -> None:
+        self._closed = True                     # asyncio.wait_for, if it has its result, does not tell who is cancelled
         if self._watching:
             self._watching.cancel()
             if self._listens():
@@ -131,21 +136,21 @@ class _Front:
             raise OSError(reason)
 
     async def _watch(self, settings: FrontSettings) -> None:
-        while True:
+        while not self._closed:
             began = time.monotonic()
             await self._gone.wait()
             log.error("%s has ended (%s), and is started again", self.name, await self._kill())
-            while True:
+            while not self._closed:
                 await asyncio.sleep(began + _PAUSE_SECS - time.monotonic())
                 began = time.monotonic()
-                if await in_daemon_thread(code_on_disk) != self._code:
-                    log.error("%s is not started again: the code of infer-server has changed since this server began; "
-                              "restart it", self.name)
-                    return
                 try:
+                    if await in_daemon_thread(code_on_disk) != self._code:
+                        log.error("%s is not started again: the code of infer-server has changed since this server "
+                                  "began; restart it", self.name)
+                        return
                     await self._start(settings)
                     break
-                except OSError as error:            # no descriptors, no memory: for a moment, perhaps
+                except (OSError, RepositoryError) as error:     # no descriptors, memory, threads: for a moment, perhaps
                     log.error("%s: %s", self.name, error)
                     await self._kill()
 
@@ -155,7 +160,8 @@ class _Front:
         if process is None:
             return "not started"
         process.kill()
-        status = await in_daemon_thread(process.wait)
+        while (status := process.poll()) is None:       # no thread waits for that: there may be none
+            await asyncio.sleep(_LOOKING_SECS)
         return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
     def _listens(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import protos
 from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.outbox import Outbox
-from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import MemoryLimitError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
@@ -123,8 +123,9 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
             raise
 
     async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        stream = _Stream(self._end, context, self._inflight.send_timeout_secs)
+        stream = _Stream(self._end, context, self._inflight, self._listeners.disconnect)
         self._streams[stream.number] = stream
+        context.add_done_callback(lambda _: stream.is_sent())
         try:
             code, details = await stream.serve()
         except TimeoutError:
@@ -163,12 +164,15 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
 class _Stream:
     """A ModelStreamInfer."""
 
-    def __init__(self, end: FrontEnd, context: grpc.aio.ServicerContext, send_timeout_secs: float) -> None:
+    def __init__(self, end: FrontEnd, context: grpc.aio.ServicerContext, inflight: Inflight,
+                 disconnect: Callable[[str], None]) -> None:
+        """disconnect: see Client."""
         self._end, self._context, self.number = end, context, end.next_number()
-        self._send_timeout_secs = send_timeout_secs
+        self._inflight, self._client = inflight, Client(context, disconnect)
         self._untaken: deque[int] = deque()                     # the sizes of requests that were handed on
         self._room = asyncio.Event()                            # for more, perhaps
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
+        self._unsent: OpenCall | None = None                    # while there are responses, or is a status, to be sent
 
     async def serve(self) -> tuple[int, str]:
         """The code and the text of the status that it ends with. Raises TimeoutError: its client does not read."""
@@ -179,9 +183,11 @@ class _Stream:
         reading = asyncio.ensure_future(self._read_all())
         try:
             while (frame := await self._responses.get()).kind == link.STREAMED:
-                async with asyncio.timeout(self._send_timeout_secs):
+                async with asyncio.timeout(self._inflight.send_timeout_secs):
                     await context.write(bytes(frame.payload))
                 self._end.send(link.WRITTEN, self.number)
+                if self._responses.empty():
+                    self.is_sent()
         except BaseException:
             self._end.send(link.LEFT_STREAM, self.number)
             raise
@@ -205,6 +211,13 @@ class _Stream:
             self._room.set()
         else:
             self._responses.put_nowait(frame)
+            self._unsent = self._unsent or self._inflight.begin_uncounted(self._client)
+
+    def is_sent(self) -> None:
+        """To be called when its client has all that there is so far, or has left: the ports may close."""
+        if self._unsent:
+            self._inflight.end(self._unsent)
+            self._unsent = None
 
 
 async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, _: Any, context: grpc.aio.ServicerContext) -> None:

@@ -56,9 +56,8 @@ class Connections:
         peer = unquote(peer)
         taken = self._taken_bytes(peer)
         if taken is None:
-            with suppress(OSError):             # there are no more descriptors, and to look takes one
-                self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
-                taken = self._taken_bytes(peer)
+            self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
+            taken = self._taken_bytes(peer)
         return taken
 
     def _taken_bytes(self, peer: str) -> int | None:
@@ -73,9 +72,13 @@ class Connections:
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
     """The TCP sockets of a local port: the descriptor, and a duplicate of it that lives for its turn.
 
-    A duplicate, because another thread may close the original, and open something else in its place, at any time.
+    A duplicate, because another thread may close the original, and open something else in its place, at any time. None
+    are found where the system has no such folder, or this process no descriptor left to look with.
     """
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(_DESCRIPTORS)
+    for name in names:
         with suppress(OSError), _duplicate(int(name)) as end:
             internet = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
             if internet and end.getsockname()[1] == port:

@@ -32,6 +32,7 @@ class Outbox:
         self._handed_over: deque[int] = deque()         # the sizes of answers, since the last look
         self._handed_bytes = 0                          # before it, since all was read
         self._read_bytes = 0                            # what pygrpc-native had counted by then
+        self._largest_bytes = 0                         # of one answer, since then
         self._is_looking = False
         self._unread_bytes = 0
         inflight.look_before_refusing(self.look)
@@ -59,11 +60,18 @@ class Outbox:
     def look(self) -> None:
         """Counts what is unread now."""
         open_calls, read_bytes = self._counted()
-        if not open_calls and not self._handed_over:    # nothing is unread, even if a call ended as it was answered
-            self._handed_bytes, self._read_bytes = 0, read_bytes
+        # Nothing is unread, even if a call ended as it was answered: of that no bytes are counted as read.
+        if not open_calls and not self._handed_over:
+            self._handed_bytes, self._read_bytes, self._largest_bytes = 0, read_bytes, 0
         while self._handed_over:                # after the count: what is read meanwhile counts as unread, not as less
-            self._handed_bytes += self._handed_over.popleft()
+            size = self._handed_over.popleft()
+            self._handed_bytes += size
+            self._largest_bytes = max(self._largest_bytes, size)
         unread = max(0, self._handed_bytes - (read_bytes - self._read_bytes))
+        # Each such call that ended leaves some behind, which would add up where there is always another one open.
+        if (excess := unread - open_calls * self._largest_bytes) > 0:
+            self._handed_bytes -= excess
+            unread -= excess
         if unread != self._unread_bytes:
             self._unread_bytes = unread
             self._inflight.count_unread(self, unread)

@@ -122,6 +122,7 @@ class _Stream:
         while self._unanswered and self._unanswered[0].complete:
             self._unanswered.popleft().send_kept()
         self._changed.set()
+        self._room.set()                # also where nothing is sent: an answer may be no response
 
     def leave(self, answer: _Answer) -> None:
         """Takes an answer out of the order: all of it is sent."""
@@ -209,8 +210,8 @@ class _Answer:
         return self.complete or self._stream.over
 
     def send(self, response: bytes) -> None:
-        if self._held:
-            self._stream.front.inflight.answered(self._held, len(response))
+        if self._held:                  # its client's time to read begins when those before it are sent
+            self._stream.front.inflight.keep(self._held, len(response))
         self._settle(response)
 
     def fail(self, error: Exception) -> None:

@@ -2,25 +2,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
+import resource
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-import tritonclient.grpc as triton
 
-from infer_server.endpoints.grpc import connections
 from infer_server.endpoints.grpc.fast import FastServer
 from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.inflight import Inflight
+from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
-from tests.infer_server.serving import serving as whole_server
+from tests.infer_server.serving import serving as running
 
 pytest.importorskip("pygrpc_native")
 PATH = "/inference.GRPCInferenceService/ModelInfer"
@@ -163,18 +161,52 @@ def test_it_stops_while_it_looks() -> None:
     serving(work)
 
 
-def test_a_server_that_can_open_no_more_files_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much of an answer its client takes is seen by a descriptor more."""
-    def fail(port: int) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+class Counts:
+    """The front of pygrpc-native, as far as an Outbox asks it; every call was started long ago."""
+    bound_port = 0
 
-    x = np.ones((1, 600_000), np.float32)               # whose answer is not little
-    tensor = triton.InferInput("x", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
-    write_model(tmp_path, "m", shape=x.shape[1:], gate="not steady")
-    with (whole_server(tmp_path, grpc_front="fast") as server,
-          triton.InferenceServerClient(server.address) as client):
-        monkeypatch.setattr(connections, "_sockets", fail)
-        for _ in range(2):
-            np.testing.assert_array_equal(client.infer("m", [tensor], client_timeout=TIMEOUT_SECS).as_numpy("y"), 3 * x)
-        monkeypatch.undo()
+    def __init__(self, calls: int) -> None:
+        self.started, self.ended = calls, 0
+
+    def respond(self, number: int, response: bytes) -> bool:
+        """The call ends at this moment: its client cancels it, and what was taken is not counted as sent."""
+        self.ended += 1
+        return True
+
+    def metrics(self) -> Any:
+        return {"methods": {PATH: {"started": self.started,
+                                   "status": {1: {"count": self.ended, "sent": {"sum": 0}}}}}}
+
+
+def test_answers_whose_clients_cancel_at_that_moment_are_not_unread_for_ever() -> None:
+    """Also if there is always another call open."""
+    async def run() -> int:
+        inflight = Inflight(1 << 30, 10.0)
+        outbox = Outbox(Counts(calls=101), PATH, inflight, lambda peer: None)       # type: ignore[arg-type]
+        for number in range(100):
+            outbox.respond(number, bytes(1000), "")
+            outbox.look()
+        return inflight.held_bytes
+
+    assert asyncio.run(run()) <= 1000
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_large_answers_are_given_also_where_there_are_no_descriptors_to_look_at_connections(tmp_path: Path) -> None:
+    write_model(tmp_path, "large", kind="echo", shape=[1 << 19], max_batch=1)
+    large = request_of("large", shape=(1, 1 << 19), raw=bytes(4 << 19)).SerializeToString()
+    with running(tmp_path, grpc_front="fast") as server, grpc.insecure_channel(server.address) as channel:
+        ask: Any = channel.unary_unary(PATH)
+        ask(large, timeout=TIMEOUT_SECS)
+        with no_descriptors():
+            assert len(ask(large, timeout=TIMEOUT_SECS)) > 4 << 19

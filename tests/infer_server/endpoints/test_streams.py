@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from infer_server.fronts import streams
 from infer_server.fronts.link import Frame
 from tests.infer_server.endpoints.test_grpc import request_of
-from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.endpoints.test_serving import eventually, statistics
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
@@ -53,6 +53,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     repository = tmp_path_factory.mktemp("repository")
     write_model(repository, "affine")
     write_model(repository, "gated", gate="stream", max_batch=1)
+    write_model(repository, "large", kind="echo", shape=[1 << 18], max_batch=1)
     (repository / "counts" / "1").mkdir(parents=True)
     (repository / "counts" / "config.pbtxt").write_text(COUNT_CONFIG)
     (repository / "counts" / "1" / "model.py").write_text(COUNT)
@@ -205,6 +206,27 @@ def test_requests_that_a_front_hands_on_wait_at_their_client_as_those_of_one_pro
             assert eventually(lambda: bool(waiting and waiting[-1]))
         assert len(list(answers)) == 32
     assert max(waiting) == request.ByteSize()
+
+
+def test_answers_without_a_response_make_room_for_requests(
+        stub: service_pb2_grpc.GRPCInferenceServiceStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.endpoints.grpc.stream._MOST_AT_A_TIME", 2)
+    nothing, one = (request_of("counts", "count", "INT32", (1,), np.array([count], np.int32).tobytes())
+                    for count in (0, 1))
+    assert len(list(stub.ModelStreamInfer(iter([*[nothing] * 5, one]), timeout=TIMEOUT_SECS))) == 1
+
+
+def test_a_client_is_given_its_time_to_read_an_answer_when_those_before_it_are_sent(
+        server: RunningServer, stub: service_pb2_grpc.GRPCInferenceServiceStub,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    large = request_of("large", shape=(1, 1 << 18), raw=bytes(4 << 18))
+    before = statistics(server, "large").success.count
+    with GATES["stream"].closed(), monkeypatch.context() as at_once:
+        at_once.setattr(server.server._inflight, "send_timeout_secs", 0.0)
+        answers = stub.ModelStreamInfer(iter([numbered(1, "gated"), large]), timeout=TIMEOUT_SECS)
+        assert eventually(lambda: statistics(server, "large").success.count > before)
+        server.run(asyncio.sleep(0.01))
+    assert len(list(answers)) == 2
 
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)

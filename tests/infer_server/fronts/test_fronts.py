@@ -6,12 +6,13 @@ import asyncio
 import errno
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
@@ -24,19 +25,24 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 import infer_server
+from infer_server.errors import RepositoryError
 from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.link import Frame
 from infer_server.fronts.ports import Reserved
+from infer_server.fronts.settings import FrontSettings
 from infer_server.server import Server
+from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
+from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
+from tests.infer_server.mute_client import MuteClient
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, options, serving
 
 SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
@@ -64,9 +70,10 @@ def open_calls(server: RunningServer) -> list[int]:
 
 
 @contextmanager
-def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
-    """Requests of clients on all fronts, behind one that a closed gate holds: the number that each sent, and its
-    answer."""
+def waiting(server: RunningServer, pool: ThreadPoolExecutor,
+            gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
+    """Requests of clients on all fronts, behind the first, which the closed gate holds: the number that each sent, and
+    its answer."""
     asked: list[tuple[float, Future[np.ndarray]]] = []
     with ExitStack() as stack:
         while len(asked) < SOME or 0 in open_calls(server):
@@ -76,6 +83,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tu
             x = np.full((1, 4), len(asked), np.float32)
             asked.append((x[0, 0], pool.submit(infer, client, x)))
             assert eventually(lambda: sum(open_calls(server)) == len(asked))
+            assert gate.holds(1)
         yield asked
 
 
@@ -83,7 +91,7 @@ def waiting(server: RunningServer, pool: ThreadPoolExecutor) -> Iterator[list[tu
 def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path: Path) -> None:
     write_model(tmp_path, "m", gate="fronts", max_batch=64)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
-        with GATES["fronts"].closed(), waiting(server, pool) as asked:
+        with GATES["fronts"].closed(), waiting(server, pool, GATES["fronts"]) as asked:
             assert all(open_calls(server))
             GATES["fronts"].let_one_through()
             assert GATES["fronts"].holds(1)
@@ -99,8 +107,7 @@ def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(fr
     write_model(tmp_path, "m", gate="killed", max_batch=1)
     with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
         model, before = server.server.repository.find("m"), pids(server)
-        with GATES["killed"].closed(), waiting(server, pool) as asked:
-            assert GATES["killed"].holds(1)
+        with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
             lost, kept = open_calls(server)
             os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
             assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
@@ -208,6 +215,46 @@ def test_a_front_that_cannot_be_started_for_a_while_comes_back(
         assert len(pids(server) - before) == 1 and len(pids(server)) == 2
         assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
         assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[object] = []
+
+    async def fails_twice(function: Callable[[], Any]) -> Any:
+        asked.append(function)
+        if len(asked) > 2:
+            return await in_daemon_thread(function)
+        raise RepositoryError("no more threads")
+
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        before = pids(server)
+        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(fronts_of_servers, "in_daemon_thread", fails_twice)
+        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
+        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._fronts))
+        assert len(pids(server) - before) == 1 and len(pids(server)) == 2
+        assert caplog.text.count("front 0: no more threads") == 2
+
+
+def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    closing: list[asyncio.Future[None]] = []
+    tell = fronts_of_servers._Front._tell
+
+    def tell_and_close(front: fronts_of_servers._Front, reason: str) -> None:
+        tell(front, reason)
+        if not closing and not reason:
+            closing.append(asyncio.ensure_future(front.close(answered=True)))
+
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        front = fronts(server)._fronts[0]
+        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
+        monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
+        os.kill(front.pid, signal.SIGKILL)
+        assert eventually(lambda: bool(closing and closing[0].done()))
+        assert eventually(lambda: front._watching is not None and front._watching.done())
+        assert not is_alive(front.pid) and caplog.text.count("front 0 has ended") == 1
 
 
 def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
@@ -319,6 +366,27 @@ def test_what_is_held_is_counted_over_all_fronts(front: str, tmp_path: Path) -> 
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(tmp_path: Path, protocol: str) -> None:
+    write_model(tmp_path, "text", kind="echo", dtype="object", shape=[1], max_batch=1)
+    raw = serialize_byte_tensor(np.array([b"x" * (4 << 20)], np.object_)).item()
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        if protocol == "grpc":
+            client: Any = MuteClient(server.ports.grpc)
+            client.ask("/inference.GRPCInferenceService/ModelInfer",
+                       request_of("text", datatype="BYTES", shape=(1, 1), raw=raw).SerializeToString())
+        else:
+            head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
+                                           "parameters": {"binary_data_size": len(raw)}}],
+                               "parameters": {"binary_data_output": True}}).encode()
+            client = socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS)
+            client.sendall(b"POST /v2/models/text/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                           b"Content-Length: %d\r\n\r\n%b" % (len(head), len(head) + len(raw), head + raw))
+        with closing(client):
+            assert eventually(lambda: server.server._inflight.held_bytes > 3 * len(raw)), "it, and its answer twice"
+        assert eventually(lambda: server.server._inflight.held_bytes == 0)
+
+
 def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
@@ -382,6 +450,38 @@ def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
         monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
         started = asyncio.run(start())
     assert started and not any(is_alive(pid) for pid in started.processes().values())
+
+
+def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    start_one, begin = fronts_of_servers._Front._start, EngineEnd.begin
+    begun = asyncio.Event()
+    ends: list[EngineEnd] = []
+
+    def begins(end: EngineEnd, settings: FrontSettings) -> None:
+        begin(end, settings)
+        ends.append(end)
+        begun.set()
+
+    async def start() -> list[fronts_of_servers._Front]:
+        server = Server(options(tmp_path, workers=2), load_numpy_engine)
+
+        async def fails(front: fronts_of_servers._Front, settings: FrontSettings) -> None:
+            if front.name == "front 1":
+                return await start_one(front, settings)
+            await begun.wait()
+            select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
+            raise OSError("nothing goes")
+
+        monkeypatch.setattr(fronts_of_servers._Front, "_start", fails)
+        monkeypatch.setattr(EngineEnd, "begin", begins)
+        with pytest.raises(OSError, match="nothing goes"):
+            await server.start()
+        await server._listeners.close(answered=True)
+        return server._fronts._fronts                   # type: ignore[union-attr]
+
+    started = asyncio.run(start())
+    assert not started[1]._watching and not is_alive(started[1].pid) and "started again" not in caplog.text
 
 
 def json_bodies() -> Iterator[dict[str, Any]]:

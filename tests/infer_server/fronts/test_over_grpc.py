@@ -1,0 +1,76 @@
+"""What a front does over gRPC, in the test's process: the test is what executes."""
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+import protos
+from infer_server.endpoints.grpc.aio import aio_server
+from infer_server.endpoints.http.reading import Limits
+from infer_server.fronts import link
+from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
+from infer_server.fronts.link import Frame
+from infer_server.fronts.over_grpc import AioCalls
+from infer_server.fronts.settings import FrontSettings
+from infer_server.listeners import Listeners
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
+
+STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
+
+
+class End(FrontEnd):
+    """Keeps what it is to send."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda settings: None, lambda answered: None)
+        self.sent: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+
+    def send(self, kind: int, number: int = 0, *payload: bytes | bytearray | memoryview, **beside: Any) -> None:
+        self.sent.put_nowait((kind, number))
+
+    async def number_of(self, kind: int) -> int:
+        """Of the next frame of a kind."""
+        while (found := await asyncio.wait_for(self.sent.get(), TIMEOUT_SECS))[0] != kind:
+            pass
+        return found[1]
+
+
+class Inflight(HeldElsewhere):
+    def __init__(self, end: FrontEnd) -> None:
+        super().__init__(1 << 30, TIMEOUT_SECS, end)
+        self.is_waited_for = asyncio.Event()
+
+    async def wait_sent(self, timeout_secs: float) -> None:
+        self.is_waited_for.set()
+        await super().wait_sent(timeout_secs)
+
+
+def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.listeners.SENDING_SECS", TIMEOUT_SECS)
+
+    async def main() -> list[int]:
+        end = End()
+        inflight = Inflight(end)
+        listeners = Listeners(Limits(1 << 20, inflight))
+        calls = AioCalls(end, inflight, listeners, FrontSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30,
+                                                                 TIMEOUT_SECS))
+        server = aio_server(1 << 20, {})
+        server.add_generic_rpc_handlers((calls,))
+        port = await listeners.listen_grpc(server, "127.0.0.1", 0, None)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            responses = channel.stream_stream(STREAM)(iter([b"request"]))
+            number = await end.number_of(link.MESSAGE)
+            for _ in range(20):
+                calls.streamed(Frame(link.STREAMED, number, bytes(1 << 20)))
+            calls.streamed(Frame(link.ENDED, number, b"", about=b"0"))
+            closing = asyncio.create_task(listeners.close(answered=True))
+            await inflight.is_waited_for.wait()
+            await asyncio.sleep(0.1)                # its client takes its time
+            sizes = [len(response) async for response in responses]
+            await closing
+            return sizes
+
+    assert asyncio.run(main()) == [1 << 20] * 20
