@@ -23,6 +23,7 @@ import uvloop
 from tritonclient.utils import InferenceServerException
 
 import protos
+from infer_server.endpoints.http import connection
 from infer_server.endpoints.restrictions import CATEGORIES, parsed
 from infer_server.endpoints.tls import Tls
 from tests.infer_server.endpoints.test_serving import eventually
@@ -177,7 +178,8 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
 def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
-        tmp_path: Path, certificates: Path, run: RunLoop) -> None:
+        tmp_path: Path, certificates: Path, run: RunLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_SILENCE_SECS", 1.0)       # the client may be kept from running meanwhile
     tls = Tls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -186,9 +188,9 @@ def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
         for data, status in ((last, 200), (last + bytes(8 << 20), 200), (last + begun + bytes(8 << 20), 200),
                              (b"no request\r\n\r\n" + bytes(8 << 20), 400)):
             with (socket.create_connection(("127.0.0.1", running.ports.http), TIMEOUT_SECS) as plain,
-                  context.wrap_socket(plain, server_hostname="127.0.0.1") as connection):
-                connection.sendall(data)            # ConnectionResetError, BrokenPipeError: it was
-                answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+                  context.wrap_socket(plain, server_hostname="127.0.0.1") as client):
+                client.sendall(data)                # ConnectionResetError, BrokenPipeError: it was
+                answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 %d" % status) and answer.count(b"HTTP/1.1 ") == 1
 
 
