@@ -23,7 +23,7 @@ from tests.infer_server.serving import serving
 
 KIB = 1 << 10
 # What may ask for the time of day, which can be set: it is told to people, and nothing is decided by it.
-TOLD = {"observing/access_log.py": 1, "observing/tracing.py": 1, "batching/statistics.py": 1}
+TOLD = {"observing/access_log.py": 1, "observing/spans.py": 1, "batching/statistics.py": 1}
 
 
 def test_a_disk_that_takes_no_more_ends_a_load_and_nothing_else(tmp_path: Path) -> None:

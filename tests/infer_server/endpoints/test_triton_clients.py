@@ -137,7 +137,7 @@ CALLS: dict[str, Callable[[Caller], Any]] = {
         lambda: client.register_cuda_shared_memory("g", b"aGFuZGxl", 0, 64), "GPUs not supported"),
     "CudaSharedMemoryUnregister": lambda client: client.unregister_cuda_shared_memory() is None,
     "TraceSetting": lambda client: "OFF" in str(client.settings("get_trace_settings", "affine")) and refused(
-        lambda: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}), "does not support trace"),
+        lambda: client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}), "trace file name is not given"),
     "LogSettings": lambda client: "log_warning" in str(client.settings("get_log_settings")) and "log_info" in str(
         client.settings("update_log_settings", {"log_info": True})),
 }
