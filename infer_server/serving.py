@@ -261,8 +261,18 @@ def _prepare(call: Call, model: Model) -> Prepared:
     parameters = call.parameters()
     if parameters:
         check_reserved(parameters)
-    batched = model.config.batched
-    return Prepared(tensors, fit, Served(model.name, model.version, outputs, batched, model.labels),
+    batched, names = model.config.batched, tuple(spec.name for spec in outputs)
+    return Prepared(tensors, fit, _served(model, outputs, names),
                     (fit.items if batched else 1) * sum(spec.item_bytes for spec in outputs), for_models(parameters),
-                    natural(parameters, "timeout"), natural(parameters, "priority"), sequence_of(parameters),
-                    tuple(spec.name for spec in outputs))
+                    natural(parameters, "timeout"), natural(parameters, "priority"), sequence_of(parameters), names)
+
+
+def _served(model: Model, outputs: tuple[TensorSpec, ...], names: tuple[str, ...]) -> Served:
+    """One for all forms with these outputs, by which encoders know what they have encoded before: a sequence alone has
+    a form for each of its requests."""
+    served: Served | None = model.served.get(names)
+    if served is None:
+        if len(model.served) >= _KEPT:
+            model.served.clear()
+        served = model.served[names] = Served(model.name, model.version, outputs, model.config.batched, model.labels)
+    return served

@@ -64,7 +64,8 @@ class Model(ABC):
         self.config = config
         self.signature = signature
         self.statistics = Statistics()
-        self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests
+        self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests,
+        self.served: dict[tuple[str, ...], Any] = {}    # and of their responses, by the names of the outputs
         self._key = f"{name}/{version} {next(_LOADS)} ".encode()
         self._cached: CachedResponses | None = None
 

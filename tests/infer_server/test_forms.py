@@ -1,0 +1,32 @@
+"""What the server keeps of requests' forms and of their responses', so that it need not find it again."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import serving
+
+
+@pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http], ids=["gRPC", "HTTP"])
+def test_requests_that_differ_in_their_parameters_have_what_is_kept_of_responses_in_common(
+        library: Any, tmp_path: Path) -> None:
+    """As those of sequences differ: it was kept for each of the last 4096, with the outputs of models that had been
+    replaced."""
+    write_model(tmp_path, "affine")
+    tensor = library.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.zeros((1, 4), np.float32))
+    with serving(tmp_path) as server:
+        port = server.ports.grpc if library is tritonclient.grpc else server.ports.http
+        with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            for i in range(8):
+                client.infer("affine", [tensor], parameters={"number": i})
+        model = server.server.repository.find("affine")
+        assert len(model.prepared) == 8
+        (served,) = model.served.values()
+        assert all(each.served is served for each in model.prepared.values())
