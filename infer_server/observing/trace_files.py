@@ -15,8 +15,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from itertools import count
-from typing import Any, NamedTuple, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +104,8 @@ class _Writer:
         self._waiting_bytes, self._lock = 0, threading.Lock()
         self._dropped = 0
         self._numbers, self._ids = count(), count(1)
-        self._open: TextIO | None = None            # that which is not numbered
+        self._open: FileIO | None = None            # that which is not numbered
+        self._before = "["                          # in that, of the next trace
         self._fails = False
 
     def put(self, traces: Sequence[_Ended], levels: Sequence[str], numbered: bool) -> None:
@@ -146,19 +149,41 @@ class _Writer:
     def _end(self) -> None:
         if self._open:
             with self._open:
-                self._open.write("]")
+                _append(self._open, "[]" if self._before == "[" else "]")
 
     def _write(self, batch: _Batch) -> None:
         text = ",\n".join(json.dumps(each, separators=(",", ":")) for ended in batch.traces
                           for each in _objects(ended.trace, ended.entry, batch.levels, self._ids))
         if batch.numbered:
-            with open(f"{self._file}.{next(self._numbers)}", "w") as file:
-                file.write(f"[{text}]")
+            _write_file(f"{self._file}.{next(self._numbers)}", f"[{text}]")
             return
-        if first := not self._open:
-            self._open = open(self._file, "w")      # noqa: SIM115      # to the end of the server
-        self._open.write(("[" if first else ",\n") + text)
-        self._open.flush()
+        if not self._open:
+            self._open = open(self._file, "wb", buffering=0)    # noqa: SIM115      # to the end of the server
+        _append(self._open, self._before + text)
+        self._before = ",\n"
+
+
+def _write_file(name: str, text: str) -> None:
+    """Half of it would be no JSON: there is no file then."""
+    with open(name, "wb", buffering=0) as file:
+        try:
+            _append(file, text)
+        except OSError:
+            Path(name).unlink()
+            raise
+
+
+def _append(file: FileIO, text: str) -> None:
+    """All of it, or nothing where the file, if it is none of a pipe's, does not take all."""
+    rest, begin = memoryview(text.encode()), file.tell() if file.seekable() else 0
+    try:
+        while rest:
+            rest = rest[file.write(rest):]
+    except OSError:
+        if file.seekable():
+            file.seek(begin)
+            file.truncate()
+        raise
 
 
 def _bytes_of(trace: Trace) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,30 @@ def test_a_disk_that_takes_nothing_costs_traces_and_is_said_once(
     files.close()
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "traces are lost" in caplog.text
+
+
+@pytest.mark.parametrize("log_frequency", [0, 1])
+def test_a_full_disk_costs_the_traces_that_it_does_not_take_and_no_others(log_frequency: int, tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1, log_frequency=log_frequency))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def trace(name: str, items: int) -> None:
+        begun = files.begin("m", lambda _: "")
+        assert begun
+        begun.asks("m", 1, {"x": np.ones(items, np.int8)})
+        begun.end(Entry("", "HTTP", name, "m", "", 0, 1), OK)
+        assert eventually(lambda: not files._writer._waiting_bytes)
+
+    trace("before", 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        trace("large", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trace("behind", 1)
+    files.close()
+    traces = [about(each) for file in sorted(tmp_path.iterdir()) for each in objects_of(file).values()]
+    assert [each["request_id"] for each in traces] == ["before", "behind"]
 
 
 def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warning(
