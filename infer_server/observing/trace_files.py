@@ -31,7 +31,7 @@ from infer_server.protocol.codec import DATATYPES
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20          # of traces that are not written: beyond that the disk is too slow for them
-_TRACE_BYTES = 4 << 10          # of one, about, beside its tensors
+_FILE_BYTES = 16 << 20          # of tensors that wait for others of their file: it ends before these are there
 
 
 class _Ended(NamedTuple):
@@ -54,6 +54,9 @@ class TraceFiles:
         def record(trace: Trace, entry: Entry, status: str) -> None:
             sampler.open -= 1
             sampler.ended.append(_Ended(trace, entry))
+            sampler.tensor_bytes += trace.kept.tensor_bytes
+            if trace.kept.is_cut:
+                log.warning("a request of model '%s' has more than a trace keeps, whose end is left out", trace.model)
             if _is_due(sampler):
                 self._write(sampler)
 
@@ -73,18 +76,24 @@ class TraceFiles:
     def _write(self, sampler: Sampler) -> None:
         """Has what is there of a sampler's traces written."""
         if sampler.ended:
-            numbered = sampler.settings.log_frequency > 0 or sampler.remaining == 0
-            self._writer.put(sampler.ended, sampler.settings.levels, numbered)
-            sampler.ended = []
+            settings = sampler.settings
+            numbered = settings.log_frequency > 0 or sampler.remaining == 0 or (settings.count > 0 and _is_full(sampler))
+            size = sum(each.trace.kept.bytes for each in sampler.ended)
+            self._writer.put(_Batch(sampler.ended, settings.levels, numbered, size))
+            sampler.ended, sampler.tensor_bytes = [], 0
 
 
 def _is_due(sampler: Sampler) -> bool:
     settings = sampler.settings
-    if sampler.is_retired or (sampler.remaining == 0 and not sampler.open):
+    if _is_full(sampler) or sampler.is_retired or (sampler.remaining == 0 and not sampler.open):
         return True
     if settings.log_frequency:
         return len(sampler.ended) >= settings.log_frequency
     return settings.count < 0           # else they may have a file with a number, when all are there
+
+
+def _is_full(sampler: Sampler) -> bool:
+    return sampler.tensor_bytes >= _FILE_BYTES
 
 
 class _Batch(NamedTuple):
@@ -108,20 +117,19 @@ class _Writer:
         self._before = "["                          # in that, of the next trace
         self._fails = False
 
-    def put(self, traces: Sequence[_Ended], levels: Sequence[str], numbered: bool) -> None:
-        size = sum(_bytes_of(each.trace) for each in traces)
+    def put(self, batch: _Batch) -> None:
         with self._lock:
             if self._waiting_bytes > _MOST_BYTES:
                 if not self._dropped:
                     log.warning("requests are traced faster than %s can be written: some of them have no trace; "
                                 "raise the rate, or leave out %s", self._file, TENSORS)
-                self._dropped += len(traces)
+                self._dropped += len(batch.traces)
                 return
-            self._waiting_bytes += size
+            self._waiting_bytes += batch.size
         if not self._thread:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
-        self._batches.put(_Batch(traces, levels, numbered, size))
+        self._batches.put(batch)
 
     def close(self) -> None:
         if self._thread:
@@ -184,11 +192,6 @@ def _append(file: FileIO, text: str) -> None:
             file.seek(begin)
             file.truncate()
         raise
-
-
-def _bytes_of(trace: Trace) -> int:
-    return (_TRACE_BYTES + sum(tensor.array.nbytes for tensor in trace.tensors)
-            + sum(_bytes_of(step) for step in trace.steps))
 
 
 def _objects(trace: Trace, entry: Entry, levels: Sequence[str], ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:

@@ -22,6 +22,9 @@ TIMESTAMPS = "TIMESTAMPS"
 TENSORS = "TENSORS"
 LEVELS = (TIMESTAMPS, TENSORS)
 
+_MOST_BYTES = 256 << 20         # of one request: a stream may have no end
+_TRACE_BYTES = 4 << 10          # of a trace, about, beside its tensors
+
 
 class Executed(Protocol):
     """How long an execution took: batching.statistics.BatchExecution."""
@@ -61,6 +64,22 @@ class Tracer(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class Kept:
+    """What a request's trace, and those of its steps, have in memory."""
+    traces: int = 1
+    tensor_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor_bytes + self.traces * _TRACE_BYTES
+
+    @property
+    def is_cut(self) -> bool:
+        """What comes now is left out."""
+        return self.bytes > _MOST_BYTES
+
+
+@dataclass(slots=True, eq=False)
 class Trace:
     """Of one request, or of a step, until it ends."""
     record: Callable[[Trace, Entry, str], None]     # takes it when its request has ended
@@ -74,6 +93,7 @@ class Trace:
     executions: list[tuple[int, Executed]] = field(default_factory=list)    # and when it was enqueued for each
     tensors: list[Tensor] = field(default_factory=list)
     steps: list[Trace] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept)
 
     def asks(self, model: str, version: int, inputs: Arrays) -> None:
         """To be called before the request is queued for the model."""
@@ -93,13 +113,17 @@ class Trace:
         return seen
 
     def _keep(self, activity: str, tensors: Arrays) -> None:
-        self.tensors += [Tensor(activity, name, array.copy()) for name, array in tensors.items()
-                         if isinstance(array, np.ndarray)]          # and no tensor on a GPU
+        for name, array in tensors.items():
+            if isinstance(array, np.ndarray) and not self.kept.is_cut:          # and no tensor on a GPU
+                self.tensors.append(Tensor(activity, name, array.copy()))
+                self.kept.tensor_bytes += array.nbytes + (_bytes_of_texts(array) if array.dtype == np.object_ else 0)
 
     def step(self) -> Trace:
         """The trace of a request that is made for this one."""
-        step = Trace(self.record, self.keeps_tensors)
-        self.steps.append(step)
+        step = Trace(self.record, self.keeps_tensors, kept=self.kept)
+        if not self.kept.is_cut:
+            self.steps.append(step)
+            self.kept.traces += 1
         return step
 
     def executed(self, enqueued_ns: int, execution: Executed) -> None:
@@ -119,3 +143,7 @@ class Trace:
         self.ended()
         self.responded_ns = self.responded_ns or self.ended_ns
         self.record(self, entry, status)
+
+
+def _bytes_of_texts(array: NDArray[Any]) -> int:
+    return sum(len(each) for each in array.flat if isinstance(each, bytes | str))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from infer_server.observing import trace_files
+from infer_server.observing import trace_files, traces
 from infer_server.observing.access_log import OK, Entry
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
@@ -237,3 +238,55 @@ def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warni
         traced(files)
     files.close()
     assert "raise the rate" in caplog.text and "3 requests" in caplog.text and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("tensor", [np.ones(1 << 10, np.uint8), np.array([b"1" * (1 << 10)], np.object_)],
+                         ids=["numbers", "texts"])
+def test_traces_that_are_not_written_have_no_more_memory_than_they_may(
+        tensor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "_MOST_BYTES", 9 << 10)
+    going_on = threading.Event()
+    write = trace_files._Writer._write
+
+    def write_late(writer: Any, batch: Any) -> None:
+        assert going_on.wait(TIMEOUT_SECS)
+        write(writer, batch)
+
+    monkeypatch.setattr(trace_files._Writer, "_write", write_late)
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    for _ in range(3):
+        begun = files.begin("m", lambda _: "")
+        assert begun
+        begun.asks("m", 1, {"x": tensor})
+        begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    going_on.set()
+    files.close()
+    assert len(objects_of(tmp_path / "t")) == 2
+
+
+@pytest.mark.parametrize("settings", [{"count": 5}, {"log_frequency": 5}])
+def test_traces_of_large_tensors_are_written_before_all_of_a_file_are_there(
+        settings: dict[str, int], tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1, **settings))
+    monkeypatch.setattr(trace_files, "_FILE_BYTES", 40)         # each has 24
+    for _ in range(5):
+        traced(files)
+    files.close()
+    assert [len(objects_of(file)) for file in sorted(tmp_path.iterdir())] == [2, 2, 1]
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_stream_without_end_keeps_no_more_than_a_trace_may(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(traces, "_MOST_BYTES", 1 << 20)
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    begun = files.begin("m", lambda _: "")
+    assert begun
+    encode = begun.seeing(lambda computed: computed)
+    for _ in range(100):
+        encode({"y": np.ones(100 << 10, np.uint8)})
+        begun.step().seeing(lambda computed: computed)({"y": np.ones(100 << 10, np.uint8)})
+    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    files.close()
+    kept = [each for objects in objects_of(tmp_path / "t").values() for each in objects if "tensor" in each]
+    assert 10 <= len(kept) <= 12 and "left out" in caplog.text
