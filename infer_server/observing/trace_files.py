@@ -43,7 +43,8 @@ class TraceFiles:
     """A Tracer. A thread writes the files, which is begun with the first of them."""
 
     def __init__(self, settings: TraceSettings) -> None:
-        self._settings = SettingsByModel(settings, self._write)
+        self._settings = SettingsByModel(settings, self._retire)
+        self._retired: set[Sampler] = set()         # with traces of requests that have not ended
         self._writer = _Writer(settings.file)
 
     def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
@@ -59,6 +60,8 @@ class TraceFiles:
                 log.warning("a request of model '%s' has more than a trace keeps, whose end is left out", trace.model)
             if _is_due(sampler):
                 self._write(sampler)
+            if not sampler.open:
+                self._retired.discard(sampler)
 
         return Trace(record, keeps_tensors=TENSORS in sampler.settings.levels)
 
@@ -69,15 +72,22 @@ class TraceFiles:
         self._settings.update(model, settings)
 
     def close(self) -> None:
-        for sampler in self._settings.all():
+        for sampler in (*self._settings.all(), *self._retired):
             self._write(sampler)
         self._writer.close()
+
+    def _retire(self, sampler: Sampler) -> None:
+        if sampler.open:
+            self._retired.add(sampler)
+        else:
+            self._write(sampler)
 
     def _write(self, sampler: Sampler) -> None:
         """Has what is there of a sampler's traces written."""
         if sampler.ended:
             settings = sampler.settings
-            numbered = settings.log_frequency > 0 or sampler.remaining == 0 or (settings.count > 0 and _is_full(sampler))
+            numbered = (settings.log_frequency > 0 or sampler.remaining == 0
+                        or (settings.count > 0 and _is_full(sampler)))
             size = sum(each.trace.kept.bytes for each in sampler.ended)
             self._writer.put(_Batch(sampler.ended, settings.levels, numbered, size))
             sampler.ended, sampler.tensor_bytes = [], 0
@@ -85,7 +95,7 @@ class TraceFiles:
 
 def _is_due(sampler: Sampler) -> bool:
     settings = sampler.settings
-    if _is_full(sampler) or sampler.is_retired or (sampler.remaining == 0 and not sampler.open):
+    if _is_full(sampler) or (not sampler.open and (sampler.is_retired or sampler.remaining == 0)):
         return True
     if settings.log_frequency:
         return len(sampler.ended) >= settings.log_frequency

@@ -173,6 +173,20 @@ def test_a_counted_number_of_traces_is_written_when_all_are_there(tmp_path: Path
     assert len(objects_of(tmp_path / "t.0")) == 2 and not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize("settings", [{"count": 3}, {"log_frequency": 3}])
+@pytest.mark.parametrize("are_answered", [True, False])
+def test_settings_that_change_while_requests_are_open_leave_their_traces_in_one_file(
+        settings: dict[str, int], are_answered: bool, tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1, **settings))
+    begun = [files.begin("m", lambda _: "") for _ in range(3)]
+    files.update("", {"trace_level": ["OFF"]})
+    for each in begun if are_answered else begun[:2]:
+        assert each
+        each.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    files.close()
+    assert [(file.name, len(objects_of(file))) for file in tmp_path.iterdir()] == [("t.0", 3 if are_answered else 2)]
+
+
 @pytest.fixture
 def traced() -> Callable[[TraceFiles], None]:
     def trace(files: TraceFiles) -> None:
