@@ -40,6 +40,21 @@ class Executed(Protocol):
     def encoded_ns(self) -> int: ...
 
 
+class Apart(NamedTuple):
+    """An execution whose responses came apart from it: it took until the last of them."""
+    items: int
+    started_ns: int
+    encoded_ns: int
+
+    @property
+    def copied_ns(self) -> int:
+        return self.started_ns
+
+    @property
+    def computed_ns(self) -> int:
+        return self.encoded_ns
+
+
 class Tensor(NamedTuple):
     """A copy of an input or an output."""
     activity: str               # Triton's name of where it was seen
@@ -91,6 +106,7 @@ class Trace:
     responded_ns: int = 0                           # an answer is about to be handed to its protocol
     ended_ns: int = 0
     executions: list[tuple[int, Executed]] = field(default_factory=list)    # and when it was enqueued for each
+    under_way: tuple[int, int, int] | None = None   # an execution, as executing() was told of it
     tensors: list[Tensor] = field(default_factory=list)
     steps: list[Trace] = field(default_factory=list)
     kept: Kept = field(default_factory=Kept)
@@ -126,8 +142,14 @@ class Trace:
             self.kept.traces += 1
         return step
 
+    def executing(self, enqueued_ns: int, items: int, started_ns: int) -> None:
+        """A batch with the request in it is executed, whose responses may come apart from that: executed() may not be
+        called."""
+        self.under_way = enqueued_ns, items, started_ns
+
     def executed(self, enqueued_ns: int, execution: Executed) -> None:
         """A batch with the request in it was executed."""
+        self.under_way = None
         self.executions.append((enqueued_ns, execution))
 
     def responding(self) -> None:
@@ -137,6 +159,9 @@ class Trace:
     def ended(self) -> None:
         """To be called when a step ends."""
         self.ended_ns = time.monotonic_ns()
+        if self.under_way:
+            enqueued_ns, items, started_ns = self.under_way
+            self.executed(enqueued_ns, Apart(items, started_ns, max(started_ns, self.responded_ns or self.ended_ns)))
 
     def end(self, entry: Entry, status: str) -> None:
         """To be called when the request ends. status: see AccessLog.end."""

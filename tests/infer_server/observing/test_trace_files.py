@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,33 @@ def test_what_a_python_model_asks_for_is_traced_where_it_gives_its_request_s_tra
     traces = objects_of(tmp_path / "t")
     assert [about(each)["model_name"] for each in traces.values()] == ["asks", *steps]
     assert [about(each).get("parent_id") for each in traces.values()] == [None, *[1] * len(steps)]
+
+
+SENDS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy())]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+X_AND_Y = """
+    input { name: "x" data_type: TYPE_FP32 dims: [ 1, 4 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] }"""
+
+
+@pytest.mark.parametrize("decoupled", ["true", "false"])
+def test_what_a_python_model_answers_by_its_sender_has_the_times_of_its_execution(
+        decoupled: str, tmp_path: Path) -> None:
+    python_model(tmp_path / "models", "sends", HEAD + SENDS, X_AND_Y + f"""
+        model_transaction_policy {{ decoupled: {decoupled} }}""")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1)) as server:
+        url = f"http://127.0.0.1:{server.ports.http}/v2/models/sends/generate_stream"
+        with urllib.request.urlopen(url, b'{"x": [1, 2, 3, 4]}', TIMEOUT_SECS) as answer:
+            assert b'"y":' in answer.read()
+    (objects,) = objects_of(tmp_path / "t").values()
+    times, (before, behind) = times_of(objects), ABOUT["HTTP"]
+    assert list(times) == [*before, *OF_A_REQUEST, "INFER_RESPONSE_COMPLETE", *behind]
+    assert list(times.values()) == sorted(times.values())
 
 
 def test_what_fails_is_traced_too(tmp_path: Path) -> None:
