@@ -153,6 +153,7 @@ class _Writer:
             self._try(self._write, batch)
             with self._lock:
                 self._waiting_bytes -= batch.size
+            del batch                   # it would be kept until there is another
         self._try(self._end)
 
     def _try(self, write: Callable[..., None], *arguments: Any) -> None:

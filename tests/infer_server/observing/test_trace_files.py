@@ -6,6 +6,7 @@ import logging
 import resource
 import threading
 import urllib.request
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,15 @@ def test_a_stream_without_end_keeps_no_more_than_a_trace_may(
     files.close()
     kept = [each for objects in objects_of(tmp_path / "t").values() for each in objects if "tensor" in each]
     assert 10 <= len(kept) <= 12 and "left out" in caplog.text
+
+
+def test_a_trace_that_is_written_is_let_go_of(tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    begun = files.begin("m", lambda _: "")
+    assert begun
+    begun.asks("m", 1, {"x": np.ones(4, np.uint8)})
+    tensor = weakref.ref(begun.tensors[0].array)
+    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    del begun
+    assert eventually(lambda: tensor() is None)
+    files.close()
