@@ -169,6 +169,7 @@ class LoggedStreamReply(LoggedReply):
         self.entry.responses += 1
 
     def end(self) -> None:
+        self._responding()
         self._reply.end()
         self.end_with(OK)
 

@@ -15,8 +15,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from itertools import count
-from typing import Any, NamedTuple, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ from infer_server.protocol.codec import DATATYPES
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20          # of traces that are not written: beyond that the disk is too slow for them
-_TRACE_BYTES = 4 << 10          # of one, about, beside its tensors
+_FILE_BYTES = 16 << 20          # of tensors that wait for others of their file: it ends before these are there
 
 
 class _Ended(NamedTuple):
@@ -41,7 +43,8 @@ class TraceFiles:
     """A Tracer. A thread writes the files, which is begun with the first of them."""
 
     def __init__(self, settings: TraceSettings) -> None:
-        self._settings = SettingsByModel(settings, self._write)
+        self._settings = SettingsByModel(settings, self._retire)
+        self._retired: set[Sampler] = set()         # with traces of requests that have not ended
         self._writer = _Writer(settings.file)
 
     def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
@@ -52,8 +55,13 @@ class TraceFiles:
         def record(trace: Trace, entry: Entry, status: str) -> None:
             sampler.open -= 1
             sampler.ended.append(_Ended(trace, entry))
+            sampler.tensor_bytes += trace.kept.tensor_bytes
+            if trace.kept.is_cut:
+                log.warning("a request of model '%s' has more than a trace keeps, whose end is left out", trace.model)
             if _is_due(sampler):
                 self._write(sampler)
+            if not sampler.open:
+                self._retired.discard(sampler)
 
         return Trace(record, keeps_tensors=TENSORS in sampler.settings.levels)
 
@@ -64,25 +72,38 @@ class TraceFiles:
         self._settings.update(model, settings)
 
     def close(self) -> None:
-        for sampler in self._settings.all():
+        for sampler in (*self._settings.all(), *self._retired):
             self._write(sampler)
         self._writer.close()
+
+    def _retire(self, sampler: Sampler) -> None:
+        if sampler.open:
+            self._retired.add(sampler)
+        else:
+            self._write(sampler)
 
     def _write(self, sampler: Sampler) -> None:
         """Has what is there of a sampler's traces written."""
         if sampler.ended:
-            numbered = sampler.settings.log_frequency > 0 or sampler.remaining == 0
-            self._writer.put(sampler.ended, sampler.settings.levels, numbered)
-            sampler.ended = []
+            settings = sampler.settings
+            numbered = (settings.log_frequency > 0 or sampler.remaining == 0
+                        or (settings.count > 0 and _is_full(sampler)))
+            size = sum(each.trace.kept.bytes for each in sampler.ended)
+            self._writer.put(_Batch(sampler.ended, settings.levels, numbered, size))
+            sampler.ended, sampler.tensor_bytes = [], 0
 
 
 def _is_due(sampler: Sampler) -> bool:
     settings = sampler.settings
-    if sampler.is_retired or (sampler.remaining == 0 and not sampler.open):
+    if _is_full(sampler) or (not sampler.open and (sampler.is_retired or sampler.remaining == 0)):
         return True
     if settings.log_frequency:
         return len(sampler.ended) >= settings.log_frequency
     return settings.count < 0           # else they may have a file with a number, when all are there
+
+
+def _is_full(sampler: Sampler) -> bool:
+    return sampler.tensor_bytes >= _FILE_BYTES
 
 
 class _Batch(NamedTuple):
@@ -102,23 +123,23 @@ class _Writer:
         self._waiting_bytes, self._lock = 0, threading.Lock()
         self._dropped = 0
         self._numbers, self._ids = count(), count(1)
-        self._open: TextIO | None = None            # that which is not numbered
+        self._open: FileIO | None = None            # that which is not numbered
+        self._before = "["                          # in that, of the next trace
         self._fails = False
 
-    def put(self, traces: Sequence[_Ended], levels: Sequence[str], numbered: bool) -> None:
-        size = sum(_bytes_of(each.trace) for each in traces)
+    def put(self, batch: _Batch) -> None:
         with self._lock:
             if self._waiting_bytes > _MOST_BYTES:
                 if not self._dropped:
                     log.warning("requests are traced faster than %s can be written: some of them have no trace; "
                                 "raise the rate, or leave out %s", self._file, TENSORS)
-                self._dropped += len(traces)
+                self._dropped += len(batch.traces)
                 return
-            self._waiting_bytes += size
+            self._waiting_bytes += batch.size
         if not self._thread:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
-        self._batches.put(_Batch(traces, levels, numbered, size))
+        self._batches.put(batch)
 
     def close(self) -> None:
         if self._thread:
@@ -132,6 +153,7 @@ class _Writer:
             self._try(self._write, batch)
             with self._lock:
                 self._waiting_bytes -= batch.size
+            del batch                   # it would be kept until there is another
         self._try(self._end)
 
     def _try(self, write: Callable[..., None], *arguments: Any) -> None:
@@ -146,24 +168,41 @@ class _Writer:
     def _end(self) -> None:
         if self._open:
             with self._open:
-                self._open.write("]")
+                _append(self._open, "[]" if self._before == "[" else "]")
 
     def _write(self, batch: _Batch) -> None:
         text = ",\n".join(json.dumps(each, separators=(",", ":")) for ended in batch.traces
                           for each in _objects(ended.trace, ended.entry, batch.levels, self._ids))
         if batch.numbered:
-            with open(f"{self._file}.{next(self._numbers)}", "w") as file:
-                file.write(f"[{text}]")
+            _write_file(f"{self._file}.{next(self._numbers)}", f"[{text}]")
             return
-        if first := not self._open:
-            self._open = open(self._file, "w")      # noqa: SIM115      # to the end of the server
-        self._open.write(("[" if first else ",\n") + text)
-        self._open.flush()
+        if not self._open:
+            self._open = open(self._file, "wb", buffering=0)    # noqa: SIM115      # to the end of the server
+        _append(self._open, self._before + text)
+        self._before = ",\n"
 
 
-def _bytes_of(trace: Trace) -> int:
-    return (_TRACE_BYTES + sum(tensor.array.nbytes for tensor in trace.tensors)
-            + sum(_bytes_of(step) for step in trace.steps))
+def _write_file(name: str, text: str) -> None:
+    """Half of it would be no JSON: there is no file then."""
+    with open(name, "wb", buffering=0) as file:
+        try:
+            _append(file, text)
+        except OSError:
+            Path(name).unlink()
+            raise
+
+
+def _append(file: FileIO, text: str) -> None:
+    """All of it, or nothing where the file, if it is none of a pipe's, does not take all."""
+    rest, begin = memoryview(text.encode()), file.tell() if file.seekable() else 0
+    try:
+        while rest:
+            rest = rest[file.write(rest):]
+    except OSError:
+        if file.seekable():
+            file.seek(begin)
+            file.truncate()
+        raise
 
 
 def _objects(trace: Trace, entry: Entry, levels: Sequence[str], ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:

@@ -48,6 +48,7 @@ class Sampler:
     is_retired: bool = False                        # other settings have taken its place
     open: int = 0                                   # traces of requests that have not ended
     ended: list[Any] = field(default_factory=list)
+    tensor_bytes: int = 0                           # that these keep
 
     def __post_init__(self) -> None:
         self.remaining = self.settings.count

@@ -22,6 +22,9 @@ TIMESTAMPS = "TIMESTAMPS"
 TENSORS = "TENSORS"
 LEVELS = (TIMESTAMPS, TENSORS)
 
+_MOST_BYTES = 256 << 20         # of one request: a stream may have no end
+_TRACE_BYTES = 4 << 10          # of a trace, about, beside its tensors
+
 
 class Executed(Protocol):
     """How long an execution took: batching.statistics.BatchExecution."""
@@ -35,6 +38,21 @@ class Executed(Protocol):
     def computed_ns(self) -> int: ...
     @property
     def encoded_ns(self) -> int: ...
+
+
+class Apart(NamedTuple):
+    """An execution whose responses came apart from it: it took until the last of them."""
+    items: int
+    started_ns: int
+    encoded_ns: int
+
+    @property
+    def copied_ns(self) -> int:
+        return self.started_ns
+
+    @property
+    def computed_ns(self) -> int:
+        return self.encoded_ns
 
 
 class Tensor(NamedTuple):
@@ -61,6 +79,22 @@ class Tracer(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class Kept:
+    """What a request's trace, and those of its steps, have in memory."""
+    traces: int = 1
+    tensor_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor_bytes + self.traces * _TRACE_BYTES
+
+    @property
+    def is_cut(self) -> bool:
+        """What comes now is left out."""
+        return self.bytes > _MOST_BYTES
+
+
+@dataclass(slots=True, eq=False)
 class Trace:
     """Of one request, or of a step, until it ends."""
     record: Callable[[Trace, Entry, str], None]     # takes it when its request has ended
@@ -72,8 +106,10 @@ class Trace:
     responded_ns: int = 0                           # an answer is about to be handed to its protocol
     ended_ns: int = 0
     executions: list[tuple[int, Executed]] = field(default_factory=list)    # and when it was enqueued for each
+    under_way: tuple[int, int, int] | None = None   # an execution, as executing() was told of it
     tensors: list[Tensor] = field(default_factory=list)
     steps: list[Trace] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept)
 
     def asks(self, model: str, version: int, inputs: Arrays) -> None:
         """To be called before the request is queued for the model."""
@@ -93,17 +129,27 @@ class Trace:
         return seen
 
     def _keep(self, activity: str, tensors: Arrays) -> None:
-        self.tensors += [Tensor(activity, name, array.copy()) for name, array in tensors.items()
-                         if isinstance(array, np.ndarray)]          # and no tensor on a GPU
+        for name, array in tensors.items():
+            if isinstance(array, np.ndarray) and not self.kept.is_cut:          # and no tensor on a GPU
+                self.tensors.append(Tensor(activity, name, array.copy()))
+                self.kept.tensor_bytes += array.nbytes + (_bytes_of_texts(array) if array.dtype == np.object_ else 0)
 
     def step(self) -> Trace:
         """The trace of a request that is made for this one."""
-        step = Trace(self.record, self.keeps_tensors)
-        self.steps.append(step)
+        step = Trace(self.record, self.keeps_tensors, kept=self.kept)
+        if not self.kept.is_cut:
+            self.steps.append(step)
+            self.kept.traces += 1
         return step
+
+    def executing(self, enqueued_ns: int, items: int, started_ns: int) -> None:
+        """A batch with the request in it is executed, whose responses may come apart from that: executed() may not be
+        called."""
+        self.under_way = enqueued_ns, items, started_ns
 
     def executed(self, enqueued_ns: int, execution: Executed) -> None:
         """A batch with the request in it was executed."""
+        self.under_way = None
         self.executions.append((enqueued_ns, execution))
 
     def responding(self) -> None:
@@ -113,9 +159,16 @@ class Trace:
     def ended(self) -> None:
         """To be called when a step ends."""
         self.ended_ns = time.monotonic_ns()
+        if self.under_way:
+            enqueued_ns, items, started_ns = self.under_way
+            self.executed(enqueued_ns, Apart(items, started_ns, max(started_ns, self.responded_ns or self.ended_ns)))
 
     def end(self, entry: Entry, status: str) -> None:
         """To be called when the request ends. status: see AccessLog.end."""
         self.ended()
         self.responded_ns = self.responded_ns or self.ended_ns
         self.record(self, entry, status)
+
+
+def _bytes_of_texts(array: NDArray[Any]) -> int:
+    return sum(len(each) for each in array.flat if isinstance(each, bytes | str))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from infer_server.batching.request import Outcome, Request
@@ -16,10 +17,11 @@ _CHECK_SECS = 5.0               # for is_ready(), as in Triton
 
 
 class PythonExecutor:
-    def __init__(self, process: ModelProcess, start: Callable[[], ModelProcess]) -> None:
-        """process: the first one. start: starts another. Raises RepositoryError."""
+    def __init__(self, process: ModelProcess, start: Callable[[], ModelProcess], post: Callable[..., None]) -> None:
+        """process: the first one. start: starts another; raises RepositoryError. post: calls a function on the event
+        loop."""
         self._process = process
-        self._start = start
+        self._start, self._post = start, post
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         if not self._process.is_alive:
@@ -28,6 +30,10 @@ class PythonExecutor:
                 self._process = self._start()
             except RepositoryError as error:
                 raise ExecutionError(f"it could not be started again: {error}") from error
+        if traces := [(request.trace, request.enqueued_ns) for request in batch if request.trace]:
+            items, now_ns = sum(request.items for request in batch), time.monotonic_ns()
+            for trace, enqueued_ns in traces:
+                self._post(trace.executing, enqueued_ns, items, now_ns)
         return self._process.execute(batch)
 
     async def is_ready(self) -> bool:

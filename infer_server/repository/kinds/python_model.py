@@ -65,7 +65,7 @@ class PythonModel(QueuedModel):
         for index in range(config.instances):
             start = partial(self._start, _launch(source, message, config, index), loop, True)
             try:
-                self._executors.append(PythonExecutor(process if index == 0 else start(), start))
+                self._executors.append(PythonExecutor(process if index == 0 else start(), start, partial(post, loop)))
                 self._warm_up(self._executors[-1], source)
             except Exception:
                 self._close()

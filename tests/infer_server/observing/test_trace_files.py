@@ -3,6 +3,10 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import threading
+import urllib.request
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,12 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from infer_server.observing import trace_files
+from infer_server.observing import trace_files, traces
 from infer_server.observing.access_log import OK, Entry
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.repository.test_ensembles import write_chain
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
@@ -115,6 +119,33 @@ def test_what_a_python_model_asks_for_is_traced_where_it_gives_its_request_s_tra
     assert [about(each).get("parent_id") for each in traces.values()] == [None, *[1] * len(steps)]
 
 
+SENDS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", requests[0].inputs()[0].as_numpy())]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+X_AND_Y = """
+    input { name: "x" data_type: TYPE_FP32 dims: [ 1, 4 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 1, 4 ] }"""
+
+
+@pytest.mark.parametrize("decoupled", ["true", "false"])
+def test_what_a_python_model_answers_by_its_sender_has_the_times_of_its_execution(
+        decoupled: str, tmp_path: Path) -> None:
+    python_model(tmp_path / "models", "sends", HEAD + SENDS, X_AND_Y + f"""
+        model_transaction_policy {{ decoupled: {decoupled} }}""")
+    with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1)) as server:
+        url = f"http://127.0.0.1:{server.ports.http}/v2/models/sends/generate_stream"
+        with urllib.request.urlopen(url, b'{"x": [1, 2, 3, 4]}', TIMEOUT_SECS) as answer:
+            assert b'"y":' in answer.read()
+    (objects,) = objects_of(tmp_path / "t").values()
+    times, (before, behind) = times_of(objects), ABOUT["HTTP"]
+    assert list(times) == [*before, *OF_A_REQUEST, "INFER_RESPONSE_COMPLETE", *behind]
+    assert list(times.values()) == sorted(times.values())
+
+
 def test_what_fails_is_traced_too(tmp_path: Path) -> None:
     write_model(tmp_path / "models", "fragile", kind="fails_on_negative")
     with serving(tmp_path / "models", tracing=TraceSettings(f"{tmp_path}/t", BOTH, 1)) as server:
@@ -171,6 +202,20 @@ def test_a_counted_number_of_traces_is_written_when_all_are_there(tmp_path: Path
     assert len(objects_of(tmp_path / "t.0")) == 2 and not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize("settings", [{"count": 3}, {"log_frequency": 3}])
+@pytest.mark.parametrize("are_answered", [True, False])
+def test_settings_that_change_while_requests_are_open_leave_their_traces_in_one_file(
+        settings: dict[str, int], are_answered: bool, tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS",), 1, **settings))
+    begun = [files.begin("m", lambda _: "") for _ in range(3)]
+    files.update("", {"trace_level": ["OFF"]})
+    for each in begun if are_answered else begun[:2]:
+        assert each
+        each.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    files.close()
+    assert [(file.name, len(objects_of(file))) for file in tmp_path.iterdir()] == [("t.0", 3 if are_answered else 2)]
+
+
 @pytest.fixture
 def traced() -> Callable[[TraceFiles], None]:
     def trace(files: TraceFiles) -> None:
@@ -204,6 +249,30 @@ def test_a_disk_that_takes_nothing_costs_traces_and_is_said_once(
     assert "traces are lost" in caplog.text
 
 
+@pytest.mark.parametrize("log_frequency", [0, 1])
+def test_a_full_disk_costs_the_traces_that_it_does_not_take_and_no_others(log_frequency: int, tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1, log_frequency=log_frequency))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def trace(name: str, items: int) -> None:
+        begun = files.begin("m", lambda _: "")
+        assert begun
+        begun.asks("m", 1, {"x": np.ones(items, np.int8)})
+        begun.end(Entry("", "HTTP", name, "m", "", 0, 1), OK)
+        assert eventually(lambda: not files._writer._waiting_bytes)
+
+    trace("before", 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        trace("large", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trace("behind", 1)
+    files.close()
+    traces = [about(each) for file in sorted(tmp_path.iterdir()) for each in objects_of(file).values()]
+    assert [each["request_id"] for each in traces] == ["before", "behind"]
+
+
 def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warning(
         tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trace_files, "_MOST_BYTES", -1)
@@ -212,3 +281,67 @@ def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warni
         traced(files)
     files.close()
     assert "raise the rate" in caplog.text and "3 requests" in caplog.text and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("tensor", [np.ones(1 << 10, np.uint8), np.array([b"1" * (1 << 10)], np.object_)],
+                         ids=["numbers", "texts"])
+def test_traces_that_are_not_written_have_no_more_memory_than_they_may(
+        tensor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "_MOST_BYTES", 9 << 10)
+    going_on = threading.Event()
+    write = trace_files._Writer._write
+
+    def write_late(writer: Any, batch: Any) -> None:
+        assert going_on.wait(TIMEOUT_SECS)
+        write(writer, batch)
+
+    monkeypatch.setattr(trace_files._Writer, "_write", write_late)
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    for _ in range(3):
+        begun = files.begin("m", lambda _: "")
+        assert begun
+        begun.asks("m", 1, {"x": tensor})
+        begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    going_on.set()
+    files.close()
+    assert len(objects_of(tmp_path / "t")) == 2
+
+
+@pytest.mark.parametrize("settings", [{"count": 5}, {"log_frequency": 5}])
+def test_traces_of_large_tensors_are_written_before_all_of_a_file_are_there(
+        settings: dict[str, int], tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1, **settings))
+    monkeypatch.setattr(trace_files, "_FILE_BYTES", 40)         # each has 24
+    for _ in range(5):
+        traced(files)
+    files.close()
+    assert [len(objects_of(file)) for file in sorted(tmp_path.iterdir())] == [2, 2, 1]
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_stream_without_end_keeps_no_more_than_a_trace_may(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(traces, "_MOST_BYTES", 1 << 20)
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    begun = files.begin("m", lambda _: "")
+    assert begun
+    encode = begun.seeing(lambda computed: computed)
+    for _ in range(100):
+        encode({"y": np.ones(100 << 10, np.uint8)})
+        begun.step().seeing(lambda computed: computed)({"y": np.ones(100 << 10, np.uint8)})
+    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    files.close()
+    kept = [each for objects in objects_of(tmp_path / "t").values() for each in objects if "tensor" in each]
+    assert 10 <= len(kept) <= 12 and "left out" in caplog.text
+
+
+def test_a_trace_that_is_written_is_let_go_of(tmp_path: Path) -> None:
+    files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
+    begun = files.begin("m", lambda _: "")
+    assert begun
+    begun.asks("m", 1, {"x": np.ones(4, np.uint8)})
+    tensor = weakref.ref(begun.tensors[0].array)
+    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    del begun
+    assert eventually(lambda: tensor() is None)
+    files.close()
