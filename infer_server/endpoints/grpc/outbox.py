@@ -75,6 +75,8 @@ class Outbox:
         if unread != self._unread_bytes:
             self._unread_bytes = unread
             self._inflight.count_unread(self, unread)
+        if unread:
+            self.keep_looking()                 # nobody does any more if the call came long ago
 
     def keep_looking(self) -> None:
         """To be called when calls have come."""

@@ -81,7 +81,7 @@ class Observed:
 class Served:
     def __init__(self, answers_later: bool = False) -> None:
         self.is_looking = False
-        inflight = Inflight(1 << 30, 10.0)
+        inflight = Inflight(1 << 30, TIMEOUT_SECS)
         inflight.is_looking = lambda: self.is_looking          # type: ignore[method-assign]
         self.server = FastServer(NoOther(), partial(LaterEcho, served=self) if answers_later else Echo, 1 << 20, {},
                                  inflight, lambda peer: None)
@@ -93,11 +93,11 @@ class Served:
     async def ask(self, count: int) -> None:
         """One after the other."""
         for number in range(count):
-            assert await self._ask(b"%d" % number, timeout=20) == b"%d" % number
+            assert await self._ask(b"%d" % number, timeout=TIMEOUT_SECS) == b"%d" % number
 
     async def ask_at_once(self, count: int) -> None:
         payloads = [b"%d" % number for number in range(count)]
-        assert await asyncio.gather(*[self._ask(payload, timeout=20) for payload in payloads]) == payloads
+        assert await asyncio.gather(*[self._ask(payload, timeout=TIMEOUT_SECS) for payload in payloads]) == payloads
 
     def received_by_the_loop(self) -> int:
         return self.native.by_thread.get(threading.get_ident(), 0)
@@ -115,7 +115,7 @@ def serving(work: Callable[[Served], Awaitable[None]], answers_later: bool = Fal
         await served.stop()
         thread = next((thread for thread in threading.enumerate() if thread.name == "gRPC calls"), None)
         if thread:
-            await asyncio.get_running_loop().run_in_executor(None, thread.join, 20)
+            await asyncio.get_running_loop().run_in_executor(None, thread.join, TIMEOUT_SECS)
             assert not thread.is_alive()
 
     asyncio.run(run())
@@ -181,7 +181,7 @@ class Counts:
 def test_answers_whose_clients_cancel_at_that_moment_are_not_unread_for_ever() -> None:
     """Also if there is always another call open."""
     async def run() -> int:
-        inflight = Inflight(1 << 30, 10.0)
+        inflight = Inflight(1 << 30, TIMEOUT_SECS)
         outbox = Outbox(Counts(calls=101), PATH, inflight, lambda peer: None)       # type: ignore[arg-type]
         for number in range(100):
             outbox.respond(number, bytes(1000), "")
@@ -189,6 +189,37 @@ def test_answers_whose_clients_cancel_at_that_moment_are_not_unread_for_ever() -
         return inflight.held_bytes
 
     assert asyncio.run(run()) <= 1000
+
+
+class Unread(Counts):
+    """Its clients read when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=1)
+        self.read_bytes = 0
+
+    def respond(self, number: int, response: bytes) -> bool:
+        return True
+
+    def metrics(self) -> Any:
+        sent = {"count": int(self.read_bytes > 0), "sent": {"sum": self.read_bytes}}
+        return {"methods": {PATH: {"started": self.started, "status": {0: sent}}}}
+
+
+def test_an_answer_to_a_call_of_long_ago_is_unread_until_it_is_read() -> None:
+    """The looks at what is unread that began with the call are over."""
+    async def run() -> None:
+        native, inflight = Unread(), Inflight(1 << 30, 10 * TIMEOUT_SECS)
+        outbox = Outbox(native, PATH, inflight, lambda peer: None)      # type: ignore[arg-type]
+        outbox.respond(0, bytes(1000), "")
+        outbox.look()
+        assert inflight.held_bytes == 1000
+        native.read_bytes = 1000
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while inflight.held_bytes:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
 
 
 @contextmanager

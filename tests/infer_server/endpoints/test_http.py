@@ -30,7 +30,7 @@ from infer_server.errors import InvalidRequestError
 from infer_server.listeners import Listeners
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.protocol.json_tensors import from_json
-from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.endpoints.test_serving import eventually, statistics
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
@@ -361,13 +361,13 @@ def test_what_comes_behind_the_last_request_of_a_connection_does_not_reset_its_a
     last = post(f"/v2/models/{model}/infer", head + values.tobytes(), CLOSE,
                 f"Inference-Header-Content-Length: {len(head)}")
     for behind in (bytes(1 << 20), last, post("/v2/models/large/infer", bytes(1 << 20))[:1 << 19]):
-        before = server.server.repository.find(model).statistics.snapshot().success.count
+        before = statistics(server, model).success.count
         with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
             connection.sendall(last + behind)
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))      # ConnectionResetError: it was
         assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1 ") == 1
         assert answer.endswith((values * 2 + 1).tobytes())
-        assert server.server.repository.find(model).statistics.snapshot().success.count == before + 1
+        assert statistics(server, model).success.count == before + 1
 
 
 def test_nothing_is_said_behind_an_answer_at_once_that_was_the_last(
@@ -595,6 +595,7 @@ def test_who_leaves_while_a_model_is_loaded_for_it_leaves_no_body_behind(tmp_pat
         """How long they are that exchanges have."""
         return [len(one.request.body) for one in gc.get_objects() if isinstance(one, Exchange)]
 
+    gc.collect()                # those of tests before
     with serving(tmp_path, model_memory_bytes=1 << 30, grpc_front=front) as server, GATES["on demand"].closed():
         with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as connection:
             connection.sendall(post("/v2/models/slow/infer", bytes(1 << 20)))

@@ -227,7 +227,8 @@ def test_an_answer_over_tls_is_held_until_its_client_reads_it(
 def test_the_end_of_a_connection_over_tls_leaves_its_client_the_time_to_read_the_answer(
         tmp_path: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.constants.SSL_SHUTDOWN_TIMEOUT", 0.01)
-    with asked_for_much(tmp_path, certificates, asyncio.run, "Connection: close") as (_, connection):
+    with asked_for_much(tmp_path, certificates, asyncio.run, "Connection: close",
+                        send_timeout_secs=TIMEOUT_SECS) as (_, connection):
         begun = connection.recv(1 << 10)
         time.sleep(0.5)                 # after which the answer would be cut off
         assert len(begun) + sum(map(len, iter(lambda: connection.recv(1 << 16), b""))) > 16 << 20

@@ -167,7 +167,7 @@ def test_what_comes_when_a_stream_has_ended_with_an_error_is_not_read(
             data = await super().read()
             if numbered(2).SerializeToString() == data:
                 try:
-                    await asyncio.sleep(0.2)            # the first one's error ends the stream meanwhile
+                    await asyncio.sleep(TIMEOUT_SECS)   # the first one's error ends the stream meanwhile
                 finally:
                     left.set()
             return data

@@ -40,7 +40,7 @@ from infer_server.server import Server
 from infer_server.workers import in_daemon_thread
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_grpc import request_of
-from tests.infer_server.endpoints.test_serving import eventually, scrape
+from tests.infer_server.endpoints.test_serving import eventually, scrape, statistics
 from tests.infer_server.mute_client import MuteClient
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
 from tests.infer_server.serving import WORKERS, RunningServer, options, serving
@@ -98,7 +98,7 @@ def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path
             GATES["fronts"].let_one_through()
             for number, answer in asked:
                 assert (answer.result(TIMEOUT_SECS) == 2 * number + 1).all()
-        counters = server.server.repository.find("m").statistics.snapshot()
+        counters = statistics(server)
         assert (counters.execution_count, counters.inference_count) == (2, len(asked))
 
 

@@ -24,7 +24,7 @@ from infer_server.batching.statistics import Failure
 from infer_server.errors import ModelConfigError
 from infer_server.repository.folders import read_model
 from infer_server.repository.kinds.image_model import ImageInput, image_input
-from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.endpoints.test_serving import eventually, statistics
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import RunningServer, serving
 
@@ -173,7 +173,7 @@ def test_a_picture_whose_client_leaves_while_it_is_decoded_is_not_queued(
         assert eventually(lambda: model.pending == 0)
         may_go_on.set()
         answer_to_another = client.infer("recorded", [tensor])      # behind it
-    after = model.statistics.snapshot()
+    after = statistics(server, "recorded")
     assert answer_to_another.as_numpy("y").shape == (1, *SHAPE[1:])
     assert after.failures[Failure.CANCELED] == before.failures[Failure.CANCELED] + 1
     assert after.inference_count == before.inference_count + 1
