@@ -47,6 +47,9 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     given = message.sequence_batching
     batch = max(1, message.max_batch_size)
     oldest = given.oldest if given.HasField("oldest") else None
+    if oldest and oldest.max_candidate_sequences < 0:
+        raise ModelConfigError("sequence_batching.oldest.max_candidate_sequences: expected 0 or more, got "
+                               f"{oldest.max_candidate_sequences}")
     datatypes: dict[str, Datatype] = {}
     controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
                      for control in each.control)

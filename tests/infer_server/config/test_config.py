@@ -92,6 +92,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     *((f'default_model_filename: "{path}"', "a file in the version's folder")
       for path in ("../../secret", "a/../../../secret", "/etc/secret", "a/", ".", "..")),
     ("version_policy { specific {} }", "names no versions"),
+    ("sequence_batching { oldest { max_candidate_sequences: -1 } }", "max_candidate_sequences: expected 0 or more"),
 ])
 def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
