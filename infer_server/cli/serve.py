@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -79,9 +80,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
     folders = parsed.model_repository
     if not folders:
         return "--model-repository is missing: a folder of models"
-    missing = [folder for folder in folders if not is_remote(folder) and not Path(folder).is_dir()]
+    missing = [f"{folder}: {why}" for folder in folders if not is_remote(folder) and (why := _why_no_folder(folder))]
     if missing and parsed.exit_on_error is not False:       # else it answers, and is not live, as in Triton
-        return f"--model-repository {missing[0]}: no such folder"
+        return f"--model-repository {missing[0]}"
     for name, _ in parsed.rate_limit_resource:
         if [other for other, _ in parsed.rate_limit_resource].count(name) > 1:
             return f"--rate-limit-resource {name}: given twice"
@@ -101,9 +102,19 @@ def _mistake(parsed: argparse.Namespace) -> str:
     return ""
 
 
+def _why_no_folder(path: str) -> str:
+    """Nothing: it is one."""
+    try:
+        return "" if stat.S_ISDIR(os.stat(path).st_mode) else "no such folder"
+    except FileNotFoundError:
+        return "no such folder"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _settled(repository: str) -> str:
     """One name of each repository."""
-    return repository.rstrip("/") if is_remote(repository) else str(Path(repository).resolve())
+    return repository.rstrip("/") if is_remote(repository) else os.path.realpath(repository)
 
 
 def _run(main: Coroutine[Any, Any, bool]) -> bool:

@@ -102,6 +102,16 @@ def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.
         assert "nowhere: no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_repository_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                        check: list[str]) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for name, why in (("n" * 300, "File name too long"), ("a", "Too many levels of symbolic links")):
+        assert main(["--model-repository", str(tmp_path / name), *check]) == 2
+        assert f"{name}: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("strict", ["true", "false"])
 def test_without_its_repository_it_is_not_live_where_it_is_told_to_go_on(tmp_path: Path, strict: str) -> None:
     options = ("--exit-on-error=false", f"--strict-readiness={strict}")
