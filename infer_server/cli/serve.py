@@ -280,7 +280,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
                              "(default %(default)s)")
     parser.add_argument("--exit-timeout-secs", type=seconds, default=30.0, metavar="S",
                         help="how long accepted requests may take to be answered after that (default %(default)s)")
-    parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
+    parser.add_argument("--max-message-mib", type=_message_mib, default=256, metavar="N",
                         help="largest request (default %(default)s)")
     parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
                         help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
@@ -288,6 +288,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
+
+
+def _message_mib(text: str) -> int:
+    """gRPC counts the bytes of a message in 31 bits."""
+    count = positive(text)
+    if count > 2047:
+        raise argparse.ArgumentTypeError(f"'{text}' is not at most 2047, which is what gRPC takes; over HTTP "
+                                         "--http-max-input-size may be more")
+    return count
 
 
 def _cache_bytes(text: str) -> int:

@@ -86,7 +86,10 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--grpc-port", "65536"), ("--http-port", "-1"), ("--threads", "0"),
                                                ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon"),
-                                               ("--rate-limit-resource", "R1:4:1"), ("--rate-limit-resource", "R1:٤")])
+                                               ("--rate-limit-resource", "R1:4:1"), ("--rate-limit-resource", "R1:٤"),
+                                               ("--max-message-mib", "2048"), ("--max-message-mib", "many"),
+                                               ("--grpc-keepalive-time", "2147483648"),
+                                               ("--grpc-max-connection-age", "soon")])
 def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str,
                                                 value: str) -> None:
     with pytest.raises(SystemExit) as ended:
