@@ -48,7 +48,7 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                             help=f"calls that only clients who send the header {header} with that value may make: of "
                                  f"{', '.join(CATEGORIES)}; can be repeated")
     for option, (_, text) in _CHANNEL.items():
-        parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{text} (default: gRPC's)")
+        parser.add_argument(f"--{option}", type=_setting, metavar="N", help=f"{text} (default: gRPC's)")
     parser.add_argument(f"--{_COMPRESSION}", choices=("none", "low", "medium", "high"),
                         default="none", metavar="LEVEL",
                         help="but none: answers over grpcio that become smaller are sent as gzip (default %(default)s)")
@@ -88,6 +88,17 @@ def option_of(setting: str) -> str:
     """The option that says a setting of gRPC's C core."""
     option = next((option for option, (name, _) in _CHANNEL.items() if name == setting), _COMPRESSION)
     return f"--{option}"
+
+
+def _setting(text: str) -> int:
+    """A number as the C core of gRPC has it."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 1 << 31
+    if not -1 << 31 <= number < 1 << 31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 32 bits")
+    return number
 
 
 def _flag(parser: argparse.ArgumentParser, name: str, text: str, default: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -79,9 +80,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
     folders = parsed.model_repository
     if not folders:
         return "--model-repository is missing: a folder of models"
-    missing = [folder for folder in folders if not is_remote(folder) and not Path(folder).is_dir()]
+    missing = [f"{folder}: {why}" for folder in folders if not is_remote(folder) and (why := _why_no_folder(folder))]
     if missing and parsed.exit_on_error is not False:       # else it answers, and is not live, as in Triton
-        return f"--model-repository {missing[0]}: no such folder"
+        return f"--model-repository {missing[0]}"
     for name, _ in parsed.rate_limit_resource:
         if [other for other, _ in parsed.rate_limit_resource].count(name) > 1:
             return f"--rate-limit-resource {name}: given twice"
@@ -101,9 +102,19 @@ def _mistake(parsed: argparse.Namespace) -> str:
     return ""
 
 
+def _why_no_folder(path: str) -> str:
+    """Nothing: it is one."""
+    try:
+        return "" if stat.S_ISDIR(os.stat(path).st_mode) else "no such folder"
+    except FileNotFoundError:
+        return "no such folder"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _settled(repository: str) -> str:
     """One name of each repository."""
-    return repository.rstrip("/") if is_remote(repository) else str(Path(repository).resolve())
+    return repository.rstrip("/") if is_remote(repository) else os.path.realpath(repository)
 
 
 def _run(main: Coroutine[Any, Any, bool]) -> bool:
@@ -269,7 +280,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
                              "(default %(default)s)")
     parser.add_argument("--exit-timeout-secs", type=seconds, default=30.0, metavar="S",
                         help="how long accepted requests may take to be answered after that (default %(default)s)")
-    parser.add_argument("--max-message-mib", type=positive, default=256, metavar="N",
+    parser.add_argument("--max-message-mib", type=_message_mib, default=256, metavar="N",
                         help="largest request (default %(default)s)")
     parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
                         help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
@@ -277,6 +288,15 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")
+
+
+def _message_mib(text: str) -> int:
+    """gRPC counts the bytes of a message in 31 bits."""
+    count = positive(text)
+    if count > 2047:
+        raise argparse.ArgumentTypeError(f"'{text}' is not at most 2047, which is what gRPC takes; over HTTP "
+                                         "--http-max-input-size may be more")
+    return count
 
 
 def _cache_bytes(text: str) -> int:

@@ -47,6 +47,9 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     given = message.sequence_batching
     batch = max(1, message.max_batch_size)
     oldest = given.oldest if given.HasField("oldest") else None
+    if oldest and oldest.max_candidate_sequences < 0:
+        raise ModelConfigError("sequence_batching.oldest.max_candidate_sequences: expected 0 or more, got "
+                               f"{oldest.max_candidate_sequences}")
     datatypes: dict[str, Datatype] = {}
     controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
                      for control in each.control)
@@ -94,7 +97,7 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
     shape = tuple(1 if extent == -1 else extent for extent in state.dims)
     if len(state.initial_state) > 1:
         raise ModelConfigError(f"state '{state.input_name}': one initial_state at most")
-    value = _zeros(shape, datatype)
+    value = _zeros(state.input_name, shape, datatype)
     for initial in state.initial_state:
         value = _initial(state.input_name, initial, datatype, folder)
     return State(state.input_name, state.output_name, value[np.newaxis] if batched else value)
@@ -111,11 +114,14 @@ def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -
             return np.fromfile(file, datatype.array).reshape(shape)
         except (OSError, ValueError) as error:
             raise ModelConfigError(f"state '{name}': initial_state: {file}: {error}") from error
-    return _zeros(shape, datatype)
+    return _zeros(name, shape, datatype)
 
 
-def _zeros(shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
-    return np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
+def _zeros(name: str, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
+    try:
+        return np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
+    except (MemoryError, ValueError) as error:      # too many extents, or too large ones
+        raise ModelConfigError(f"state '{name}': there is no array of the dims {list(shape)}: {error}") from error
 
 
 def sequence_of(parameters: Parameters, otherwise: InSequence | None = None) -> InSequence | None:

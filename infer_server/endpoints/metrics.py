@@ -177,16 +177,17 @@ def _number(value: float, is_rounded: bool = True) -> str:
 def _labels(model: Model, **more: str) -> str:
     """model, version, what metric_tags of its configuration say, and the GPU if all of it is on one; by name, as Triton
     has them, whose users look for whole lines."""
-    tags = {"model": model.name, "version": str(model.version), **model.config_message.metric_tags}
+    tags = {_name(name): value for name, value in sorted(model.config_message.metric_tags.items())}
+    tags |= {"model": model.name, "version": str(model.version)}    # two models' lines must not be alike
     if len(set(model.config.devices)) == 1 == len(model.gpus):
         tags["gpu_uuid"] = model.gpus[0].uuid
-    return ",".join(f'{_name(name)}="{_escaped(value)}"' for name, value in sorted({**tags, **more}.items()))
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted({**tags, **more}.items()))
 
 
 def _name(text: str) -> str:
-    """As Prometheus allows names of labels."""
+    """As Prometheus allows names of labels, and none that summaries and histograms have of their own."""
     name = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in text)
-    return f"_{name}" if name[:1].isdigit() else name or "_"
+    return f"_{name}" if name[:1].isdigit() or name in ("quantile", "le") else name or "_"
 
 
 def _escaped(text: str) -> str:

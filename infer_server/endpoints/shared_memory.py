@@ -112,22 +112,28 @@ class SystemRegion(Region):
             if error := self.lack(offset, byte_size):
                 raise error
             return data
-        data = os.pread(self.descriptor, byte_size, self.offset + offset)
-        if len(data) < byte_size:       # a read of memory ends early at the end of the file, and nowhere else
-            raise self._shrunk()
-        return data
+        pieces: list[bytes] = []
+        at = self.offset + offset
+        end = at + byte_size
+        while at < end:                 # Linux reads 2 GiB at a time, and no more
+            piece = os.pread(self.descriptor, end - at, at)
+            if not piece:
+                raise self._shrunk()
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
 
     def write(self, offset: int, data: memoryview) -> None:
         self.check(offset, data.nbytes)
-        end = self.offset + offset + data.nbytes
+        at = self.offset + offset
+        end = at + data.nbytes
         if os.fstat(self.descriptor).st_size < end:         # to write would make it longer again
             raise self._shrunk()
         try:
-            written = os.pwrite(self.descriptor, data, self.offset + offset)
+            while at < end:             # Linux writes 2 GiB at a time, and no more
+                at += os.pwrite(self.descriptor, data[at - end:], at)
         except OSError as error:
             raise ExecutionError(f"shared memory region '{self.name}': {error.strerror}") from error
-        if written < data.nbytes:
-            raise ExecutionError(f"shared memory region '{self.name}': {written} of {data.nbytes} bytes were written")
 
     def _shrunk(self) -> InvalidRequestError:
         return InvalidRequestError(f"shared memory region '{self.name}' is shorter than it was when it was registered")

@@ -40,14 +40,15 @@ class Elsewhere(NamedTuple):
 def read(references: Mapping[int, Reference], tensors: Sequence[InputTensor], regions: Regions,
          hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
     """What lies there: a copy, or in the memory of these devices (see Model.reached) the very tensor, but of texts and
-    of truths, whose bytes are looked at. hold: takes the bytes of the copies. Raises ServeErrors."""
+    of truths, whose bytes are looked at, and of what has none. hold: takes the bytes of the copies. Raises
+    ServeErrors."""
     found = Elsewhere({}, [])
     copied: dict[int, Place] = {}
     for i, reference in references.items():
         place, datatype = regions.place(reference), tensors[i].datatype
         check_bytes(tensors[i], place.byte_size)
         tensor = None
-        if devices and datatype.name not in ("BYTES", "BOOL"):
+        if devices and place.byte_size and datatype.name not in ("BYTES", "BOOL"):
             tensor = place.region.there(place.offset, tensors[i].shape, datatype.array, devices)
         if tensor is None:
             copied[i] = place

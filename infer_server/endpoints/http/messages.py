@@ -53,6 +53,10 @@ class HttpRequest(NamedTuple):
     received_ns: int = 0                    # when its first byte came
     version: str = "1.1"                    # of HTTP
 
+    def header_bytes(self, name: str) -> bytes:
+        """The value of a header as it came, in whatever encoding; empty if there is none."""
+        return self.headers.get(name, "").encode("latin-1")
+
     def json(self) -> Any:
         """The body as JSON; {} if there is none. Raises InvalidRequestError."""
         return parsed(self.body) if self.body.strip() else {}

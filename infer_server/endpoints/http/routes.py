@@ -74,7 +74,7 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         if path is None:
             routes(exchange)
         elif exchange.request.method == "POST":
-            restrictions.check("inference", exchange.request.headers.get)
+            restrictions.check("inference", exchange.request.header_bytes)
             submit = partial(_submit, exchange, path["model"], path["version"] or "", path["how"])
             if front.on_demand:
                 front.on_demand.when_loaded(path["model"], submit, exchange.fail)
@@ -114,7 +114,7 @@ class _Routes:
         for category, wanted, pattern, answer in self._routes:
             if path := pattern.fullmatch(request.path):
                 if wanted in ("", method):
-                    self._restrictions.check(category, request.headers.get)
+                    self._restrictions.check(category, request.header_bytes)
                     self._start(exchange, answer(request, **path.groupdict(default="")))
                     return
                 allowed.add(wanted)

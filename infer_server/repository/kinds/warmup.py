@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, Request
 from infer_server.config.paths import WARMUP, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
-from infer_server.protocol.codec import FROM_CONFIG, InputTensor, from_raw
+from infer_server.protocol.codec import FROM_CONFIG, Datatype, InputTensor, from_raw
 from infer_server.repository.kinds.local import request_of
 from infer_server.repository.model import Model
 from protos import model_config
@@ -65,7 +65,13 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
         except OSError as error:
             raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error
         return np.broadcast_to(from_raw(InputTensor(name, datatype, item), memoryview(raw)), (*lead, *item))
-    shape = (*lead, *item)
+    try:
+        return _made(given, (*lead, *item), datatype)
+    except (MemoryError, ValueError) as error:      # too many extents, or too large ones
+        raise ModelConfigError(f"{where}: there is no array of the dims {[*lead, *item]}: {error}") from error
+
+
+def _made(given: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
     if datatype.array.hasobject:
         return np.full(shape, b"", np.object_)
     if given.random_data:

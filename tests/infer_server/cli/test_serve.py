@@ -86,7 +86,10 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--grpc-port", "65536"), ("--http-port", "-1"), ("--threads", "0"),
                                                ("--exit-timeout-secs", "-1"), ("--drain-grace-secs", "soon"),
-                                               ("--rate-limit-resource", "R1:4:1"), ("--rate-limit-resource", "R1:٤")])
+                                               ("--rate-limit-resource", "R1:4:1"), ("--rate-limit-resource", "R1:٤"),
+                                               ("--max-message-mib", "2048"), ("--max-message-mib", "many"),
+                                               ("--grpc-keepalive-time", "2147483648"),
+                                               ("--grpc-max-connection-age", "soon")])
 def test_a_number_out_of_range_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str,
                                                 value: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -100,6 +103,16 @@ def test_a_repository_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.
     for options in ([], ["--exit-on-error"]):
         assert main([*given, *options]) == 2
         assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_repository_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                        check: list[str]) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for name, why in (("n" * 300, "File name too long"), ("a", "Too many levels of symbolic links")):
+        assert main(["--model-repository", str(tmp_path / name), *check]) == 2
+        assert f"{name}: {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strict", ["true", "false"])

@@ -92,6 +92,11 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     *((f'default_model_filename: "{path}"', "a file in the version's folder")
       for path in ("../../secret", "a/../../../secret", "/etc/secret", "a/", ".", "..")),
     ("version_policy { specific {} }", "names no versions"),
+    ("sequence_batching { oldest { max_candidate_sequences: -1 } }", "max_candidate_sequences: expected 0 or more"),
+    *((f'sequence_batching {{ state {{ input_name: "a" output_name: "b" data_type: TYPE_FP32 {dims} }} }}',
+       "state 'a': there is no array of the dims") for dims in (
+           "dims: [4611686018427387904, 4]", "dims: [1000000000000, 1000000]", "dims: 1 " * 70,
+           'dims: 1 initial_state { data_type: TYPE_FP32 dims: 1000000000000000 zero_data: true name: "z" }')),
 ])
 def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):

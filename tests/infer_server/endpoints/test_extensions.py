@@ -30,6 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_model(repository, "affine")
     write_model(repository, "whole", shape=[3], max_batch=0, dtype="int32")
     write_model(repository, "half", dtype="float16")
+    write_model(repository, "wide", config='input { name: "x" data_type: TYPE_FP32 dims: [-1, -1] }', shape=[2, 2])
     folder = write_model(repository, "named", config=NAMED, kind="two")
     (folder / "names.txt").write_text("cat\ndog\nold owl\n")
     write_model(repository, "text", kind="echo", dtype="object", shape=[2])
@@ -86,6 +87,12 @@ def test_nothing_beyond_what_was_registered_is_reached(protocol: Any, client: An
     for output, said in ((beyond, "Invalid offset . byte size"), (short, "should be at least 32 bytes")):
         with pytest.raises(InferenceServerException, match=said):
             client.infer("affine", [sent(protocol, X)], outputs=[output])
+
+
+def test_an_empty_tensor_that_no_array_is_like_is_refused_in_shared_memory_too(protocol: Any, client: Any, region: Any
+                                                                               ) -> None:
+    with pytest.raises(InferenceServerException, match=r"input 'x' \(FP32 \[1, 0, 4611686018427387904\]\)"):
+        client.infer("wide", [placed(protocol, [1, 0, 1 << 62], 0)])
 
 
 def test_only_objects_of_clients_are_registered(client: Any, region: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from engines.backends.llvm.codegen.bus_guard import Process, Row, bus_guard_object
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.errors import ConfigError
+from infer_server.endpoints import shared_memory
 from infer_server.endpoints.mapped_memory import Guard, Mapping, guard, mapped
 from infer_server.endpoints.shared_memory import Regions
 from infer_server.errors import InvalidRequestError
@@ -112,6 +113,21 @@ def test_without_room_in_the_table_a_file_is_not_mapped(installed: Guard, file: 
     assert mapped(file, OFFSET, SIZE)
     monkeypatch.setattr(installed, "_free", type(installed._free)())
     assert mapped(file, OFFSET, SIZE) is None
+
+
+def test_a_tensor_of_more_bytes_than_the_system_moves_at_a_time_is_whole(file: int, monkeypatch: pytest.MonkeyPatch
+                                                                         ) -> None:
+    """That are 2 GiB; here it is less."""
+    read, write = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda file, count, at: read(file, min(count, 5000), at))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:5000], at))
+    monkeypatch.setattr(shared_memory, "mapped", lambda *_: None)
+    regions = Regions(allowed=True)
+    regions.register("r", KEY, OFFSET, SIZE)
+    place = regions.place(Reference("r", 100, 12000))
+    assert place.read() == CONTENT[100:12100]
+    place.write(memoryview(CONTENT[:11000]), "y")
+    assert read(file, SIZE, OFFSET) == CONTENT[:100] + CONTENT[:11000] + CONTENT[11100:]
 
 
 def test_a_region_that_lost_its_mapping_is_read_by_system_calls(installed: Guard, file: int) -> None:

@@ -115,6 +115,21 @@ def test_metrics_of_the_cache_are_there_where_a_model_has_one(tmp_path: Path) ->
     assert not any("other" in name for name in found)
 
 
+def test_no_tag_of_a_model_makes_a_line_that_nobody_can_read(tmp_path: Path) -> None:
+    tags = {"quantile": "q", "le": "l", "reason": "r", "team-1": "a", "team.1": "b", "model": "other", "version": "9"}
+    write_model(tmp_path, "m", config="".join(
+        f'metric_tags {{ key: "{name}" value: "{value}" }}' for name, value in tags.items()))
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        infer(client)
+        found = samples(scrape(server))
+    of_model = [re.findall(r'(\w+)="', name) for name in found if 'model="m"' in name]
+    assert any("quantile" in names for names in of_model) and any("le" in names for names in of_model)
+    assert all(len(set(names)) == len(names) for names in of_model), "each label stands once"
+    labels = '_le="l",_quantile="q",model="m",reason="r",team_1="b",version="1"'
+    assert found[f"nv_inference_request_success{{{labels}}}"] == "1"
+    assert 'other' not in "".join(found)
+
+
 def test_families_can_be_left_out(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     with serving(tmp_path, metrics=MetricsSettings(False, False, False, False, False)) as server:

@@ -99,6 +99,14 @@ def test_without_the_secret_no_call_over_http_succeeds(restricted: RunningServer
     assert ask("GET", "/v2/models/m", Key="sesame")[0] == 200
 
 
+def test_a_secret_over_http_may_have_any_letters(tmp_path: Path) -> None:
+    with serving(tmp_path, http_secrets=parsed(["metadata:key=s\u00e9same"])) as running:
+        for given, expected in (("s\u00e9same", 200), ("sesame", 403), ("s\u00e9s\u00e0me", 403)):
+            with closing(HTTPConnection("127.0.0.1", running.ports.http, timeout=TIMEOUT_SECS)) as connection:
+                connection.request("GET", "/v2", headers={"key": given.encode()})
+                assert connection.getresponse().status == expected, given
+
+
 def test_with_the_secret_every_call_is_as_ever(restricted: RunningServer) -> None:
     with triton.InferenceServerClient(restricted.address) as client:
         headers = {"triton-grpc-protocol-key": "sesame"}
