@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TypeVar
 
 from infer_server.config.kinds import Kind
 from infer_server.errors import (
@@ -25,7 +24,7 @@ from infer_server.errors import (
     UnknownModelError,
 )
 from infer_server.protocol.parameters import digits
-from infer_server.repository.folders import Source, read_model
+from infer_server.repository.folders import Source, read_model, told
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
@@ -33,7 +32,6 @@ from infer_server.workers import Turns, in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOAD_FAILED = "load failed for model"       # Triton's words for what was found, and could not be loaded
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
@@ -171,7 +169,7 @@ class Repository:
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
                             ", ".join(map(str, self._places)))
-        names = list(names)
+        names = list(dict.fromkeys(names))
         self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
         results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
         self._starting = {}
@@ -220,7 +218,8 @@ class Repository:
         except RepositoryError as error:
             if isinstance(error, FetchError):
                 self.unfetched.add(name)
-            if name not in self._versions:
+            if not self.versions(name):             # whatever was said of them before
+                self._versions.pop(name, None)
                 self._reasons[name] = str(error)
             log.error("model '%s' cannot be loaded: %s", name, error)
             raise
@@ -251,7 +250,7 @@ class Repository:
 
     def _with_steps(self, name: str, read: Callable[[], Sequence[Source]]) -> tuple[Sequence[Source], list[str]]:
         """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
-        sources = _told(read)
+        sources = told(read)
         return sources, self._steps_of(name, sources, ())
 
     def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...]) -> list[str]:
@@ -264,7 +263,7 @@ class Repository:
         needed: list[str] = []
         for step in sources[0].config.steps if sources else ():
             try:
-                called = _told(partial(self._read, step.model))
+                called = told(partial(self._read, step.model))
             except RepositoryError:
                 called = []
             needed += [*self._steps_of(step.model, called, (*above, name)), step.model]
@@ -356,8 +355,8 @@ class Repository:
         try:
             async with turn:
                 began = time.monotonic()
-                model = await in_daemon_thread(lambda: _told(lambda: self._load(source)))
-                model.load_secs = time.monotonic() - began
+                model = await in_daemon_thread(lambda: told(lambda: self._load(source)))
+                model.load_secs, model.loaded_ns = time.monotonic() - began, time.monotonic_ns()
         except RepositoryError as error:
             if before.model is None:
                 statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=str(error))
@@ -378,19 +377,6 @@ class Repository:
             drain.add_done_callback(self._drains.discard)
         if drains:
             await asyncio.wait(drains)
-
-
-def _told(read: Callable[[], T]) -> T:
-    """What `read` returns. Raises RepositoryError for the errors of the disk, and of what is on it, as well: one model
-    must not keep the others from being served."""
-    try:
-        return read()
-    except ServeError:
-        raise
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError)):
-            log.exception("reading a model failed")             # our bug, which the index and the readiness tell of
-        raise RepositoryError(f"{type(error).__name__}: {error}") from error
 
 
 def _why(status: Status) -> str:

@@ -79,6 +79,12 @@ def test_a_repository_without_models_and_a_model_that_is_not_in_it_are_reported(
         assert eventually(lambda: "model 'absent' is not in the repository" in caplog.text)
 
 
+def test_a_model_that_is_to_be_loaded_at_the_start_may_be_named_twice(server: RunningServer, tmp_path: Path) -> None:
+    write_model(tmp_path, "other")
+    server.run(server.server.repository.load_all(("other", "other")))
+    assert server.server.repository.versions("other") == [1]
+
+
 def test_a_model_that_cannot_be_loaded_says_why_and_harms_nobody(
         client: triton.InferenceServerClient, tmp_path: Path) -> None:
     (write_model(tmp_path, "corrupt") / "1" / "model.plan").write_bytes(b"\0")
