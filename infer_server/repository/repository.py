@@ -207,9 +207,10 @@ class Repository:
                              turn: AbstractAsyncContextManager[None], until_loaded: ExitStack) -> Sequence[Source]:
         """The versions of a model, when what an ensemble calls is there, which stays there until it is loaded. Raises
         RepositoryError."""
+        seen = set[str]()
         try:
             async with self._reads:
-                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
+                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read, seen))
             self.unfetched.discard(name)
             until_loaded.enter_context(self._needing(steps))
             for step in steps:
@@ -223,6 +224,9 @@ class Repository:
                 self._reasons[name] = str(error)
             log.error("model '%s' cannot be loaded: %s", name, error)
             raise
+        finally:
+            for other in seen - self._users.keys():     # else who has begun to load it does that
+                self._release(other)
         return sources
 
     async def _load_versions(self, name: str, sources: Sequence[Source],
@@ -248,13 +252,15 @@ class Repository:
         place.fetch(name)
         return read_model(place.path, name, message, self._config_name)
 
-    def _with_steps(self, name: str, read: Callable[[], Sequence[Source]]) -> tuple[Sequence[Source], list[str]]:
+    def _with_steps(self, name: str, read: Callable[[], Sequence[Source]], seen: set[str]
+                    ) -> tuple[Sequence[Source], list[str]]:
         """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
         sources = told(read)
-        return sources, self._steps_of(name, sources, ())
+        return sources, self._steps_of(name, sources, (), seen)
 
-    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...]) -> list[str]:
-        """The models that an ensemble calls, each after those that it calls itself. Blocks.
+    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...], seen: set[str]) -> list[str]:
+        """The models that an ensemble calls, each after those that it calls itself. Blocks. seen: is given those that
+        were read, whether they are loaded or not.
 
         Raises RepositoryError: it calls itself. Which of them cannot be read is found out when they are loaded.
         """
@@ -262,11 +268,12 @@ class Repository:
             raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
         needed: list[str] = []
         for step in sources[0].config.steps if sources else ():
+            seen.add(step.model)
             try:
                 called = told(partial(self._read, step.model))
             except RepositoryError:
                 called = []
-            needed += [*self._steps_of(step.model, called, (*above, name)), step.model]
+            needed += [*self._steps_of(step.model, called, (*above, name), seen), step.model]
         return list(dict.fromkeys(needed))
 
     async def _load_needed(self, name: str, at_once: bool) -> None:
@@ -340,14 +347,17 @@ class Repository:
                 try:
                     yield
                 finally:
-                    if not self.versions(name):
-                        for place in self._places:
-                            place.release(name)
+                    self._release(name)
         finally:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name], self._locks[name]
             self._changed()
+
+    def _release(self, name: str) -> None:
+        if not self.versions(name):
+            for place in self._places:
+                place.release(name)
 
     async def _load_version(self, source: Source, turn: AbstractAsyncContextManager[None]) -> None:
         statuses = self._versions[source.name]

@@ -204,6 +204,18 @@ def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) ->
         assert not repository._places[0]._held
 
 
+def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: Any, tmp_path: Path) -> None:
+    for name, step in (("a", "b"), ("b", "a")):
+        put(store, f"{name}/config.pbtxt", f"""platform: "ensemble" input {{ name: "x" data_type: TYPE_FP32 dims: 4 }}
+            output {{ name: "y" data_type: TYPE_FP32 dims: 4 }} ensemble_scheduling {{ step {{ model_name: "{step}"
+            input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
+    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
+                 explicit_control=True) as running:
+        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a circle"):
+            client.load_model("a")
+        assert not running.server.repository._places[0]._held
+
+
 def test_what_a_store_keeps_for_an_empty_folder_is_no_file(
         store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, "m/1/model.plan", b"one")
