@@ -105,6 +105,29 @@ def test_the_store_is_bounded_and_keeps_what_is_loaded(store: Any, tmp_path: Pat
     assert sorted(copies(folder)) == ["c/1/model.plan", "d/1/model.plan"]
 
 
+def test_a_copy_of_which_nothing_is_served_makes_room_for_what_its_model_is_now(store: Any, tmp_path: Path) -> None:
+    folder = remote(tmp_path)
+    for size, is_served in ((600_000, False), (600_001, True)):
+        put(store, "a/1/model.plan", bytes(size))
+        folder.fetch("a")
+        assert len(copies(folder)["a/1/model.plan"]) == size
+        if not is_served:
+            folder.release("a")
+    put(store, "a/1/model.plan", bytes(600_002))
+    with pytest.raises(RepositoryError, match="exceed --repository-cache-mib 1; raise it"):
+        folder.fetch("a")
+    assert len(copies(folder)["a/1/model.plan"]) == 600_001, "it is served, and stays"
+
+
+def test_a_file_may_become_a_folder_and_a_folder_a_file(store: Any, tmp_path: Path) -> None:
+    folder = remote(tmp_path)
+    for path in ("a/1/data", "a/1/data/x", "a/1/data"):
+        store.store.clear()
+        put(store, path, path.encode())
+        folder.fetch("a")
+        assert copies(folder) == {path: path.encode()}
+
+
 def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: Any, tmp_path: Path) -> None:
     put(store, "a/1/model.plan", b"one")
     folder = remote(tmp_path)
