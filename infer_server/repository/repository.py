@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from infer_server.repository.folders import Source, read_model, told
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
-from infer_server.workers import Turns, in_daemon_thread
+from infer_server.workers import Turns, Waits, in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,10 @@ class Repository:
         self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
         self._users = Counter[str]()                        # of each lock
         self._drains = set[asyncio.Future[None]]()          # that are under way
+        self._closed = False
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._needed = Counter[str]()                       # by ensembles that are being loaded
-        self._awaited = defaultdict[str, Counter[str]](Counter) # by models that wait for others to be loaded: which
+        self.waiting = Waits().waiting
         self._loads, self._reads = Turns(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
@@ -295,25 +296,6 @@ class Repository:
         finally:
             self._needed -= Counter(steps)          # which drops those that are needed no more
 
-    @contextmanager
-    def waiting(self, name: str, other: str) -> Iterator[None]:
-        """While a model waits for another one to be loaded. Raises RepositoryError: that waits for it."""
-        seen, left = set[str](), [other]
-        while left:
-            one = left.pop()
-            if one == name:
-                raise RepositoryError(f"model '{name}' cannot load '{other}', which is loading it: each would wait for "
-                                      "the other")
-            seen.add(one)
-            left += self._awaited[one].keys() - seen if one in self._awaited else ()
-        self._awaited[name][other] += 1
-        try:
-            yield
-        finally:
-            self._awaited[name] -= Counter([other])
-            if not self._awaited[name]:
-                del self._awaited[name]
-
     async def unload(self, name: str) -> None:
         """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""
         async with self._alone(name):
@@ -330,11 +312,12 @@ class Repository:
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
-        """Drains every model, and waits for those that are being drained already. The event loop goes on running
-        meanwhile, so that their answers are delivered."""
+        """Drains every model, also what becomes ready meanwhile, and waits for those that are being drained already.
+        The event loop goes on running, so that their answers are delivered."""
+        self._closed = True
         for kind in (Kind.ENSEMBLE, Kind.PYTHON, Kind.ENGINE):      # who calls others goes before them
             await self._drain(model for model in self.models() if model.config.kind is kind)
-        if self._drains:
+        while self._drains:
             await asyncio.wait(self._drains)
 
     @asynccontextmanager
@@ -365,7 +348,15 @@ class Repository:
         try:
             async with turn:
                 began = time.monotonic()
-                model = await in_daemon_thread(lambda: told(lambda: self._load(source)))
+                loading = asyncio.ensure_future(in_daemon_thread(lambda: told(lambda: self._load(source))))
+                try:
+                    model = await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    loading.add_done_callback(self._let_go)     # nobody else will
+                    raise
+                if self._closed:
+                    self._begin_drains([model])
+                    raise RepositoryError("the server is shutting down")
                 model.load_secs, model.loaded_ns = time.monotonic() - began, time.monotonic_ns()
         except RepositoryError as error:
             if before.model is None:
@@ -380,12 +371,19 @@ class Repository:
         if before.model is not None:
             await self._drain([before.model])
 
-    async def _drain(self, models: Iterable[Model]) -> None:
+    def _let_go(self, loading: asyncio.Future[Model]) -> None:
+        if not loading.cancelled() and not loading.exception():
+            self._begin_drains([loading.result()])
+
+    def _begin_drains(self, models: Iterable[Model]) -> Sequence[asyncio.Future[None]]:
         drains = [asyncio.ensure_future(in_daemon_thread(model.drain)) for model in models]
         self._drains.update(drains)
         for drain in drains:
             drain.add_done_callback(self._drains.discard)
-        if drains:
+        return drains
+
+    async def _drain(self, models: Iterable[Model]) -> None:
+        if drains := self._begin_drains(models):
             await asyncio.wait(drains)
 
 
