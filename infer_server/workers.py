@@ -5,6 +5,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,6 +54,32 @@ class Turns(asyncio.Semaphore):
             task = asyncio.create_task(self.acquire())      # when there is one: nobody waits for that
             self._taken_back.add(task)
             task.add_done_callback(self._taken_back.discard)
+
+
+class Waits:
+    """Which models wait for others to be loaded."""
+
+    def __init__(self) -> None:
+        self._awaited = defaultdict[str, Counter[str]](Counter)
+
+    @contextmanager
+    def waiting(self, name: str, other: str) -> Iterator[None]:
+        """While a model waits for another one to be loaded. Raises RepositoryError: that waits for it."""
+        seen, left = set[str](), [other]
+        while left:
+            one = left.pop()
+            if one == name:
+                raise RepositoryError(f"model '{name}' cannot load '{other}', which is loading it: each would wait for "
+                                      "the other")
+            seen.add(one)
+            left += self._awaited[one].keys() - seen if one in self._awaited else ()
+        self._awaited[name][other] += 1
+        try:
+            yield
+        finally:
+            self._awaited[name] -= Counter([other])
+            if not self._awaited[name]:
+                del self._awaited[name]
 
 
 async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:

@@ -99,8 +99,24 @@ def _of_ensembles(served: Mapping[str, Sequence[Source]], unserved: set[str]) ->
         unserved = unserved | more
 
 
+def _circle(served: Mapping[str, Sequence[Source]], above: tuple[str, ...], seen: set[str]) -> tuple[str, ...]:
+    """How the first of these ensembles comes to call itself, or (). Each of them calls the next one. seen: those that
+    were looked at, and are given more."""
+    for step in served[above[-1]][0].config.steps if above[-1] in served else ():
+        if step.model == above[0]:
+            return *above, step.model
+        if step.model not in seen:
+            seen.add(step.model)
+            if found := _circle(served, (*above, step.model), seen):
+                return found
+    return ()
+
+
 def _of_steps(name: str, served: Mapping[str, Sequence[Source]], unserved: Set[str]) -> Iterator[Remark]:
     """Of an ensemble: what it asks for that no model of the repository has, and what its models differ about."""
+    if circle := _circle(served, (name,), set()):
+        yield Remark(name, f"ensemble_scheduling: {' -> '.join(circle)} is a circle", True)
+        return
     known: list[ModelConfig | None] = []
     for number, step in enumerate(served[name][0].config.steps):
         known.append(None)

@@ -7,18 +7,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from infer_server.backend import Gpu, gpus_for, gpus_to_build_for
 from infer_server.config.config import ModelConfig, TensorSpec, from_message
 from infer_server.config.kinds import Kind
 from infer_server.config.paths import CONFIG, CONFIGS, inside
 from infer_server.config.pbtxt import read_config
-from infer_server.errors import RepositoryError
+from infer_server.errors import RepositoryError, ServeError
 from protos import model_config
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 FILENAMES = ("model.plan", "model.onnx", "model.py")    # the first that is there is served
 
 
@@ -137,3 +140,16 @@ def no_such_file(source: Source, file: Path) -> str:
     elif source.config.kind is Kind.ENGINE and len(found := list(folder.glob("*.onnx"))) == 1:
         other = f'; there is {found[0].name}: write default_model_filename: "{found[0].name}" if that is the model'
     return f"{file}: no such file{other}"
+
+
+def told(read: Callable[[], T]) -> T:
+    """What `read` returns. Raises RepositoryError for the errors of the disk, and of what is on it, as well: one model
+    must not keep the others from being served."""
+    try:
+        return read()
+    except ServeError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError)):
+            log.exception("reading a model failed")             # our bug, which the index and the readiness tell of
+        raise RepositoryError(f"{type(error).__name__}: {error}") from error

@@ -52,7 +52,8 @@ class Model(ABC):
     gpus: Sequence[Gpu] = ()            # that instances of it execute on
     reached: Set[int | None] = frozenset()      # devices, GPUs by number, in whose memory instances take tensors where
                                         # their clients have them; None: the host's, which clients may write meanwhile
-    load_secs: float = 0.0              # that its loading took; set, as is the next, by who loads it
+    load_secs: float = 0.0              # that its loading took; set, as are the next two, by who loads it
+    loaded_ns: int = 0                  # when that ended, by the clock of Counters.used_ns
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from infer_server.config.kinds import Kind
-from infer_server.errors import ServeError, UnknownModelError
+from infer_server.errors import RepositoryError, ServeError, UnknownModelError
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
@@ -30,10 +30,10 @@ class OnDemand:
         self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # for a model, in the order that they came
         self._tasks = set[asyncio.Task[None]]()
         self._one_at_a_time = asyncio.Lock()            # makes room
-        self._loaded_ns: dict[str, int] = {}            # when, by the clock of Counters.used_ns
         self._retry_at: dict[str, float] = {}           # of models that failed
         self._listing: asyncio.Task[list[str]] | None = None
         self._listed_until = 0.0
+        self._known: list[str] = []                     # what was in the repository when it could last be read
         repository.watch(self._look)
 
     async def load(self, name: str) -> None:
@@ -62,10 +62,15 @@ class OnDemand:
             self._loading[name] = asyncio.create_task(self._load(name))
 
     def _look(self) -> None:
-        """Lets those go on whose model is there."""
+        """Lets those go on whose model is there, and makes room for it, whoever has asked for that."""
         for name in list(self._waiting):
             if self._repository.versions(name):
                 self._go_on(name)
+        models = self._repository.models()
+        for model in models:
+            self._retry_at.pop(model.name, None)
+        if self._held() > self._limit_bytes and not self._one_at_a_time.locked():       # else that looks again
+            self._start(self._make_room(max(models, key=lambda model: model.loaded_ns).name))
 
     def _go_on(self, name: str) -> None:
         for then, failed in self._waiting.pop(name, ()):
@@ -84,7 +89,6 @@ class OnDemand:
             if name not in await self._names():
                 raise UnknownModelError(f"model '{name}' is not in the repository")
             await self._repository.load(name)
-            self._retry_at.pop(name, None)
         except Exception as error:
             if isinstance(error, ServeError):
                 log.debug("%s is not loaded on demand: %s", name, error)
@@ -95,8 +99,6 @@ class OnDemand:
             is_unknown = isinstance(error, UnknownModelError)
             self._retry_at[name] = self._listed_until if is_unknown else time.monotonic() + _RETRY_SECS
         finally:
-            if self._repository.versions(name):
-                self._loaded_ns[name] = time.monotonic_ns()
             del self._loading[name]
             self._go_on(name)
         self._start(self._make_room(name))      # nobody waits for others to be drained. Where it has failed, too: other
@@ -104,20 +106,29 @@ class OnDemand:
 
     async def _names(self) -> list[str]:
         """The models of the repository a short while ago: names that are none cost no look at it each. Raises
-        RepositoryError."""
+        RepositoryError: it cannot be read, and never could."""
         if self._listing is None or (self._listing.done() and time.monotonic() >= self._listed_until):
             self._listing = asyncio.create_task(self._repository.names())
             self._listing.add_done_callback(self._listed)
-        return await asyncio.shield(self._listing)
+        try:
+            return await asyncio.shield(self._listing)
+        except RepositoryError:
+            if self._known:
+                return self._known                      # to load one of them fails, and says why
+            raise
 
     def _listed(self, listing: asyncio.Task[list[str]]) -> None:
         failed = listing.cancelled() or listing.exception() is not None
         self._listed_until = 0.0 if failed else time.monotonic() + _LISTING_SECS
+        self._known = self._known if failed else listing.result()
+
+    def _held(self) -> int:
+        return sum(model.memory_bytes for model in self._repository.models())
 
     async def _make_room(self, kept: str) -> None:
         """Unloads what was used least recently, and nothing that `kept` needs, until the others fit."""
         async with self._one_at_a_time:
-            while (held := sum(model.memory_bytes for model in self._repository.models())) > self._limit_bytes:
+            while (held := self._held()) > self._limit_bytes:
                 victim = self._least_used(kept)
                 if victim is None:
                     log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
@@ -132,7 +143,7 @@ class OnDemand:
         busy = {kept, *self._repository.needed(), *self._loading, *(model.name for model in models if model.is_busy)}
         while more := {step for model in models if model.name in busy for step in _steps(model)} - busy:
             busy |= more
-        used = {model.name: max(self._loaded_ns.get(model.name, 0), model.statistics.snapshot().used_ns)
+        used = {model.name: max(model.loaded_ns, model.statistics.snapshot().used_ns)
                 for model in models if model.memory_bytes}
         return min(used.keys() - busy, key=lambda name: used[name], default=None)
 

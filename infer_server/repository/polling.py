@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 
-from infer_server.errors import RepositoryError, ServeError
+from infer_server.errors import FetchError, RepositoryError, ServeError
 from infer_server.repository.places import Place
 from infer_server.repository.repository import Repository
 from infer_server.workers import in_daemon_thread
@@ -75,7 +75,24 @@ class Poller:
             log.exception("polling failed")
 
     async def _look(self) -> Mapping[str, Hashable]:
-        found = await in_daemon_thread(lambda: {name: place.fingerprint(name)
-                                                for place in self._places for name in place.names()})
+        found = await in_daemon_thread(self._fingerprints)
         self.has_looked = True
         return found
+
+    def _fingerprints(self) -> Mapping[str, Hashable]:
+        """Of each model, in all places that have it: when one has it no more, another may be served."""
+        found: dict[str, tuple[Hashable, ...]] = {}
+        for place in self._places:
+            for name in place.names():
+                found[name] = (*found.get(name, ()), str(place), _fingerprint(place, name))
+        return found
+
+
+def _fingerprint(place: Place, name: str) -> Hashable:
+    """Raises FetchError."""
+    try:
+        return place.fingerprint(name)
+    except FetchError:
+        raise
+    except RepositoryError as error:        # of this model alone: its load says what is wrong, and the others go on
+        return str(error)

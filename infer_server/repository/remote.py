@@ -79,9 +79,10 @@ class RemoteFolder(Place):
 
     def fetch(self, name: str) -> None:
         with self._lock:
+            is_held = name in self._held
             self._held.add(name)
             try:
-                self._fetch(name)
+                self._fetch(name, is_held)
             except OSError as error:            # of the disk
                 raise FetchError(f"{self}/{name}: {error}") from error
 
@@ -111,7 +112,8 @@ class RemoteFolder(Place):
             if path.name != _MANIFESTS and path.is_dir() and not (self.path / _MANIFESTS / path.name).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _fetch(self, name: str) -> None:
+    def _fetch(self, name: str, is_held: bool) -> None:
+        """is_held: its copy is served, or about to be."""
         folder, manifest, about = self.path / name, self.path / _MANIFESTS / name, self._about(name)
         versions = _versions(about)
         if not versions:
@@ -120,23 +122,27 @@ class RemoteFolder(Place):
         changed = [path for path, version in versions.items()
                    if here.get(path) != version or not (folder / path).is_file()]
         if changed:
-            self._make_room(name, sum(_size(about[path]) for path in changed))
+            try:
+                self._make_room(name, sum(_size(about[path]) for path in changed))
+            except RepositoryError:
+                if is_held or not folder.exists():
+                    raise
+                manifest.unlink(missing_ok=True)        # what it was before makes room as any other
+                shutil.rmtree(folder)
+                self._fetch(name, is_held)
+                return
             with TemporaryDirectory(prefix=".incoming-", dir=self.path) as incoming:
                 for path in changed:
                     self._copy(f"{name}/{path}", Path(incoming, path), _size(about[path]))
                 if _versions(self._about(name)) != versions:
                     raise FetchError(f"{self}/{name} was changed while it was copied; load it again")
                 manifest.unlink(missing_ok=True)    # until all is in place
+                _remove_others(folder, versions)    # one of which may be called as a folder of what comes
                 for path in changed:
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
                     os.replace(Path(incoming, path), folder / path)
             log.info("copied %d files of %s/%s", len(changed), self, name)
-        for file in list(folder.rglob("*")):    # whatever the manifest knew: it is gone after a copy that failed
-            if not file.is_dir() and file.relative_to(folder).as_posix() not in versions:
-                file.unlink()
-        for empty in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-            if not any(empty.iterdir()):
-                empty.rmdir()
+        _remove_others(folder, versions)        # whatever the manifest knew: it is gone after a copy that failed
         with atomic_write(manifest) as new:     # its time is that of the last use
             new.write(json.dumps(versions).encode())
 
@@ -203,6 +209,16 @@ def _lock(folder: Path) -> int:
         os.close(file)
         raise RepositoryError(f"{folder} is another server's: give this one a --repository-cache of its own") from error
     return file
+
+
+def _remove_others(folder: Path, versions: Mapping[str, str]) -> None:
+    """Removes files that are not of these, and folders without files."""
+    for file in list(folder.rglob("*")):
+        if not file.is_dir() and file.relative_to(folder).as_posix() not in versions:
+            file.unlink()
+    for empty in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        if not any(empty.iterdir()):
+            empty.rmdir()
 
 
 def _read_manifest(file: Path) -> dict[str, str]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TypeVar
 
 from infer_server.config.kinds import Kind
 from infer_server.errors import (
@@ -25,15 +24,14 @@ from infer_server.errors import (
     UnknownModelError,
 )
 from infer_server.protocol.parameters import digits
-from infer_server.repository.folders import Source, read_model
+from infer_server.repository.folders import Source, read_model, told
 from infer_server.repository.model import Model
 from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
-from infer_server.workers import Turns, in_daemon_thread
+from infer_server.workers import Turns, Waits, in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 LOAD_FAILED = "load failed for model"       # Triton's words for what was found, and could not be loaded
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
@@ -80,9 +78,10 @@ class Repository:
         self._locks: dict[str, asyncio.Lock] = {}           # one load or unload at a time, while there is one
         self._users = Counter[str]()                        # of each lock
         self._drains = set[asyncio.Future[None]]()          # that are under way
+        self._closed = False
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._needed = Counter[str]()                       # by ensembles that are being loaded
-        self._awaited = defaultdict[str, Counter[str]](Counter) # by models that wait for others to be loaded: which
+        self.waiting = Waits().waiting
         self._loads, self._reads = Turns(_LOADS), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
@@ -171,7 +170,7 @@ class Repository:
             if not names:
                 log.warning("there is no model in %s; a model is a folder with a folder for each version",
                             ", ".join(map(str, self._places)))
-        names = list(names)
+        names = list(dict.fromkeys(names))
         self._starting = {name: asyncio.ensure_future(self.load(name)) for name in names}
         results = await asyncio.gather(*self._starting.values(), return_exceptions=True)
         self._starting = {}
@@ -209,9 +208,10 @@ class Repository:
                              turn: AbstractAsyncContextManager[None], until_loaded: ExitStack) -> Sequence[Source]:
         """The versions of a model, when what an ensemble calls is there, which stays there until it is loaded. Raises
         RepositoryError."""
+        seen = set[str]()
         try:
             async with self._reads:
-                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read))
+                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read, seen))
             self.unfetched.discard(name)
             until_loaded.enter_context(self._needing(steps))
             for step in steps:
@@ -220,10 +220,14 @@ class Repository:
         except RepositoryError as error:
             if isinstance(error, FetchError):
                 self.unfetched.add(name)
-            if name not in self._versions:
+            if not self.versions(name):             # whatever was said of them before
+                self._versions.pop(name, None)
                 self._reasons[name] = str(error)
             log.error("model '%s' cannot be loaded: %s", name, error)
             raise
+        finally:
+            for other in seen - self._users.keys():     # else who has begun to load it does that
+                self._release(other)
         return sources
 
     async def _load_versions(self, name: str, sources: Sequence[Source],
@@ -249,13 +253,15 @@ class Repository:
         place.fetch(name)
         return read_model(place.path, name, message, self._config_name)
 
-    def _with_steps(self, name: str, read: Callable[[], Sequence[Source]]) -> tuple[Sequence[Source], list[str]]:
+    def _with_steps(self, name: str, read: Callable[[], Sequence[Source]], seen: set[str]
+                    ) -> tuple[Sequence[Source], list[str]]:
         """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
-        sources = _told(read)
-        return sources, self._steps_of(name, sources, ())
+        sources = told(read)
+        return sources, self._steps_of(name, sources, (), seen)
 
-    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...]) -> list[str]:
-        """The models that an ensemble calls, each after those that it calls itself. Blocks.
+    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...], seen: set[str]) -> list[str]:
+        """The models that an ensemble calls, each after those that it calls itself. Blocks. seen: is given those that
+        were read, whether they are loaded or not.
 
         Raises RepositoryError: it calls itself. Which of them cannot be read is found out when they are loaded.
         """
@@ -263,11 +269,12 @@ class Repository:
             raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
         needed: list[str] = []
         for step in sources[0].config.steps if sources else ():
+            seen.add(step.model)
             try:
-                called = _told(partial(self._read, step.model))
+                called = told(partial(self._read, step.model))
             except RepositoryError:
                 called = []
-            needed += [*self._steps_of(step.model, called, (*above, name)), step.model]
+            needed += [*self._steps_of(step.model, called, (*above, name), seen), step.model]
         return list(dict.fromkeys(needed))
 
     async def _load_needed(self, name: str, at_once: bool) -> None:
@@ -289,25 +296,6 @@ class Repository:
         finally:
             self._needed -= Counter(steps)          # which drops those that are needed no more
 
-    @contextmanager
-    def waiting(self, name: str, other: str) -> Iterator[None]:
-        """While a model waits for another one to be loaded. Raises RepositoryError: that waits for it."""
-        seen, left = set[str](), [other]
-        while left:
-            one = left.pop()
-            if one == name:
-                raise RepositoryError(f"model '{name}' cannot load '{other}', which is loading it: each would wait for "
-                                      "the other")
-            seen.add(one)
-            left += self._awaited[one].keys() - seen if one in self._awaited else ()
-        self._awaited[name][other] += 1
-        try:
-            yield
-        finally:
-            self._awaited[name] -= Counter([other])
-            if not self._awaited[name]:
-                del self._awaited[name]
-
     async def unload(self, name: str) -> None:
         """Answers what the model has accepted, then lets go of it. Raises UnknownModelError."""
         async with self._alone(name):
@@ -324,11 +312,12 @@ class Repository:
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
-        """Drains every model, and waits for those that are being drained already. The event loop goes on running
-        meanwhile, so that their answers are delivered."""
+        """Drains every model, also what becomes ready meanwhile, and waits for those that are being drained already.
+        The event loop goes on running, so that their answers are delivered."""
+        self._closed = True
         for kind in (Kind.ENSEMBLE, Kind.PYTHON, Kind.ENGINE):      # who calls others goes before them
             await self._drain(model for model in self.models() if model.config.kind is kind)
-        if self._drains:
+        while self._drains:
             await asyncio.wait(self._drains)
 
     @asynccontextmanager
@@ -341,14 +330,17 @@ class Repository:
                 try:
                     yield
                 finally:
-                    if not self.versions(name):
-                        for place in self._places:
-                            place.release(name)
+                    self._release(name)
         finally:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name], self._locks[name]
             self._changed()
+
+    def _release(self, name: str) -> None:
+        if not self.versions(name):
+            for place in self._places:
+                place.release(name)
 
     async def _load_version(self, source: Source, turn: AbstractAsyncContextManager[None]) -> None:
         statuses = self._versions[source.name]
@@ -356,8 +348,16 @@ class Repository:
         try:
             async with turn:
                 began = time.monotonic()
-                model = await in_daemon_thread(lambda: _told(lambda: self._load(source)))
-                model.load_secs = time.monotonic() - began
+                loading = asyncio.ensure_future(in_daemon_thread(lambda: told(lambda: self._load(source))))
+                try:
+                    model = await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    loading.add_done_callback(self._let_go)     # nobody else will
+                    raise
+                if self._closed:
+                    self._begin_drains([model])
+                    raise RepositoryError("the server is shutting down")
+                model.load_secs, model.loaded_ns = time.monotonic() - began, time.monotonic_ns()
         except RepositoryError as error:
             if before.model is None:
                 statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=str(error))
@@ -371,26 +371,20 @@ class Repository:
         if before.model is not None:
             await self._drain([before.model])
 
-    async def _drain(self, models: Iterable[Model]) -> None:
+    def _let_go(self, loading: asyncio.Future[Model]) -> None:
+        if not loading.cancelled() and not loading.exception():
+            self._begin_drains([loading.result()])
+
+    def _begin_drains(self, models: Iterable[Model]) -> Sequence[asyncio.Future[None]]:
         drains = [asyncio.ensure_future(in_daemon_thread(model.drain)) for model in models]
         self._drains.update(drains)
         for drain in drains:
             drain.add_done_callback(self._drains.discard)
-        if drains:
+        return drains
+
+    async def _drain(self, models: Iterable[Model]) -> None:
+        if drains := self._begin_drains(models):
             await asyncio.wait(drains)
-
-
-def _told(read: Callable[[], T]) -> T:
-    """What `read` returns. Raises RepositoryError for the errors of the disk, and of what is on it, as well: one model
-    must not keep the others from being served."""
-    try:
-        return read()
-    except ServeError:
-        raise
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError)):
-            log.exception("reading a model failed")             # our bug, which the index and the readiness tell of
-        raise RepositoryError(f"{type(error).__name__}: {error}") from error
 
 
 def _why(status: Status) -> str:

@@ -354,3 +354,11 @@ def test_a_request_of_an_ensemble_ends_when_a_model_of_its_steps_has_other_input
         client.load_model("own")
         with pytest.raises(InferenceServerException, match=r"step \d \('own'\): unexpected inference input 'x'"):
             asked(client, name, [4])
+
+
+def test_a_check_says_of_ensembles_that_they_are_a_circle(tmp_path: Path) -> None:
+    names = [write_chain(tmp_path, step, max_batch=8, dims="4") for step in ("b_8", "b")]
+    (tmp_path / names[0]).rename(tmp_path / "b")
+    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    assert said.keys() == {"b", "b_8"} and said["b"].is_error and said["b_8"].is_error
+    assert "b -> b_8 -> b is a circle" in said["b"].text

@@ -150,6 +150,52 @@ def test_what_an_ensemble_needs_that_somebody_waits_for_makes_no_room_either(ser
     assert server.run(victims()) == ("step", None)
 
 
+def test_what_clients_load_and_what_is_loaded_at_the_start_makes_room_as_well(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        large(tmp_path, name)
+    with serving(tmp_path, model_memory_bytes=5 * MIB // 2, explicit_control=True,
+                 load_models=("a", "b", "c")) as running, tritonclient.grpc.InferenceServerClient(
+                     running.address) as client:
+        demand = running.server._front.on_demand
+        assert demand is not None and eventually(lambda: len(loaded(running)) == 2)
+        for name in ("a", "b", "d"):
+            assert eventually(lambda: not demand._one_at_a_time.locked())
+            client.load_model(name)
+        assert eventually(lambda: loaded(running) == ["b", "d"])
+
+
+def test_a_model_that_was_unloaded_and_cannot_be_read_says_why(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    write_model(repository, "m")
+    with serving(repository, model_memory_bytes=MIB) as running:
+        demand = running.server._front.on_demand
+        assert demand is not None
+        for is_gone, said in ((False, "nonsense"), (True, "No such file")):
+            assert answer(tritonclient.grpc, running, "m") == [3, 5, 7, 9]
+            running.run(running.server.repository.unload("m"))          # as to make room
+            if is_gone:
+                repository.rename(tmp_path / "away")
+            else:
+                (repository / "m" / "config.pbtxt").write_text("nonsense: 1")
+            demand._listed_until = 0.0                                  # its names are looked up again
+            with pytest.raises(InferenceServerException, match=said):
+                answer(tritonclient.grpc, running, "m")
+            (repository / "m" / "config.pbtxt").unlink(missing_ok=True)
+            demand._retry_at.clear()
+
+
+def test_a_model_that_a_client_loads_is_loaded_again_though_it_could_not_be_before(
+        server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer_server.repository.on_demand._RETRY_SECS", 1e6)
+    with pytest.raises(InferenceServerException, match="a loader's bug"):
+        answer(tritonclient.grpc, server, "bad")
+    write_model(server.folder, "bad")
+    repository = server.server.repository
+    server.run(repository.load("bad"))
+    server.run(repository.unload("bad"))                # as to make room
+    assert answer(tritonclient.grpc, server, "bad") == [3, 5, 7, 9]
+
+
 def test_whatever_asks_first_loads_a_model(server: RunningServer) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with tritonclient.grpc.InferenceServerClient(server.address) as client:

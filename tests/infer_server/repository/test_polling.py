@@ -11,6 +11,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from infer_server.errors import RepositoryError
+from infer_server.repository.places import LocalFolder
 from infer_server.repository.polling import Poller
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
@@ -86,6 +88,38 @@ def test_a_repository_that_is_gone_for_a_while_changes_nothing(
     tmp_path.with_name("away").rename(tmp_path)
     assert not server.run(poller.look()) and answer(client) == [1, 2, 3, 4]
     assert caplog.text.count("polling: model repository") == 1
+
+
+def test_a_model_whose_files_cannot_be_looked_at_keeps_nobody_from_being_served(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(place: LocalFolder, name: str) -> Any:
+        if name == "odd":
+            raise RepositoryError("'1//x' is no path in the model's folder")
+        return fingerprint(place, name)
+
+    fingerprint = LocalFolder.fingerprint
+    monkeypatch.setattr(LocalFolder, "fingerprint", look)
+    for name in ("m", "odd"):
+        write_model(tmp_path, name, kind="echo")
+    with serving(tmp_path, poll_secs=3600) as running, triton.InferenceServerClient(running.address) as client:
+        assert answer(client) == [1, 2, 3, 4]
+        poller = running.server._poller
+        assert poller is not None
+        write_model(tmp_path, "m")
+        assert running.run(poller.look()) and not running.run(poller.look())
+        assert answer(client) == [3, 5, 7, 9]
+
+
+def test_a_model_that_was_in_two_places_is_served_when_it_is_in_one(tmp_path: Path) -> None:
+    places = tmp_path / "1", tmp_path / "2"
+    for place in places:
+        write_model(place, "m")
+    with serving(tmp_path, model_repositories=places, poll_secs=3600) as running:
+        repository, poller = running.server.repository, running.server._poller
+        assert poller is not None and not repository.versions("m")
+        shutil.rmtree(places[0] / "m")
+        assert running.run(poller.look()) and not running.run(poller.look())
+        assert repository.versions("m") == [1]
 
 
 def test_a_server_that_polls_is_live_when_its_repository_is_there(tmp_path: Path) -> None:

@@ -105,6 +105,29 @@ def test_the_store_is_bounded_and_keeps_what_is_loaded(store: Any, tmp_path: Pat
     assert sorted(copies(folder)) == ["c/1/model.plan", "d/1/model.plan"]
 
 
+def test_a_copy_of_which_nothing_is_served_makes_room_for_what_its_model_is_now(store: Any, tmp_path: Path) -> None:
+    folder = remote(tmp_path)
+    for size, is_served in ((600_000, False), (600_001, True)):
+        put(store, "a/1/model.plan", bytes(size))
+        folder.fetch("a")
+        assert len(copies(folder)["a/1/model.plan"]) == size
+        if not is_served:
+            folder.release("a")
+    put(store, "a/1/model.plan", bytes(600_002))
+    with pytest.raises(RepositoryError, match="exceed --repository-cache-mib 1; raise it"):
+        folder.fetch("a")
+    assert len(copies(folder)["a/1/model.plan"]) == 600_001, "it is served, and stays"
+
+
+def test_a_file_may_become_a_folder_and_a_folder_a_file(store: Any, tmp_path: Path) -> None:
+    folder = remote(tmp_path)
+    for path in ("a/1/data", "a/1/data/x", "a/1/data"):
+        store.store.clear()
+        put(store, path, path.encode())
+        folder.fetch("a")
+        assert copies(folder) == {path: path.encode()}
+
+
 def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: Any, tmp_path: Path) -> None:
     put(store, "a/1/model.plan", b"one")
     folder = remote(tmp_path)
@@ -202,6 +225,18 @@ def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) ->
         assert "m version 1" in running.server.failures() and repository._places[0]._held == {"good"}
         running.run(repository.unload("good"))
         assert not repository._places[0]._held
+
+
+def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: Any, tmp_path: Path) -> None:
+    for name, step in (("a", "b"), ("b", "a")):
+        put(store, f"{name}/config.pbtxt", f"""platform: "ensemble" input {{ name: "x" data_type: TYPE_FP32 dims: 4 }}
+            output {{ name: "y" data_type: TYPE_FP32 dims: 4 }} ensemble_scheduling {{ step {{ model_name: "{step}"
+            input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
+    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
+                 explicit_control=True) as running:
+        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a circle"):
+            client.load_model("a")
+        assert not running.server.repository._places[0]._held
 
 
 def test_what_a_store_keeps_for_an_empty_folder_is_no_file(

@@ -26,7 +26,24 @@ from infer_server.repository.repository import Repository
 from protos import health
 from tests.infer_server.endpoints.test_serving import eventually, infer, page
 from tests.infer_server.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
+
+INITIALIZED_LATE = HEAD + """
+import os, time
+class TritonPythonModel:
+    def initialize(self, args):
+        self.folder = args["model_repository"]
+        open(f"{self.folder}/started", "w").close()
+        while not os.path.exists(f"{self.folder}/go"):
+            time.sleep(0.01)
+
+    def execute(self, requests):
+        return []
+
+    def finalize(self):
+        open(f"{self.folder}/finalized", "w").close()
+"""
 
 
 @pytest.fixture
@@ -77,6 +94,12 @@ def test_a_repository_without_models_and_a_model_that_is_not_in_it_are_reported(
         assert eventually(lambda: "there is no model in" in caplog.text)
     with serving(tmp_path, explicit_control=True, load_models=("absent",)):
         assert eventually(lambda: "model 'absent' is not in the repository" in caplog.text)
+
+
+def test_a_model_that_is_to_be_loaded_at_the_start_may_be_named_twice(server: RunningServer, tmp_path: Path) -> None:
+    write_model(tmp_path, "other")
+    server.run(server.server.repository.load_all(("other", "other")))
+    assert server.server.repository.versions("other") == [1]
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_harms_nobody(
@@ -170,6 +193,31 @@ def test_a_repository_that_closes_waits_for_what_is_being_unloaded(tmp_path: Pat
             closing.result(TIMEOUT_SECS)
             unloading.result(TIMEOUT_SECS)
             answer.result()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_what_becomes_ready_while_the_server_ends_is_finalized(tmp_path: Path, is_given_up: bool) -> None:
+    write_model(tmp_path, "m", gate="ending")
+    python_model(tmp_path, "p", INITIALIZED_LATE, """backend: "python"
+        input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }""")
+    with serving(tmp_path, explicit_control=True, load_models=("m",)) as running, triton.InferenceServerClient(
+            running.address) as client, ThreadPoolExecutor(1) as asking:
+        repository = running.server.repository
+        with GATES["ending"].closed():
+            answer = asking.submit(infer, client, "m")
+            assert GATES["ending"].holds(1)
+            loading = asyncio.run_coroutine_threadsafe(repository.load("p"), running.loop)
+            assert eventually((tmp_path / "p" / "started").exists)
+            if is_given_up:                             # as the server does with those that it has begun itself
+                loading.cancel()
+            closing = asyncio.run_coroutine_threadsafe(repository.close(), running.loop)
+            (tmp_path / "p" / "go").touch()
+            assert eventually((tmp_path / "p" / "finalized").exists), "while another model is drained"
+        closing.result(TIMEOUT_SECS)
+        assert answer.result().all() and not repository.versions("p")
+        if not is_given_up:
+            with pytest.raises(RepositoryError, match="shutting down"):
+                loading.result(TIMEOUT_SECS)
 
 
 def test_an_unloaded_model_gives_back_its_memory_at_once(
