@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -224,9 +225,11 @@ def test_an_answer_to_a_call_of_long_ago_is_unread_until_it_is_read() -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """This process can open nothing."""
+    """This process can open nothing. The limit is as many as it has, and not 0, for poll() takes no more than it says:
+    other threads would fail that wait on what they have open."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
         yield
     finally:
