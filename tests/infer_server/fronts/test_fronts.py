@@ -379,7 +379,10 @@ def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
             head = json.dumps({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, 1],
                                            "parameters": {"binary_data_size": len(raw)}}],
                                "parameters": {"binary_data_output": True}}).encode()
-            client = socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS)
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)        # sockets have no room for the answer
+            client.settimeout(TIMEOUT_SECS)
+            client.connect(("127.0.0.1", server.ports.http))
             client.sendall(b"POST /v2/models/text/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
                            b"Content-Length: %d\r\n\r\n%b" % (len(head), len(head) + len(raw), head + raw))
         with closing(client):
