@@ -9,7 +9,8 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -187,18 +188,22 @@ def test_ports_are_encrypted_and_may_ask_for_certificates(
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
 def test_what_comes_behind_the_last_request_over_tls_does_not_reset_its_answer(
         tmp_path: Path, certificates: Path, run: RunLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_SILENCE_SECS", 1.0)       # the client may be kept from running meanwhile
+    monkeypatch.setattr(connection, "_SILENCE_SECS", 3.0)       # the client may be kept from running meanwhile,
+    monkeypatch.setattr(connection, "_LINGER_SECS", TIMEOUT_SECS)       # and takes its time to send
     tls = Tls(certificates / "server.pem", certificates / "server.key")
     context = ssl.create_default_context(cafile=certificates / "server.pem")
     last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     begun = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n"
-    with serving(tmp_path, run=run, http_tls=tls) as running:
+    clients: list[tuple[ssl.SSLSocket, int]] = []
+    with serving(tmp_path, run=run, http_tls=tls) as running, ExitStack() as stack:
         for data, status in ((last, 200), (last + bytes(8 << 20), 200), (last + begun + bytes(8 << 20), 200),
                              (b"no request\r\n\r\n" + bytes(8 << 20), 400)):
-            with (socket.create_connection(("127.0.0.1", running.ports.http), TIMEOUT_SECS) as plain,
-                  context.wrap_socket(plain, server_hostname="127.0.0.1") as client):
-                client.sendall(data)                # ConnectionResetError, BrokenPipeError: it was
-                answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", running.ports.http), TIMEOUT_SECS))
+            client = stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+            client.sendall(data)                    # ConnectionResetError, BrokenPipeError: it was
+            clients.append((client, status))
+        for client, status in clients:              # which are silent at the same time
+            answer = b"".join(iter(partial(client.recv, 1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 %d" % status) and answer.count(b"HTTP/1.1 ") == 1
 
 
