@@ -119,10 +119,9 @@ class Request:
             self.responded_ns = self.responded_ns or time.monotonic_ns()
             self.reply.part(response, is_last)
 
-    @property
-    def responding_ns(self) -> int:
-        """How long it has been responding; 0 for one that has one response."""
-        return time.monotonic_ns() - self.responded_ns if self.responded_ns else 0
+    def responding_ns(self, until_ns: int) -> int:
+        """How long it had been responding by then; 0 for one that has one response."""
+        return max(0, until_ns - self.responded_ns) if self.responded_ns else 0
 
     def finish(self, result: Any) -> None:
         """Hands a response, or an exception, to the reply, on the event loop; nothing happens if nobody waits."""

@@ -269,7 +269,7 @@ class QueuedModel(Model):
                 else:
                     enqueued_ns.append(request.enqueued_ns)
                     if self.config.decoupled:
-                        responding_ns.append(request.responding_ns)
+                        responding_ns.append(request.responding_ns(execution.encoded_ns if execution else now_ns))
                 try:
                     request.end(result)
                 except Exception as error:      # a front's bug, which the others of the batch must not notice

@@ -129,7 +129,7 @@ class EnsembleModel(Model):
             begun_ns, now_ns = request.enqueued_ns, time.monotonic_ns()
             self.statistics.executed(
                 BatchExecution(request.items, begun_ns, begun_ns, begun_ns, now_ns, now_ns), [begun_ns],
-                responding_ns=[request.responding_ns])
+                responding_ns=[request.responding_ns(now_ns)])
         request.finish(result)
 
 

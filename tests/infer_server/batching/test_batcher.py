@@ -190,6 +190,13 @@ def test_a_batch_may_wait_for_company_for_ever(loop: asyncio.AbstractEventLoop) 
     assert taken == [requests]
 
 
+def test_a_request_has_not_responded_for_longer_than_until_its_execution_ended(loop: asyncio.AbstractEventLoop) -> None:
+    """However late the event loop comes to count it: its first response would have come before the request."""
+    several, one = request(loop), request(loop)
+    several.responded_ns = 5
+    assert [several.responding_ns(ended_ns) for ended_ns in (3, 5, 9)] == [0, 0, 4] and one.responding_ns(9) == 0
+
+
 def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, _ = batcher()
     queue.measured(items=1, ns=1000)
