@@ -582,7 +582,7 @@ def test_what_was_answered_does_not_wait_for_the_garbage_collector(server: Runni
     try:
         for body in (body_of(), b'{"x": [1, 2, 3, 4]}'):        # one is an error of each of the forms
             assert ask(server, post(f"/v2/models/affine/{path}", body, CLOSE))
-        assert eventually(lambda: not any(isinstance(one, Exchange) for one in gc.get_objects()))
+        assert eventually(lambda: not any(type(one) is Exchange for one in gc.get_objects()))
     finally:
         gc.enable()
 
