@@ -61,6 +61,17 @@ class TritonPythonModel:
         mark("finalized")
 """
 
+ENDS_WHAT_IT_FORKS = """
+import signal
+
+class TritonPythonModel:
+    def execute(self, requests):
+        if not (child := os.fork()):
+            time.sleep(1000)
+        os.kill(child, signal.SIGTERM)          # at once: it may not have run yet
+        ended = pb_utils.Tensor("y", np.array([os.waitpid(child, 0)[1]], np.float32))
+        return [pb_utils.InferenceResponse([ended]) for _ in requests]
+"""
 LEAVES_A_CHILD = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -202,6 +213,14 @@ def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
         (tmp_path / "go on").touch()
         assert asked.result().as_numpy("y").tolist() == [1]
     assert (tmp_path / "finalized").exists()
+
+
+def test_what_a_model_forks_and_ends_at_once_ends(tmp_path: Path) -> None:
+    """As a pool that is left does with its processes: it waited for one that had not begun when the signal came."""
+    marking_model(tmp_path, "m", ENDS_WHAT_IT_FORKS)
+    with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        ended = client.infer("m", [tensor(1)], client_timeout=TIMEOUT_SECS)
+    assert ended.as_numpy("y").tolist() == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("config", [CONFIG, DECOUPLED])
