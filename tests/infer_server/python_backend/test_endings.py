@@ -319,7 +319,7 @@ def test_a_server_that_stops_has_its_models_answer_and_ask_for_what_was_accepted
     write_model(tmp_path, "affine")
     write_chain(tmp_path, "affine", max_batch=8, dims="4")
     marking_model(tmp_path, "m", source, DECOUPLED)
-    with (serving(tmp_path) as server, ThreadPoolExecutor(2) as pool,
+    with (serving(tmp_path, exit_timeout_secs=2 * TIMEOUT_SECS) as server, ThreadPoolExecutor(2) as pool,
           triton.InferenceServerClient(server.address) as client):
         asked = pool.submit(streamed, client, "m", tensor(1))
         marked(tmp_path / "executes")
