@@ -362,11 +362,20 @@ def _leave_signals_to_the_server() -> None:
               for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
               if signal.getsignal(number) is not signal.SIG_IGN}
 
+    kept = threading.local()            # a signal to what is forked waits until it is as before, and is not lost
+
+    def hold() -> None:
+        kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept.mask)
+
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+        let_go()
 
-    os.register_at_fork(after_in_child=restore)
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=restore)
 
 
 def main() -> None:

@@ -94,10 +94,11 @@ def test_a_program_without_an_open_extent_in_front_has_no_batch(tmp_path: Path) 
 
 
 def test_strings_that_a_program_makes_are_found_in_the_cache_of_the_model_that_reads_them(tmp_path: Path) -> None:
+    plan = build_engine(doubled_words(), timing=False, cache=False)
     for name, cached in (("first", ""), ("second", "response_cache { enable: true }")):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "config.pbtxt").write_text(WORDS + cached)
-        onnx.save(doubled_words(), tmp_path / name / "1" / "model.onnx")
+        plan.save(tmp_path / name / "1" / "model.plan")
     (tmp_path / "both" / "1").mkdir(parents=True)
     steps = """ensemble_scheduling {
         step { model_name: "first" input_map { key: "words" value: "words" } output_map { key: "y" value: "twice" } }

@@ -1,4 +1,4 @@
-"""Triton's client of a module's own server."""
+"""Triton's client of a module's own server; and models have all the time that a test may take."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import tritonclient.grpc as triton
 
+from infer_server.python_backend import executor, process
+from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer
 
 
@@ -13,3 +15,11 @@ from tests.infer_server.serving import RunningServer
 def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(server.address) as connected:
         yield connected
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To say that they are ready, to finalize, and to end."""
+    monkeypatch.setattr(executor, "_CHECK_SECS", TIMEOUT_SECS)
+    monkeypatch.setattr(process, "_FINALIZE_SECS", TIMEOUT_SECS)
+    monkeypatch.setattr(process, "_ENDING_SECS", TIMEOUT_SECS)

@@ -196,7 +196,9 @@ def test_a_repository_that_closes_waits_for_what_is_being_unloaded(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_what_becomes_ready_while_the_server_ends_is_finalized(tmp_path: Path, is_given_up: bool) -> None:
+def test_what_becomes_ready_while_the_server_ends_is_finalized(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given_up: bool) -> None:
+    monkeypatch.setattr("infer_server.python_backend.process._FINALIZE_SECS", TIMEOUT_SECS)    # on a slow machine, too
     write_model(tmp_path, "m", gate="ending")
     python_model(tmp_path, "p", INITIALIZED_LATE, """backend: "python"
         input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }""")
