@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 
 from infer_server.config.kinds import Kind
@@ -28,6 +29,7 @@ class OnDemand:
         self._repository, self._limit_bytes = repository, limit_bytes
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # for a model, in the order that they came
+        self._claimed = Counter[str]()                  # by those who wait in load()
         self._tasks = set[asyncio.Task[None]]()
         self._one_at_a_time = asyncio.Lock()            # makes room
         self._retry_at: dict[str, float] = {}           # of models that failed
@@ -42,7 +44,11 @@ class OnDemand:
             return
         settled = asyncio.get_running_loop().create_future()
         self._wait(name, lambda: settled.set_result(None), lambda error: None)      # it is cancelled, maybe
-        await settled
+        self._claimed[name] += 1                        # until who waits goes on, which is a turn of the loop later
+        try:
+            await settled
+        finally:
+            self._claimed -= Counter([name])            # which drops it where nobody is left
 
     def when_loaded(self, name: str, then: _Then, failed: _Failed) -> None:
         """Calls `then` when a version of a model is ready, or none will be, which may be now; `failed` with what it
@@ -140,7 +146,8 @@ class OnDemand:
 
     def _least_used(self, kept: str) -> str | None:
         models = self._repository.models()
-        busy = {kept, *self._repository.needed(), *self._loading, *(model.name for model in models if model.is_busy)}
+        busy = {kept, *self._repository.needed(), *self._loading, *self._claimed,
+                *(model.name for model in models if model.is_busy)}
         while more := {step for model in models if model.name in busy for step in _steps(model)} - busy:
             busy |= more
         used = {model.name: max(model.loaded_ns, model.statistics.snapshot().used_ns)

@@ -77,6 +77,25 @@ def test_the_least_used_makes_room_for_what_is_asked_for(server: RunningServer) 
         assert eventually(lambda then=then: loaded(server) == then), model
 
 
+def test_what_was_loaded_for_a_request_makes_no_room_before_the_request_has_gone_on(server: RunningServer) -> None:
+    """Over grpcio that goes on a turn of the event loop later, and others that wait to make room may come first."""
+    on_demand, victims = server.server._front.on_demand, list[str | None]()
+    assert on_demand
+    go_on, least_used = on_demand._go_on, on_demand._least_used
+
+    def seen(name: str) -> None:
+        go_on(name)
+        victims.append(least_used("b"))
+
+    async def asked() -> str | None:
+        on_demand._go_on = seen                         # type: ignore[method-assign]
+        await on_demand.load("a")
+        on_demand._go_on = go_on                        # type: ignore[method-assign]
+        return least_used("b")
+
+    assert server.run(asked()) == "a" and {*victims} == {None}
+
+
 def test_ensembles_around_ensembles_go_with_what_they_call(server: RunningServer) -> None:
     inner = write_chain(server.folder, "a", max_batch=8, dims="4")
     middle = write_chain(server.folder, inner, "b", max_batch=8, dims="4")
