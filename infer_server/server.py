@@ -227,11 +227,10 @@ class Server:
         return answered
 
     async def _drain(self) -> None:
-        """First what models ask of each other, each of them in whatever order: for half of the time."""
-        def asks() -> bool:
-            return any(model.is_busy for model in self.repository.models() if model.config.kind is not Kind.ENGINE)
-
-        await wait_until(lambda: not asks(), self._options.exit_timeout_secs / 2)
+        """Closes the models, once ensembles and Python models have no requests left: these may yet ask any other model.
+        That is waited for at most half of the exit timeout, so that the models have the rest to drain in."""
+        callers = [model for model in self.repository.models() if model.config.kind is not Kind.ENGINE]
+        await wait_until(lambda: not any(model.is_busy for model in callers), self._options.exit_timeout_secs / 2)
         await self.repository.close()
 
     async def _load(self) -> None:

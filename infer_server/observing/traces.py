@@ -69,10 +69,12 @@ class Tracer(Protocol):
         """The trace of a request for a model, with these headers; None: it is not traced."""
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
-        """Those that Triton's trace extension has, of a model; "": of all."""
+        """The trace settings of a model, by their names in Triton's trace extension, as texts; "": those of all models.
+        https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md"""
 
     def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
-        """Changes some of them; no value: what is said of all, or on the command line. Raises ServeErrors."""
+        """Changes these trace settings of a model; "": of all models. A setting without a value becomes that of all
+        models again, or that of the command line. Raises NotServedError, InvalidRequestError."""
 
     def close(self) -> None:
         """Sends, or writes, what is left. Blocks."""
@@ -118,7 +120,7 @@ class Trace:
             self._keep("TENSOR_QUEUE_INPUT", inputs)
 
     def seeing(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-        """What makes the response of the outputs, and sees them."""
+        """Wraps what makes the response of the outputs, so that copies of the outputs are kept as well."""
         if not self.keeps_tensors:
             return encode
 
@@ -143,8 +145,8 @@ class Trace:
         return step
 
     def executing(self, enqueued_ns: int, items: int, started_ns: int) -> None:
-        """A batch with the request in it is executed, whose responses may come apart from that: executed() may not be
-        called."""
+        """To be told when a Python model begins to execute a batch with the request in it: where its response sender
+        sends the responses later, executed() is never called, and ended() closes the execution."""
         self.under_way = enqueued_ns, items, started_ns
 
     def executed(self, enqueued_ns: int, execution: Executed) -> None:
