@@ -138,10 +138,10 @@ class Server:
                         custom_metrics=self._custom_metrics)
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository())
-        places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(places, loader.load, options.config_name)
+        self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
+        self.repository = Repository(self._places, loader.load, options.config_name)
         self.repository.watch(self.lifecycle.changed)
-        self._poller = Poller(self.repository, places, options.poll_secs) if options.poll_secs else None
+        self._poller = Poller(self.repository, self._places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight))
@@ -224,6 +224,8 @@ class Server:
         if self._tracer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
+        for place in self._places:
+            place.close()
         return answered
 
     async def _drain(self) -> None:

@@ -44,6 +44,9 @@ class Place(ABC):
     def fingerprint(self, name: str) -> Hashable:
         """What differs when a file of the model is another. Raises RepositoryError."""
 
+    def close(self) -> None:
+        """Gives back what it holds: its copies may be another server's from now on. It is not used again."""
+
 
 class LocalFolder(Place):
     """A folder of this machine."""

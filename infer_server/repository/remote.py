@@ -57,7 +57,7 @@ class RemoteFolder(Place):
         self._most_bytes = most_bytes
         self.path = store / hashlib.sha256(self._address.encode()).hexdigest()[:16]
         (self.path / _MANIFESTS).mkdir(parents=True, exist_ok=True)
-        weakref.finalize(self, os.close, _lock(self.path))
+        self._give_back = weakref.finalize(self, _unlock, _lock(self.path))
         self._clear()
         self._lock = threading.Lock()
         self._held = set[str]()                     # models that are loaded, or being loaded
@@ -88,6 +88,9 @@ class RemoteFolder(Place):
 
     def release(self, name: str) -> None:
         self._held.discard(name)                # without the lock: a copy of another model may take minutes
+
+    def close(self) -> None:
+        self._give_back()
 
     @contextmanager
     def outline(self, name: str) -> Iterator[Path]:
@@ -209,6 +212,11 @@ def _lock(folder: Path) -> int:
         os.close(file)
         raise RepositoryError(f"{folder} is another server's: give this one a --repository-cache of its own") from error
     return file
+
+
+def _unlock(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)            # what is being forked has the file, too, until it executes another program
+    os.close(file)
 
 
 def _remove_others(folder: Path, versions: Mapping[str, str]) -> None:

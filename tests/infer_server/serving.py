@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -34,6 +35,7 @@ class RunningServer:
         self._options, self._load_engine = options, load_engine
         self._started = threading.Event()
         self._answered = False
+        self._log_level = logging.getLogger().level     # which clients may change
         self._thread = threading.Thread(target=lambda: run(self._run()), name="server")
         self.loop: asyncio.AbstractEventLoop
         self.server: Server
@@ -62,6 +64,7 @@ class RunningServer:
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(TIMEOUT_SECS)
             assert not self._thread.is_alive()
+            logging.getLogger().setLevel(self._log_level)
         return self._answered
 
     async def _run(self) -> None:

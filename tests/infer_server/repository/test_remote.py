@@ -1,9 +1,7 @@
 """Repositories elsewhere, copied to a bounded store; a store in memory, and a server of S3's protocol."""
 from __future__ import annotations
 
-import gc
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import tritonclient.grpc as triton
 import infer_server.repository.remote
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.checking import check
-from infer_server.repository.remote import RemoteFolder, _lock
+from infer_server.repository.remote import RemoteFolder
 from infer_server.server import places_of
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
@@ -129,14 +127,6 @@ def test_a_file_may_become_a_folder_and_a_folder_a_file(store: Any, tmp_path: Pa
         assert copies(folder) == {path: path.encode()}
 
 
-def is_free(folder: Path) -> bool:
-    try:
-        os.close(_lock(folder))
-    except RepositoryError:
-        return False
-    return True
-
-
 def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: Any, tmp_path: Path) -> None:
     put(store, "a/1/model.plan", b"one")
     folder = remote(tmp_path)
@@ -145,11 +135,18 @@ def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: 
         (folder.path / left).mkdir(parents=True)
         (folder.path / left / "model.plan").write_bytes(b"two")
     path, before = folder.path, copies(folder)
-    del folder                                          # which gives back its lock, but to what is being forked now
-    assert eventually(lambda: gc.collect() >= 0 and is_free(path))
+    folder.close()
     folder = remote(tmp_path)
     assert sorted(each.name for each in path.iterdir()) == [".lock", ".manifests", "a"]
     assert copies(folder) == {"a/1/model.plan": b"one"} != before
+
+
+def test_a_server_that_has_stopped_gives_its_copies_back(store: Any, tmp_path: Path) -> None:
+    put(store, "m/1/model.plan", b'{"kind": "echo"}')
+    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
+        with pytest.raises(RepositoryError, match="another server's"):
+            remote(tmp_path)
+    assert copies(remote(tmp_path)).keys() == {"m/1/model.plan"}, f"though {running.server} is still there"
 
 
 def test_what_cannot_be_read_says_why(store: Any, tmp_path: Path) -> None:
