@@ -44,6 +44,7 @@ class Place(ABC):
     def fingerprint(self, name: str) -> Hashable:
         """What differs when a file of the model is another. Raises RepositoryError."""
 
+    @abstractmethod
     def close(self) -> None:
         """Gives back what it holds: its copies may be another server's from now on. It is not used again."""
 
@@ -89,6 +90,9 @@ class LocalFolder(Place):
                     continue
                 found.append((path, status.st_size, status.st_mtime_ns, status.st_ino))
         return tuple(sorted(found))
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 def names_in(places: Iterable[Place]) -> list[str]:

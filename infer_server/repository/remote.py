@@ -215,7 +215,7 @@ def _lock(folder: Path) -> int:
 
 
 def _unlock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)            # what is being forked has the file, too, until it executes another program
+    fcntl.flock(file, fcntl.LOCK_UN)    # what another thread is forking has the file, too, until it executes a program
     os.close(file)
 
 

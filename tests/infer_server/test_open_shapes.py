@@ -16,7 +16,7 @@ from engines.ir.graph import Array
 from infer_server.backend import load_plan
 from tests.engines.compiler.open_models import attention_net, by_onnx_runtime, pairs_net, random
 from tests.engines.compiler.small_models import node, small_model
-from tests.infer_server.endpoints.test_http import CLOSE, ask, post
+from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.serving import FRONTS, serving
 
 MODEL, PAIRS = attention_net(), pairs_net()

@@ -2,19 +2,11 @@
 has to do, the tests of endpoints ask of these, too."""
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
-import os
-import select
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -25,66 +17,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+from tritonclient.utils import serialize_byte_tensor
 
-import infer_server
-from infer_server.errors import RepositoryError
-from infer_server.fronts import fronts as fronts_of_servers
 from infer_server.fronts import link
 from infer_server.fronts.engine_end import EngineEnd
-from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.link import Frame
-from infer_server.fronts.ports import Reserved
-from infer_server.fronts.settings import FrontSettings
-from infer_server.server import Server
-from infer_server.workers import in_daemon_thread
-from tests.infer_server.cli.test_serve import process
 from tests.infer_server.endpoints.test_grpc import request_of
 from tests.infer_server.endpoints.test_serving import eventually, scrape, statistics
+from tests.infer_server.fronts.several import SOME, fronts, infer, open_calls, waiting
 from tests.infer_server.mute_client import MuteClient
-from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, Gate, load_numpy_engine, write_model
-from tests.infer_server.serving import WORKERS, RunningServer, options, serving
-
-SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
-
-
-def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m") -> np.ndarray:
-    tensor = triton.InferInput("x", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
-    y: np.ndarray = client.infer(model, [tensor]).as_numpy("y")
-    return y
-
-
-def fronts(server: RunningServer) -> Fronts:
-    assert server.server._fronts
-    return server.server._fronts
-
-
-def pids(server: RunningServer) -> set[int]:
-    return set(fronts(server).processes().values())
-
-
-def open_calls(server: RunningServer) -> list[int]:
-    """That each front has handed on and waits for."""
-    return [len(front._end._infers._answers) for front in fronts(server)._fronts]
-
-
-@contextmanager
-def waiting(server: RunningServer, pool: ThreadPoolExecutor,
-            gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
-    """Requests of clients on all fronts, behind the first, which the closed gate holds: the number that each sent, and
-    its answer."""
-    asked: list[tuple[float, Future[np.ndarray]]] = []
-    with ExitStack() as stack:
-        while len(asked) < SOME or 0 in open_calls(server):
-            # a channel of its own: others share their connections
-            client = stack.enter_context(triton.InferenceServerClient(
-                server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)]))
-            x = np.full((1, 4), len(asked), np.float32)
-            asked.append((x[0, 0], pool.submit(infer, client, x)))
-            assert eventually(lambda: sum(open_calls(server)) == len(asked))
-            assert gate.holds(1)
-        yield asked
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.serving import WORKERS, serving
 
 
 @pytest.mark.parametrize("front", WORKERS)
@@ -100,226 +43,6 @@ def test_requests_that_come_by_several_fronts_are_one_batch(front: str, tmp_path
                 assert (answer.result(TIMEOUT_SECS) == 2 * number + 1).all()
         counters = statistics(server)
         assert (counters.execution_count, counters.inference_count) == (2, len(asked))
-
-
-@pytest.mark.parametrize("front", WORKERS)
-def test_a_front_that_is_killed_takes_its_own_requests_with_it_and_comes_back(front: str, tmp_path: Path) -> None:
-    write_model(tmp_path, "m", gate="killed", max_batch=1)
-    with serving(tmp_path, grpc_front=front) as server, ThreadPoolExecutor(64) as pool:
-        model, before = server.server.repository.find("m"), pids(server)
-        with GATES["killed"].closed(), waiting(server, pool, GATES["killed"]) as asked:
-            lost, kept = open_calls(server)
-            os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
-            assert eventually(lambda: open_calls(server)[-1] == sum(open_calls(server)) == kept)
-            assert eventually(lambda: model.pending in (kept - 1, kept)), "what nobody waits for is not executed"
-            for _ in range(kept + 1):
-                GATES["killed"].let_one_through()
-            errors = [error for _, answer in asked if (error := answer.exception(TIMEOUT_SECS))]
-        assert [type(error) for error in errors] == [InferenceServerException] * lost
-        assert {error.status() for error in errors} == {"StatusCode.UNAVAILABLE"}
-        assert eventually(lambda: sum(model.statistics.snapshot().failures.values()) == lost)
-        assert eventually(lambda: len(pids(server)) == 2 and pids(server) != before and not any(open_calls(server)))
-        with triton.InferenceServerClient(server.address) as client:
-            assert infer(client, np.ones((1, 4), np.float32)).all()
-
-
-def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    with process(tmp_path, "--workers", "2") as (running, _):
-        children = children_of(running.pid)
-        assert len(children) == 2
-        running.kill()
-        assert eventually(lambda: not any(is_alive(child) for child in children))
-
-
-def children_of(pid: int) -> list[int]:
-    """Of whichever of its threads."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):         # it has ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
-    """As a terminal and a service manager send it."""
-    write_model(tmp_path, "m", gate="signalled")
-    x = np.ones((1, 4), np.float32)
-    with (serving(tmp_path, grpc_front=WORKERS[0]) as server, ThreadPoolExecutor(1) as pool,
-          triton.InferenceServerClient(server.address) as client):
-        before = pids(server)
-        with GATES["signalled"].closed():
-            asked = pool.submit(infer, client, x)
-            assert GATES["signalled"].holds(1)
-            for pid in before:
-                os.kill(pid, number)
-        assert asked.result(TIMEOUT_SECS).all()
-        assert infer(client, x).all() and pids(server) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
-               "--workers", "2", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
-               "--drain-grace-secs", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
-        try:
-            assert eventually(lambda: len(children_of(running.pid)) == 2)
-            os.killpg(running.pid, number)
-            _, said = running.communicate(timeout=TIMEOUT_SECS)
-        finally:
-            running.kill()
-    assert running.returncode == 0 and "stopped" in said and "Traceback" not in said, said
-
-
-def test_modules_of_the_folder_that_a_server_is_started_in_are_not_its_fronts(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where an installed infer-server is started in any folder."""
-    (tmp_path / "json.py").write_text("raise SystemExit('of the folder')")
-    monkeypatch.setenv("PYTHONPATH", str(Path(infer_server.__file__).parents[1]))
-    monkeypatch.chdir(tmp_path)
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        assert len(pids(server)) == 2
-
-
-def test_a_front_that_cannot_be_started_for_a_while_comes_back(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start, pair = fronts_of_servers._start_process, socket.socketpair
-    made: list[socket.socket] = []
-    asked: list[int] = []
-
-    def pairs() -> tuple[socket.socket, socket.socket]:
-        made.extend(ends := pair())
-        return ends
-
-    def fails_twice(descriptor: int) -> subprocess.Popen[bytes]:
-        asked.append(descriptor)
-        if len(asked) > 2:
-            return start(descriptor)
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        before = pids(server)
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(fronts_of_servers, "_start_process", fails_twice)
-        monkeypatch.setattr("socket.socketpair", pairs)
-        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) == 3 and all(front._listens() for front in fronts(server)._fronts))
-        assert len(pids(server) - before) == 1 and len(pids(server)) == 2
-        assert [end.fileno() for end in made[:4]] == [-1] * 4, "of those that were not started"
-        assert caplog.text.count("front 0: [Errno 11] Resource temporarily unavailable") == 2
-
-
-def test_a_front_comes_back_for_which_there_was_no_thread_for_a_while(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[object] = []
-
-    async def fails_twice(function: Callable[[], Any]) -> Any:
-        asked.append(function)
-        if len(asked) > 2:
-            return await in_daemon_thread(function)
-        raise RepositoryError("no more threads")
-
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        before = pids(server)
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(fronts_of_servers, "in_daemon_thread", fails_twice)
-        os.kill(fronts(server)._fronts[0].pid, signal.SIGKILL)
-        assert eventually(lambda: len(asked) >= 3 and all(front._listens() for front in fronts(server)._fronts))
-        assert len(pids(server) - before) == 1 and len(pids(server)) == 2
-        assert caplog.text.count("front 0: no more threads") == 2
-
-
-def test_a_front_that_is_closed_as_it_comes_back_is_not_started_again(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    closing: list[asyncio.Future[None]] = []
-    tell = fronts_of_servers._Front._tell
-
-    def tell_and_close(front: fronts_of_servers._Front, reason: str) -> None:
-        tell(front, reason)
-        if not closing and not reason:
-            closing.append(asyncio.ensure_future(front.close(answered=True)))
-
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        front = fronts(server)._fronts[0]
-        monkeypatch.setattr(fronts_of_servers, "_PAUSE_SECS", 0.01)
-        monkeypatch.setattr(front, "_tell", lambda reason: tell_and_close(front, reason))
-        os.kill(front.pid, signal.SIGKILL)
-        assert eventually(lambda: bool(closing and closing[0].done()))
-        assert eventually(lambda: front._watching is not None and front._watching.done())
-        assert not is_alive(front.pid) and caplog.text.count("front 0 has ended") == 1
-
-
-def test_a_front_of_other_code_is_not_started(tmp_path: Path) -> None:
-    package = tmp_path / "site" / "infer_server"
-    models = tmp_path / "models"
-    models.mkdir()
-    shutil.copytree(Path(infer_server.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    path = os.pathsep.join([str(package.parent), *sys.path])
-    with process(models, "--workers", "2", environment={"PYTHONPATH": path}) as (running, address):
-        first, second = children_of(running.pid)
-        with (package / "version.py").open("a") as changed:
-            changed.write("# another\n")
-        os.kill(first, signal.SIGKILL)
-        assert running.stderr is not None
-        assert any("is not started again: the code of infer-server has changed" in line for line in running.stderr)
-        assert children_of(running.pid) == [second]
-        with triton.InferenceServerClient(address) as client:
-            assert client.is_server_live()
-        running.terminate()
-        assert running.wait(TIMEOUT_SECS) == 0
-
-
-def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(tmp_path, "m", shape=[1 << 21], kind="echo", max_batch=1)
-    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1 << 21],
-                                   "parameters": {"binary_data_size": 4 << 21}}],
-                       "parameters": {"binary_data_output": True}}).encode()
-    with (serving(tmp_path, grpc_front=WORKERS[0], send_timeout_secs=0.5) as server,
-          socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as client):
-        client.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
-                       b"Content-Length: %d\r\n\r\n%b" % (len(body), len(body) + (4 << 21), body) + bytes(4 << 21))
-        assert eventually(lambda: "has not read its answer" in caplog.text)
-        (said,) = [record for record in caplog.records if "has not read its answer" in record.getMessage()]
-        assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
-
-
-def test_a_response_without_a_body_has_the_headers_that_one_process_gives_it(tmp_path: Path) -> None:
-    def headers(front: str) -> list[tuple[str, str]]:
-        with (serving(tmp_path, grpc_front=front) as server,
-              urlopen(f"http://127.0.0.1:{server.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response):
-            return list(response.getheaders())
-
-    assert headers(WORKERS[0]) == headers("grpcio") != []
-
-
-def test_a_front_that_ends_by_a_bug_says_so(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        end = fronts(server)._fronts[0]._end
-        server.loop.call_soon_threadsafe(lambda: end.send(link.FAIL, 1, b"", about=b"no code"))     # as a bug would
-        assert eventually(lambda: "front 0 has ended (exit status 1)" in caplog.text)
-        assert "invalid literal for int() with base 10: b'no code'" in capfd.readouterr().err
-
-
-def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
-    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        opened = fronts(server)._fronts[0]._end._streams
-
-        async def open_and_leave() -> None:
-            opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))
-            opened.received(Frame(link.LEFT_STREAM, 1, b""))
-            assert len(opened._open) == 1
-
-        server.run(open_and_leave())
-        assert eventually(lambda: not opened._open)
 
 
 @pytest.mark.parametrize("front", WORKERS)
@@ -390,19 +113,17 @@ def test_answers_whose_size_is_not_known_before_are_counted_until_they_are_read(
         assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 
-def test_a_port_of_another_server_is_refused_and_fronts_share_theirs(tmp_path: Path) -> None:
+def test_a_stream_that_is_left_before_it_began_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
-        for taken in ({"grpc_port": server.ports.grpc}, {"http_port": server.ports.http}):
-            for workers in (1, 2):
-                done = subprocess.run(
-                    [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
-                     "--workers", str(workers), "--metrics-port", "0",
-                     "--grpc-port", str(taken.get("grpc_port", 0)), "--http-port", str(taken.get("http_port", 0))],
-                    capture_output=True, text=True, timeout=TIMEOUT_SECS, check=False)
-                assert done.returncode == 1
-                assert f"cannot listen on 127.0.0.1:{next(iter(taken.values()))}" in done.stderr
-        with socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS):
-            assert len(pids(server)) == 2
+        opened = fronts(server)._fronts[0]._end._streams
+
+        async def open_and_leave() -> None:
+            opened.received(Frame(link.STREAM, 1, b"", about=b"[]"))
+            opened.received(Frame(link.LEFT_STREAM, 1, b""))
+            assert len(opened._open) == 1
+
+        server.run(open_and_leave())
+        assert eventually(lambda: not opened._open)
 
 
 def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
@@ -415,6 +136,15 @@ def test_a_call_that_is_none_is_unimplemented(tmp_path: Path) -> None:
                 assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+def test_a_response_without_a_body_has_the_headers_that_one_process_gives_it(tmp_path: Path) -> None:
+    def headers(front: str) -> list[tuple[str, str]]:
+        with (serving(tmp_path, grpc_front=front) as server,
+              urlopen(f"http://127.0.0.1:{server.ports.http}/v2/health/live", timeout=TIMEOUT_SECS) as response):
+            return list(response.getheaders())
+
+    assert headers(WORKERS[0]) == headers("grpcio") != []
+
+
 def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path: Path) -> None:
     with serving(tmp_path, grpc_front=WORKERS[0]) as server:
         text = scrape(server)
@@ -425,66 +155,6 @@ def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path
             assert b"2 workers" in page.read()
     with serving(tmp_path) as server:
         assert "\nprocess_open_fds " in scrape(server)
-
-
-def test_a_front_knows_of_no_models() -> None:
-    code = ("import sys, infer_server.fronts.process\n"
-            "print(sorted({name.split('.')[0] for name in sys.modules} & {'engines', 'llvmlite', 'onnx', 'numpy'}))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          timeout=TIMEOUT_SECS)
-    assert done.stdout == "[]\n"
-
-
-def test_a_server_whose_fronts_cannot_listen_says_why_and_leaves_none(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        class Taken(Reserved):
-            def __init__(self, host: str, port: int) -> None:
-                super().__init__(host, port)
-                self.port = other.getsockname()[1]
-
-        async def start() -> Fronts | None:
-            server = Server(options(tmp_path, workers=2), load_numpy_engine)
-            with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{other.getsockname()[1]}"):
-                await server.start()
-            await server._listeners.close(answered=True)
-            return server._fronts
-
-        monkeypatch.setattr("infer_server.fronts.fronts.Reserved", Taken)
-        started = asyncio.run(start())
-    assert started and not any(is_alive(pid) for pid in started.processes().values())
-
-
-def test_a_front_that_listens_as_another_cannot_start_is_not_watched(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    start_one, begin = fronts_of_servers._Front._start, EngineEnd.begin
-    begun = asyncio.Event()
-    ends: list[EngineEnd] = []
-
-    def begins(end: EngineEnd, settings: FrontSettings) -> None:
-        begin(end, settings)
-        ends.append(end)
-        begun.set()
-
-    async def start() -> list[fronts_of_servers._Front]:
-        server = Server(options(tmp_path, workers=2), load_numpy_engine)
-
-        async def fails(front: fronts_of_servers._Front, settings: FrontSettings) -> None:
-            if front.name == "front 1":
-                return await start_one(front, settings)
-            await begun.wait()
-            select.select([ends[0]._transport.get_extra_info("socket")], [], [], TIMEOUT_SECS)      # it says so
-            raise OSError("nothing goes")
-
-        monkeypatch.setattr(fronts_of_servers._Front, "_start", fails)
-        monkeypatch.setattr(EngineEnd, "begin", begins)
-        with pytest.raises(OSError, match="nothing goes"):
-            await server.start()
-        await server._listeners.close(answered=True)
-        return server._fronts._fronts                   # type: ignore[union-attr]
-
-    started = asyncio.run(start())
-    assert not started[1]._watching and not is_alive(started[1].pid) and "started again" not in caplog.text
 
 
 def json_bodies() -> Iterator[dict[str, Any]]:

@@ -143,9 +143,9 @@ def test_what_a_server_that_was_killed_has_left_of_its_copies_is_removed(store: 
 
 def test_a_server_that_has_stopped_gives_its_copies_back(store: Any, tmp_path: Path) -> None:
     put(store, "m/1/model.plan", b'{"kind": "echo"}')
-    with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
-        with pytest.raises(RepositoryError, match="another server's"):
-            remote(tmp_path)
+    with (serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running,
+          pytest.raises(RepositoryError, match="another server's")):
+        remote(tmp_path)
     assert copies(remote(tmp_path)).keys() == {"m/1/model.plan"}, f"though {running.server} is still there"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from infer_server.endpoints.http import messages
 from infer_server.endpoints.http.messages import parsed
-from tests.infer_server.endpoints.test_http import CLOSE, ask, post
+from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.endpoints.test_streams import COUNT_CONFIG
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model

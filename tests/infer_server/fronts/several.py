@@ -1,0 +1,72 @@
+"""What is to be seen of several processes that read and answer."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from infer_server.fronts.fronts import Fronts
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.numpy_engine import Gate
+from tests.infer_server.serving import RunningServer
+
+SOME = 8                # clients; that one front has all of their connections happens once in a hundred times
+
+
+def infer(client: triton.InferenceServerClient, x: np.ndarray, model: str = "m") -> np.ndarray:
+    tensor = triton.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    y: np.ndarray = client.infer(model, [tensor]).as_numpy("y")
+    return y
+
+
+def fronts(server: RunningServer) -> Fronts:
+    assert server.server._fronts
+    return server.server._fronts
+
+
+def pids(server: RunningServer) -> set[int]:
+    return set(fronts(server).processes().values())
+
+
+def open_calls(server: RunningServer) -> list[int]:
+    """That each front has handed on and waits for."""
+    return [len(front._end._infers._answers) for front in fronts(server)._fronts]
+
+
+@contextmanager
+def waiting(server: RunningServer, pool: ThreadPoolExecutor,
+            gate: Gate) -> Iterator[list[tuple[float, Future[np.ndarray]]]]:
+    """Requests of clients on all fronts, behind the first, which the closed gate holds: the number that each sent, and
+    its answer."""
+    asked: list[tuple[float, Future[np.ndarray]]] = []
+    with ExitStack() as stack:
+        while len(asked) < SOME or 0 in open_calls(server):
+            # a channel of its own: others share their connections
+            client = stack.enter_context(triton.InferenceServerClient(
+                server.address, channel_args=[("grpc.use_local_subchannel_pool", 1)]))
+            x = np.full((1, 4), len(asked), np.float32)
+            asked.append((x[0, 0], pool.submit(infer, client, x)))
+            assert eventually(lambda: sum(open_calls(server)) == len(asked))
+            assert gate.holds(1)
+        yield asked
+
+
+def children_of(pid: int) -> list[int]:
+    """Of whichever of its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):         # it has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

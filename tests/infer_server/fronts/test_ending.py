@@ -1,0 +1,85 @@
+"""Fronts end with their server, and no earlier; what ends one by a fault is told."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from infer_server.fronts import link
+from tests.infer_server.cli.test_serve import process
+from tests.infer_server.endpoints.test_serving import eventually
+from tests.infer_server.fronts.several import children_of, fronts, infer, is_alive, pids
+from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
+from tests.infer_server.serving import WORKERS, serving
+
+
+def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    with process(tmp_path, "--workers", "2") as (running, _):
+        children = children_of(running.pid)
+        assert len(children) == 2
+        running.kill()
+        assert eventually(lambda: not any(is_alive(child) for child in children))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
+    """As a terminal and a service manager send it."""
+    write_model(tmp_path, "m", gate="signalled")
+    x = np.ones((1, 4), np.float32)
+    with (serving(tmp_path, grpc_front=WORKERS[0]) as server, ThreadPoolExecutor(1) as pool,
+          triton.InferenceServerClient(server.address) as client):
+        before = pids(server)
+        with GATES["signalled"].closed():
+            asked = pool.submit(infer, client, x)
+            assert GATES["signalled"].holds(1)
+            for pid in before:
+                os.kill(pid, number)
+        assert asked.result(TIMEOUT_SECS).all()
+        assert infer(client, x).all() and pids(server) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_while_fronts_start_ends_the_server_as_later(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path),
+               "--workers", "2", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
+               "--drain-grace-secs", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        try:
+            assert eventually(lambda: len(children_of(running.pid)) == 2)
+            os.killpg(running.pid, number)
+            _, said = running.communicate(timeout=TIMEOUT_SECS)
+        finally:
+            running.kill()
+    assert running.returncode == 0 and "stopped" in said and "Traceback" not in said, said
+
+
+def test_what_a_front_logs_is_logged_once_with_its_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, "m", shape=[1 << 21], kind="echo", max_batch=1)
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1 << 21],
+                                   "parameters": {"binary_data_size": 4 << 21}}],
+                       "parameters": {"binary_data_output": True}}).encode()
+    with (serving(tmp_path, grpc_front=WORKERS[0], send_timeout_secs=0.5) as server,
+          socket.create_connection(("127.0.0.1", server.ports.http), TIMEOUT_SECS) as client):
+        client.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                       b"Content-Length: %d\r\n\r\n%b" % (len(body), len(body) + (4 << 21), body) + bytes(4 << 21))
+        assert eventually(lambda: "has not read its answer" in caplog.text)
+        (said,) = [record for record in caplog.records if "has not read its answer" in record.getMessage()]
+        assert said.levelname == "WARNING" and said.getMessage().startswith("127.0.0.1:")
+
+
+def test_a_front_that_ends_by_a_bug_says_so(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path, grpc_front=WORKERS[0]) as server:
+        end = fronts(server)._fronts[0]._end
+        server.loop.call_soon_threadsafe(lambda: end.send(link.FAIL, 1, b"", about=b"no code"))     # as a bug would
+        assert eventually(lambda: "front 0 has ended (exit status 1)" in caplog.text)
+        assert "invalid literal for int() with base 10: b'no code'" in capfd.readouterr().err
