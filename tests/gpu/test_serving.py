@@ -97,17 +97,22 @@ def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_a
 
 
 def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(served: Served) -> None:
-    for model in ("plain", "second", "both"):
+    def counted(what: str, model: str) -> dict[str, int]:
+        metrics = page(served, served.server.ports.metrics, "metrics")
+        found = re.findall(rf'nv_inference_{what}{{(\S*)model="{model}",version="1"}} (\d+)', metrics)
+        return {gpu: int(count) for gpu, count in found}
+
+    gpus = {"plain": ['gpu_uuid="GPU-0",', 'gpu_uuid="GPU-1",'], "second": ['gpu_uuid="GPU-1",'],
+            "both": ['gpu_uuid="GPU-0",', 'gpu_uuid="GPU-1",', ""]}
+    for model in gpus:
+        before = counted("exec_count", model)
         for _ in range(6):
             tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
             tensor.set_data_from_numpy(X)
             np.testing.assert_array_equal(served.client.infer(model, [tensor]).as_numpy("y"), WANTED)
-    metrics = page(served, served.server.ports.metrics, "metrics")
-    assert 'nv_inference_request_success{gpu_uuid="GPU-1",model="second",version="1"} 6' in metrics
-    for model in ("plain", "both"):
-        found = dict(re.findall(rf'nv_inference_exec_count{{(\S*)model="{model}",version="1"}} (\d+)', metrics))
-        assert list(found) == ['gpu_uuid="GPU-0",', 'gpu_uuid="GPU-1",', ""][:len(found)]
-        assert len(found) == {"plain": 2, "both": 3}[model] and sum(map(int, found.values())) == 6
+        after = counted("exec_count", model)
+        assert list(after) == gpus[model] and sum(after.values()) == sum(before.values()) + 6
+    assert list(counted("request_success", "second")) == gpus["second"]
     said = served.client.get_inference_statistics("both").model_stats[0].memory_usage
     assert sorted((each.type, each.id) for each in said) == [("CPU", 0), ("GPU", 0), ("GPU", 1)]
     assert all(each.byte_size for each in said)
