@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from infer_server.errors import ServeError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.traces import Trace
 
@@ -52,7 +53,8 @@ class StreamReply(Reply, Protocol):
         """A response; more may come, unless it says itself that it is the last."""
 
     def end(self) -> None:
-        """There are no more, and may have been none."""
+        """There are no more, and may have been none. Raises ServeError: its client asked for another number of them; it
+        is yet to be told, by fail()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,10 @@ class Request:
         if isinstance(result, Exception):
             self.reply.fail(result)
         elif result is NO_MORE and isinstance(self.reply, StreamReply):
-            self.reply.end()
+            try:
+                self.reply.end()
+            except ServeError as error:
+                self.reply.fail(error)
         else:
             self.reply.send(result)
 

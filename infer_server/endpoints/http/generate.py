@@ -118,11 +118,10 @@ class OneReply(HttpReply):
         self._parts = [*self._parts[:1], response]      # two are as wrong as more
 
     def end(self) -> None:
-        if len(self._parts) == 1:
-            self.send(self._parts[0])
-        else:
-            self.fail(ExecutionError("generate expects model to produce exactly 1 response, use generate_stream for "
-                                     "a model that may produce another number of them"))
+        if len(self._parts) != 1:
+            raise ExecutionError("generate expects model to produce exactly 1 response, use generate_stream for a "
+                                 "model that may produce another number of them")
+        self.send(self._parts[0])
 
 
 class EventsReply(HttpReply):

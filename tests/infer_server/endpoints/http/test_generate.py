@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     python_model(repository, "counts", COUNT, COUNT_CONFIG)
     python_model(repository, "big", BIG, COUNT_CONFIG.replace('"i" data_type: TYPE_INT32 dims: [ 1 ]',
                                                               '"i" data_type: TYPE_INT32 dims: [ -1 ]'))
-    with serving(repository, max_inflight_bytes=4 << 20) as running:
+    with serving(repository, max_inflight_bytes=4 << 20, access_log="json") as running:
         yield running
 
 
@@ -120,6 +120,14 @@ def test_what_cannot_be_generated_has_a_status(
         server: RunningServer, model: str, body: Any, how: str, status: int, said: str) -> None:
     found, _, text = generate(server, model, body, how)
     assert found == status and said in json.loads(text)["error"]
+
+
+def test_an_answer_that_is_refused_for_the_number_of_its_responses_is_no_success_in_the_access_log(
+        server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    for count in (0, 1, 2):
+        generate(server, "counts", {"count": count})
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer_server.access"]
+    assert [line["status"] for line in lines] == ["ExecutionError", "OK", "ExecutionError"]
 
 
 def begun(server: RunningServer, model: str, body: str) -> http.client.HTTPConnection:
