@@ -49,8 +49,8 @@ from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import Repository
 from infer_server.serving import Inferences
-from infer_server.version import NAME
 from infer_server.workers import in_daemon_thread, wait_until
+from protos.version import NAME
 
 log = logging.getLogger(__name__)
 

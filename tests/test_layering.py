@@ -136,7 +136,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "calibration.calibrators": ("calibration.histogram",),
     "calibration": ("calibration.accuracy", "calibration.calibrators", "calibration.data.sources"),
     # the server
-    "infer_server.backend": (), "infer_server.errors": (), "infer_server.version": (), "infer_server.process": (),
+    "infer_server.backend": (), "infer_server.errors": (), "infer_server.process": (),
     "infer_server.lifecycle": (), "infer_server.lookout": (),
     "infer_server.workers": ("infer_server.errors",), "infer_server.gpu_tensors": ("infer_server.errors",),
     "infer_server.protocol": ("infer_server.errors",),
@@ -150,7 +150,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "infer_server.repository.loader": ("infer_server.repository.kinds",),
     "infer_server.repository.checking": ("infer_server.repository.kinds",),
     "infer_server.serving": ("infer_server.repository",),
-    "infer_server.endpoints": ("infer_server.serving", "infer_server.version", "infer_server.process",
+    "infer_server.endpoints": ("infer_server.serving", "infer_server.process",
                                "infer_server.lifecycle", "infer_server.lookout"),
     "infer_server.endpoints.grpc": ("infer_server.endpoints",),
     "infer_server.endpoints.http": ("infer_server.endpoints",),

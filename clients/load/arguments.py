@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clients.load.schedule import SCENARIOS, Closed, Load, Open, Scenario
 from clients.load.transports import SCHEMES, is_name_of_grpc, split_url
+from protos.version import VERSION
 
 EPILOG = """\
 A load is measured in windows of a tenth of --duration. It ends when three windows in a row agree (throughput and mean
@@ -47,6 +48,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.add_argument("-m", "--model", required=True, help="its name on the server")
     parser.add_argument("--model-version", default="", metavar="V", help="default: the server's choice")
     parser.add_argument("-u", "--url", type=_url, default="localhost:8001", metavar="[http://|shm://]HOST:PORT",

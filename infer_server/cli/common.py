@@ -13,6 +13,7 @@ from engines.debug import debugging
 from engines.errors import CompilerFault, EngineError, NoKernelError
 from engines.faults import summary
 from infer_server.errors import NotBuiltError
+from protos.version import VERSION
 
 USER_ERROR = 2              # exit code: something that the user can mend
 FAULT = 70                  # ... and a fault of ours: EX_SOFTWARE of sysexits.h
@@ -23,6 +24,7 @@ Cell = str | int | float
 def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
             arguments: Sequence[str] | None) -> int:
     """Parse and run; an error becomes one line on stderr, never a traceback, and the exit code of its kind."""
+    add_version(parser)
     options = parser.parse_args(arguments)
     try:
         code = command(options)
@@ -40,6 +42,10 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
             traceback.print_exc()
         print(f"{parser.prog}: {_said(parser.prog, error)}", file=sys.stderr)
         return _code_of(error)
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
 
 
 def _code_of(error: Exception) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.cli.access import access_of, add_access, option_of
-from infer_server.cli.common import boolean, positive, seconds
+from infer_server.cli.common import add_version, boolean, positive, seconds
 from infer_server.cli.triton_options import add_triton_options, forwarded_of, log_level, ports_of, without_effect
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
@@ -207,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="says of each model in the folder, and in those of --model-repository, what of its "
                              "configuration means something else here, or is not served, and what to write instead; "
                              "loads none. Exits with 1 if one will not be served")
+    add_version(parser)
     _add_models(parser)
     _add_ports(parser)
     _add_limits(parser)

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer_server.cli.common import boolean, positive
 from infer_server.config.paths import is_name
-from infer_server.version import NAME
+from protos.version import NAME
 
 # Options that tune what is otherwise here: they are taken, and said to change nothing.
 _WITHOUT_EFFECT = (

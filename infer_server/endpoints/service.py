@@ -19,8 +19,8 @@ from infer_server.repository.model import Model
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.overrides import PREFIX
 from infer_server.repository.repository import LOAD_FAILED, Repository
-from infer_server.version import NAME, VERSION
 from protos import inference, model_config
+from protos.version import NAME, VERSION
 
 EXTENSIONS = ("classification", "sequence", "model_repository", "model_repository(unload_dependents)",
               "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",

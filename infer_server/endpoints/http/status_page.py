@@ -13,7 +13,7 @@ from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.lifecycle import Lifecycle
 from infer_server.repository.model import Model
 from infer_server.repository.repository import IndexEntry, Repository
-from infer_server.version import NAME, VERSION
+from protos.version import NAME, VERSION
 
 _REFRESH_SECS = 2
 _QUANTILES = (0.5, 0.9, 0.99)
