@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from engines.backends import device_of
 from engines.backends.device import GpuInfo, OneOfSeveral
 from engines.errors import ConfigError, EngineError, InputError, PlanError, PlanTargetError
 from engines.plan.file import read_outline, read_plan
-from engines.plan.plan import Plan
+from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -55,6 +55,23 @@ def gpus_of(path: str | os.PathLike[str]) -> Sequence[tuple[GpuInfo, str]]:
     plan = read_outline(path)
     device = device_of(plan.machine.backend)
     return device.gpus(plan) if isinstance(device, OneOfSeveral) else ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an engine of a plan says of it; see Engine."""
+    inputs: tuple[IoTensor, ...]
+    outputs: tuple[IoTensor, ...]
+    max_batch: int
+    dependence: str
+    metadata: Mapping[str, Any]
+
+
+def describe(path: str | os.PathLike[str]) -> Description:
+    """Of a plan file, without its code and its weights. Raises PlanCorruptError, PlanVersionError, OSError."""
+    plan = read_outline(path)
+    tensors = plan.open or plan
+    return Description(tensors.inputs, tensors.outputs, plan.max_batch, plan.dependence, plan.metadata)
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,

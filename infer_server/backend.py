@@ -76,8 +76,8 @@ class PlacesTensors(Protocol):
         items stand side by side. A number in the place of one: so many items are in their slots."""
 
 
-class Engine(Protocol):
-    """A loaded model: code and weights, shared by any number of contexts."""
+class Described(Protocol):
+    """What a model says of itself, whether it is loaded or not."""
     @property
     def inputs(self) -> Sequence[Tensor]: ...
     @property
@@ -87,6 +87,12 @@ class Engine(Protocol):
     @property
     def dependence(self) -> str: ...                    # why requests must not share a batch; "": they may
     @property
+    def metadata(self) -> Mapping[str, Any]: ...        # what the build says of itself: "preprocess", ...
+
+
+class Engine(Described, Protocol):
+    """A loaded model: code and weights, shared by any number of contexts."""
+    @property
     def deciding(self) -> Sequence[str]: ...            # inputs whose values decide what is computed
     @property
     def is_steady(self) -> bool: ...                    # whether the time of an execution hardly follows from values
@@ -94,8 +100,6 @@ class Engine(Protocol):
     def threads(self) -> int: ...                       # that work on one execution
     @property
     def arena_bytes(self) -> int: ...                   # of memory that a context takes
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...        # what the build says of itself: "preprocess", ...
 
     def check(self, shapes: Shapes) -> None:
         """Raises engines.errors.InputError: inputs of these shapes, each as the model declares it, do not fit together,
@@ -131,6 +135,13 @@ def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int =
     return engine
 
 
+def describe_plan(path: Path) -> Described:
+    """What a plan file says of its model, read without its code and its weights. Raises engines.errors.PlanError,
+    OSError."""
+    from engines.loading import describe
+    return describe(path)
+
+
 def gpus_for(path: Path) -> list[Gpu]:
     """The GPUs of this machine if a plan file is for one, each with why the plan does not run there. None for any other
     file; where it cannot be read, loading it says why."""
@@ -150,7 +161,7 @@ def gpus_to_build_for() -> list[Gpu]:
             for gpu, target in gpus_here()]
 
 
-def is_mixed(engine: Engine) -> bool:
+def is_mixed(engine: Described) -> bool:
     """Whether some tensors of an engine that takes batches have the batch elsewhere than in front, or not at all:
     requests cannot lie side by side then, and each is executed by itself, its tensors whole."""
     return engine.max_batch > 0 and any(next(iter(tensor.shape), 0) != BATCH

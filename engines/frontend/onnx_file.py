@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -148,10 +149,48 @@ def declared_inputs(path: Path) -> dict[str, Declared]:
     """What `read_model(path).declared()` says of tensors of numbers, for less: weights stay in the files beside it, and
     become no arrays. Raises ModelError."""
     graph = _parsed(path).graph
-    weights = {tensor.name for tensor in graph.initializer}
-    weights |= {sparse.values.name for sparse in graph.sparse_initializer}
+    weights = _names_of_weights(graph)
     return {value.name: Declared.of(path.stem, value) for value in graph.input
             if value.name not in weights and is_of_numbers(value)}
+
+
+class DeclaredTensor(NamedTuple):
+    """An input or output of any type as the file declares it."""
+    name: str
+    dtype: str                                  # as of the array that it is; "": it is no tensor, or of no known type
+    extents: tuple[Dim | None, ...] | None      # as of Declared
+
+
+class Outline(NamedTuple):
+    """What a file says of its model beside nodes and weights."""
+    inputs: tuple[DeclaredTensor, ...]
+    valued: tuple[DeclaredTensor, ...]          # inputs with a value in the file, which they have unless they are given
+    outputs: tuple[DeclaredTensor, ...]
+
+
+def outline_of(path: Path) -> Outline:
+    """The outline of an ONNX file. Weights in files beside it are not read. Raises ModelError."""
+    graph = _parsed(path).graph
+    weights = _names_of_weights(graph)
+    inputs = [_declared(value) for value in graph.input]
+    return Outline(tuple(each for each in inputs if each.name not in weights),
+                   tuple(each for each in inputs if each.name in weights), tuple(map(_declared, graph.output)))
+
+
+def _declared(value: onnx.ValueInfoProto) -> DeclaredTensor:
+    if not value.type.HasField("tensor_type"):
+        return DeclaredTensor(value.name, "", None)
+    tensor = value.type.tensor_type
+    try:
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
+    except KeyError:
+        dtype = ""
+    return DeclaredTensor(value.name, dtype, extents_of(tensor))
+
+
+def _names_of_weights(graph: onnx.GraphProto) -> set[str]:
+    return {tensor.name for tensor in graph.initializer} | {
+        sparse.values.name for sparse in graph.sparse_initializer}
 
 
 def weights_of(model: str, graph: onnx.GraphProto) -> dict[str, Array]:

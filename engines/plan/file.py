@@ -253,7 +253,8 @@ def read_outline(path: str | os.PathLike[str]) -> Plan:
     with open(path, "rb", buffering=0) as file:
         _, manifest = _read_manifest(str(path), file.fileno())
     fields = {name: value for name, value in manifest.plan.items() if name != "machine"}
-    return Plan(**from_plain(Plan, fields), machine=MachinePart(**from_plain(MachinePart, manifest.plan["machine"])))
+    return Plan(**from_plain(Plan, fields), machine=MachinePart(**from_plain(MachinePart, manifest.plan["machine"])),
+                open=OpenPart(**from_plain(OpenPart, manifest.open.part)) if manifest.open else None)
 
 
 def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:

@@ -9,11 +9,12 @@ import signal
 import stat
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engines.machine.cpu import allowed_cpus
-from infer_server.backend import EngineLoader, load_plan
+from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access, option_of
 from infer_server.cli.common import add_version, boolean, positive, seconds
 from infer_server.cli.triton_options import add_triton_options, forwarded_of, log_level, ports_of, without_effect
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
         print(f"infer-server: error: {mistake}", file=sys.stderr)
         return 2
     if parsed.check is not None:
-        return _check(parsed)
+        return _check(parsed, load_engine)
     if useless := without_effect(parsed):
         log.warning("options that change nothing on this server: %s", ", ".join(useless))
     tune_malloc()
@@ -62,11 +63,12 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     return 0 if answered else 1
 
 
-def _check(parsed: argparse.Namespace) -> int:
+def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
     """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
     try:
         places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
-        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name))
+        describe = describe_plan if load_engine is load_plan else partial(load_engine, threads=1)
+        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe))
     except RepositoryError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,5 @@
-"""Completes a model's configuration from the loaded engine, and finds where the two contradict each other.
+"""Completes a model's configuration from its engine, or from what is said of one, and finds where the two contradict
+each other.
 
 What config.pbtxt leaves out comes from the model, so that it may be left out wholly; the completed message is what
 ModelConfig answers.
@@ -9,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.backend import BATCH, Engine, Gpu, Tensor, is_mixed
+from infer_server.backend import BATCH, Described, Gpu, Tensor, is_mixed
 from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
 from infer_server.config.paths import check_name
@@ -21,7 +22,7 @@ from infer_server.protocol.codec import FROM_CONFIG, FROM_ENGINE
 from protos import model_config
 
 
-def complete(message: model_config.ModelConfig, name: str, engine: Engine, filename: str,
+def complete(message: model_config.ModelConfig, name: str, engine: Described, filename: str,
              instances: int = 1, gpus: Sequence[Gpu] = ()) -> model_config.ModelConfig:
     """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError.
 
@@ -64,7 +65,7 @@ def complete(message: model_config.ModelConfig, name: str, engine: Engine, filen
     return completed
 
 
-def takes_whole(engine: Engine) -> bool:
+def takes_whole(engine: Described) -> bool:
     """Whether an engine has no batch of its own, as a program has none, and leaves the leading extent of every input
     open: if the configuration says that this is the batch, each request is executed by itself."""
     return not engine.max_batch and bool(engine.inputs) and all(
@@ -101,7 +102,7 @@ def _flat(ragged: Ragged | None) -> frozenset[str]:
     return ragged.inputs | frozenset(ragged.scattered) if ragged else frozenset()
 
 
-def _made_inputs(ragged: Ragged, engine: Engine) -> frozenset[str]:
+def _made_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
     """The inputs of the engine that are made of the requests' shapes. Raises ModelConfigError: it has no such."""
     tensors = {tensor.name: tensor for tensor in engine.inputs}
     for made in ragged.made:
@@ -115,7 +116,7 @@ def _made_inputs(ragged: Ragged, engine: Engine) -> frozenset[str]:
     return ragged.names
 
 
-def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine, ragged: Ragged | None) -> None:
+def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Described, ragged: Ragged | None) -> None:
     """0 is given or found in dims that are whole shapes; the batch is then an axis as any other."""
     asked = completed.max_batch_size
     if ragged:
@@ -134,14 +135,14 @@ def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Engine
         completed.max_batch_size = 0 if is_mixed(engine) or _are_whole(completed, engine) else engine.max_batch
 
 
-def _are_whole(completed: model_config.ModelConfig, engine: Engine) -> bool:
+def _are_whole(completed: model_config.ModelConfig, engine: Described) -> bool:
     """Whether dims have as many extents as the model's tensors, the batch among them."""
     ranks = {tensor.name: len(tensor.shape) for tensor in (*engine.inputs, *engine.outputs)}
     specs: list[Any] = [*completed.input, *completed.output]
     return any(model_dims(spec) and len(model_dims(spec)) == ranks.get(spec.name) for spec in specs)
 
 
-def _defaults_of(engine: Engine, completed: model_config.ModelConfig) -> Collection[str]:
+def _defaults_of(engine: Described, completed: model_config.ModelConfig) -> Collection[str]:
     """The inputs that a request may leave out. Raises ModelConfigError: one that must not."""
     values: Mapping[str, Any] = engine.metadata.get("defaults", {})
     if missing := [spec.name for spec in completed.input if spec.optional and spec.name not in values]:

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from engines.errors import EngineError
+from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
 from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
 from infer_server.config.kinds import Kind
@@ -14,6 +17,7 @@ from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
+from infer_server.repository.kinds.described import completed
 from infer_server.repository.kinds.ensemble_check import check_maps, check_tensors
 from infer_server.repository.kinds.warmup import inputs_of
 from infer_server.repository.places import Place
@@ -31,9 +35,16 @@ class Remark:
         return f"{self.model}: {'error: ' if self.is_error else ''}{self.text}"
 
 
-def check(places: Sequence[Place], kind_gpu: str, config_name: str = "") -> Iterator[Remark]:
+class _Version(NamedTuple):
+    """A version of a model that is to be served."""
+    source: Source
+    is_completed: bool = False          # its configuration says all that its model has
+
+
+def check(places: Sequence[Place], kind_gpu: str, config_name: str = "",
+          describe: Callable[[Path], Described] = describe_plan) -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
-    without any, that it is well. config_name: see read_model."""
+    without any, that it is well. config_name: see read_model. describe: what a plan file says of itself."""
     found: dict[Place, list[str]] = {}
     for place in places:
         try:
@@ -41,11 +52,11 @@ def check(places: Sequence[Place], kind_gpu: str, config_name: str = "") -> Iter
         except RepositoryError as error:
             yield Remark(str(place), str(error), True)
     owner: dict[str, Place] = {}
-    served: dict[str, list[Source]] = {}
+    served: dict[str, list[_Version]] = {}
     remarks: dict[tuple[Place, str], list[Remark]] = {}
     for place, models in found.items():
         for name in models:
-            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu, config_name)
+            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu, config_name, describe)
             if name in owner:
                 of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             owner[name] = place
@@ -55,12 +66,13 @@ def check(places: Sequence[Place], kind_gpu: str, config_name: str = "") -> Iter
         yield from [*of_model, *of_steps.get(name, ())] or [Remark(name, "ok")]
 
 
-def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu: str, config_name: str
-             ) -> list[Remark]:
+def _remarks(place: Place, name: str, served: dict[str, list[_Version]], kind_gpu: str, config_name: str,
+             describe: Callable[[Path], Described]) -> list[Remark]:
     """served: is given the versions of the model that are to be, where they can be read."""
     try:
         with place.outline(name) as folder:
-            return list(_check_model(folder, name, served, kind_gpu, place.outlines_models, config_name))
+            return list(_check_model(folder, name, served, kind_gpu, describe if place.outlines_models else None,
+                                     config_name))
     except (ServeError, OSError) as error:
         return [Remark(name, str(error), True)]
     except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
@@ -68,8 +80,9 @@ def _remarks(place: Place, name: str, served: dict[str, list[Source]], kind_gpu:
         return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
-def _check_model(repository: Path, name: str, served: dict[str, list[Source]], kind_gpu: str, has_models: bool,
-                 config_name: str) -> Iterator[Remark]:
+def _check_model(repository: Path, name: str, served: dict[str, list[_Version]], kind_gpu: str,
+                 describe: Callable[[Path], Described] | None, config_name: str) -> Iterator[Remark]:
+    """describe: None where there are no models but files of their sizes."""
     try:
         sources = read_model(repository, name, config_name=config_name)
         check_name(sources[0].config.name, name)
@@ -77,19 +90,25 @@ def _check_model(repository: Path, name: str, served: dict[str, list[Source]], k
         for reason in error.args:
             yield Remark(name, reason, True)
         return
-    served[name] = sources
+    served[name] = [_Version(source) for source in sources]
     config = sources[0].config
     for notice in config.notices:
         yield Remark(name, notice)
     if config.asks_for_gpu:
-        yield from _of_gpus(sources[0], name, kind_gpu, has_models)
-    for source in sources:
+        yield from _of_gpus(sources[0], name, kind_gpu, describe is not None)
+    for number, source in enumerate(sources):
         if config.kind is not Kind.ENSEMBLE and not source.file.exists():
             yield Remark(name, no_such_file(source, source.file.relative_to(repository)), True)
+        elif describe and config.kind is Kind.ENGINE:
+            try:
+                if whole := completed(source, describe):
+                    served[name][number] = _Version(whole, True)
+            except (ModelConfigError, EngineError) as error:
+                yield Remark(name, str(error), True)
     yield from _missing_files(sources[0], repository / name)
 
 
-def _of_ensembles(served: Mapping[str, Sequence[Source]], unserved: set[str]) -> dict[str, list[Remark]]:
+def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) -> dict[str, list[Remark]]:
     """unserved: models of which an error is said; more of them may be ensembles, and so on."""
     while True:
         found = {name: list(_of_steps(name, served, unserved)) for name in served}
@@ -99,10 +118,10 @@ def _of_ensembles(served: Mapping[str, Sequence[Source]], unserved: set[str]) ->
         unserved = unserved | more
 
 
-def _circle(served: Mapping[str, Sequence[Source]], above: tuple[str, ...], seen: set[str]) -> tuple[str, ...]:
+def _circle(served: Mapping[str, Sequence[_Version]], above: tuple[str, ...], seen: set[str]) -> tuple[str, ...]:
     """How the first of these ensembles comes to call itself, or (). Each of them calls the next one. seen: those that
     were looked at, and are given more."""
-    for step in served[above[-1]][0].config.steps if above[-1] in served else ():
+    for step in served[above[-1]][0].source.config.steps if above[-1] in served else ():
         if step.model == above[0]:
             return *above, step.model
         if step.model not in seen:
@@ -112,13 +131,13 @@ def _circle(served: Mapping[str, Sequence[Source]], above: tuple[str, ...], seen
     return ()
 
 
-def _of_steps(name: str, served: Mapping[str, Sequence[Source]], unserved: Set[str]) -> Iterator[Remark]:
+def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set[str]) -> Iterator[Remark]:
     """Of an ensemble: what it asks for that no model of the repository has, and what its models differ about."""
     if circle := _circle(served, (name,), set()):
         yield Remark(name, f"ensemble_scheduling: {' -> '.join(circle)} is a circle", True)
         return
     known: list[ModelConfig | None] = []
-    for number, step in enumerate(served[name][0].config.steps):
+    for number, step in enumerate(served[name][0].source.config.steps):
         known.append(None)
         where = f"ensemble_scheduling: step {number}"
         if step.model in unserved:
@@ -127,23 +146,22 @@ def _of_steps(name: str, served: Mapping[str, Sequence[Source]], unserved: Set[s
         if step.model not in served:
             yield Remark(name, f"{where}: there is no model '{step.model}'.{nearest(step.model, list(served))}", True)
             continue
-        sources = served[step.model]
-        versions = [str(source.version) for source in sources]
+        versions = [str(each.source.version) for each in served[step.model]]
         if step.version and step.version not in versions:
             yield Remark(name, f"{where}: model_version: version {step.version} of model '{step.model}' is not served, "
                                f"but {', '.join(versions)}; write one of these, model_version: -1 for the highest, or "
                                f"another version_policy for '{step.model}'", True)
             continue
-        source = sources[versions.index(step.version) if step.version else 0]
+        source, is_completed = served[step.model][versions.index(step.version) if step.version else 0]
         config = source.config
         try:
-            check_maps(number, step, config, is_whole=False)
+            check_maps(number, step, config, is_completed)
         except ModelConfigError as error:       # what an engine's configuration leaves out comes from its model
-            yield Remark(name, str(error), config.kind is not Kind.ENGINE)
+            yield Remark(name, str(error), is_completed or config.kind is not Kind.ENGINE)
         if config.kind is Kind.ENSEMBLE or source.message.HasField("max_batch_size"):
             known[-1] = config
     try:
-        check_tensors(served[name][0].config, known)
+        check_tensors(served[name][0].source.config, known)
     except ModelConfigError as error:
         yield Remark(name, str(error), True)
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanCorruptError
+from infer_server.repository import checking
 
 TIMEOUT_SECS = 120          # of whatever a test waits for: what takes so long hangs, however busy the machine is
 
@@ -166,3 +168,6 @@ def write_model(repository: Path, name: str, version: int = 1, config: str = "",
     if config:
         (folder / "config.pbtxt").write_text(config)
     return folder
+
+
+check = partial(checking.check, describe=partial(load_numpy_engine, threads=1))       # of repositories of these plans

@@ -16,9 +16,8 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
-from infer_server.repository.checking import check
 from infer_server.repository.places import LocalFolder
-from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.numpy_engine import check, load_numpy_engine, write_model
 from tests.infer_server.serving import serving
 
 
@@ -220,10 +219,12 @@ def test_check_says_that_a_model_is_called_other_than_its_folder(tmp_path: Path)
         "name: expected 'folder', the name of its folder, got 'model'"]
 
 
-def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tmp_path: Path) -> None:
-    class Outlines(LocalFolder):
-        outlines_models = False
+class Outlines(LocalFolder):
+    """As a place of whose models only the sizes are known."""
+    outlines_models = False
 
+
+def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tmp_path: Path) -> None:
     for name in ("plan", "graph"):
         write_model(tmp_path, name, config="instance_group { kind: KIND_GPU }")
     (tmp_path / "graph" / "1" / "model.plan").rename(tmp_path / "graph" / "1" / "model.onnx")
@@ -253,7 +254,7 @@ def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) ->
     ensemble("output", f'model_name: "inner" {mapped(outputs="z")}')
     ensemble("perhaps", f'model_name: "listed" {mapped("xx")}')
     ensemble("behind", f'model_name: "renamed" {mapped()}')
-    said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
+    said = {remark.model: remark for remark in check([Outlines(tmp_path)], "cpu")}
     assert {name for name, remark in said.items() if remark.text == "ok"} == {"m", "listed", "inner", "of_inner"}
     for name, text in (("unserved", "step 0: model 'bad' will not be served, see there"),
                        ("version", "version 7 of model 'm' is not served, but 1; write one of these, model_version"),
@@ -263,6 +264,7 @@ def test_check_says_of_an_ensemble_which_step_no_model_serves(tmp_path: Path) ->
                        ("perhaps", "model 'listed' has no 'xx', but x")):
         assert text in said[name].text, name
         assert said[name].is_error == (name != "perhaps")
+    assert all(remark.is_error for remark in check([LocalFolder(tmp_path)], "cpu") if remark.text != "ok")
     with serving(tmp_path) as server:
         failures = server.server.failures()
         assert said["renamed"].text in failures["renamed version 1"]
@@ -272,7 +274,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "good")
     write_model(tmp_path, "gpu", config="instance_group { kind: KIND_GPU }")
-    assert serve.main(["--check", "--model-repository", str(tmp_path)]) == 0
+    assert serve.main(["--check", "--model-repository", str(tmp_path)], load_numpy_engine) == 0
     assert "gpu: instance_group.kind" in capsys.readouterr().out
     write_model(tmp_path, "agents", config="model_repository_agents { agents { name: 'checksum' } }")
     write_model(tmp_path, "unnamed", config='backend: "pytorch"')
@@ -284,7 +286,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
     (tmp_path / "chain" / "config.pbtxt").write_text("""ensemble_scheduling { step {
         model_name: "goood" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }
         input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }""")
-    assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"]) == 1
+    assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"], load_numpy_engine) == 1
     said = capsys.readouterr().out
     assert [line.partition(": ")[2][:32] for line in said.splitlines() if line.startswith("twice")] == [
         "error: sequence_batching.iterati", "error: model_operations: operato"]

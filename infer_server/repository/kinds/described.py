@@ -1,0 +1,72 @@
+"""A model's configuration as its file completes it, without loading the model: a plan says what its engine will be, and
+an ONNX file much of that."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer_server.backend import BATCH, Described
+from infer_server.config.autocomplete import complete
+from infer_server.config.config import from_message
+from infer_server.config.groups import placed
+from infer_server.protocol.codec import FROM_ENGINE
+from infer_server.repository.folders import Source
+
+_OPEN = "?"                 # an extent that a file leaves open, or may say wrongly
+
+
+def completed(source: Source, describe_plan: Callable[[Path], Described]) -> Source | None:
+    """The source of an engine with its configuration completed; None: that is not known before it is loaded.
+
+    describe_plan: what a plan file says. Raises ModelConfigError: the configuration and the file contradict each other;
+    EngineError, OSError: the file cannot be read.
+    """
+    described = _of_onnx(source) if source.is_onnx else describe_plan(source.file)
+    if described is None:
+        return None
+    message = complete(placed(source.message, ()), source.name, described, source.file.name)
+    if source.is_onnx and not source.message.HasField("max_batch_size"):
+        message.ClearField("max_batch_size")        # the build decides
+    return replace(source, message=message, config=from_message(message, is_complete=False))
+
+
+class _Tensor(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class _Onnx:
+    """What is said of the engine that will be built from an ONNX file."""
+    inputs: Sequence[_Tensor]
+    outputs: Sequence[_Tensor]
+    max_batch: int
+    metadata: Mapping[str, Any]
+    dependence: str = field(default="", init=False)         # nobody knows it before the build
+
+
+def _of_onnx(source: Source) -> _Onnx | None:
+    """None: the file, or what is to be made of it, leaves too much open."""
+    from engines.frontend.onnx_file import outline_of
+    config, asked = source.config, source.message.max_batch_size
+    if config.sequences or config.ragged or config.build.uint8_input == "true":
+        return None
+    outline = outline_of(source.file)
+    optional = {spec.name for spec in config.inputs if spec.is_optional}
+    inputs = [*outline.inputs, *(each for each in outline.valued if each.name in optional)]
+    if not all(each.dtype in FROM_ENGINE and each.extents is not None for each in (*inputs, *outline.outputs)):
+        return None
+    tensors = [_Tensor(each.name, each.dtype, _leading(each.extents or ())) for each in inputs]
+    first = BATCH if any(BATCH in tensor.shape for tensor in tensors) else _OPEN
+    made = [_Tensor(each.name, each.dtype, tuple(_OPEN if axis else first for axis, _ in enumerate(each.extents or ())))
+            for each in outline.outputs]        # their extents follow from the nodes, whatever is declared
+    return _Onnx(tensors, made, (asked or 1) if first == BATCH else 0,
+                 {"defaults": {each.name: None for each in outline.valued}})
+
+
+def _leading(extents: Sequence[int | str | None]) -> tuple[int | str, ...]:
+    """The shape of an input, the batch in front if the file leaves that open."""
+    return tuple(extent if isinstance(extent, int) else _OPEN if axis else BATCH for axis, extent in enumerate(extents))
