@@ -11,6 +11,7 @@ from infer_server.backend import BATCH, Described
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.groups import placed
+from infer_server.config.ragged import model_dims
 from infer_server.protocol.codec import FROM_ENGINE
 from infer_server.repository.folders import Source
 
@@ -27,8 +28,8 @@ def completed(source: Source, describe_plan: Callable[[Path], Described]) -> Sou
     if described is None:
         return None
     message = complete(placed(source.message, ()), source.name, described, source.file.name)
-    if source.is_onnx and not source.message.HasField("max_batch_size"):
-        message.ClearField("max_batch_size")        # the build decides
+    if isinstance(described, _Onnx) and not (described.knows_ranks and source.message.HasField("max_batch_size")):
+        message.ClearField("max_batch_size")        # nobody is to take the dims for sure
     return replace(source, message=message, config=from_message(message, is_complete=False))
 
 
@@ -45,6 +46,7 @@ class _Onnx:
     outputs: Sequence[_Tensor]
     max_batch: int
     metadata: Mapping[str, Any]
+    knows_ranks: bool                                       # of all outputs; others' are as the configuration says
     dependence: str = field(default="", init=False)         # nobody knows it before the build
 
 
@@ -57,14 +59,24 @@ def _of_onnx(source: Source) -> _Onnx | None:
     outline = outline_of(source.file)
     optional = {spec.name for spec in config.inputs if spec.is_optional}
     inputs = [*outline.inputs, *(each for each in outline.valued if each.name in optional)]
-    if not all(each.dtype in FROM_ENGINE and each.extents is not None for each in (*inputs, *outline.outputs)):
+    if not all(each.dtype in FROM_ENGINE for each in (*inputs, *outline.outputs)) or any(
+            each.extents is None for each in inputs):
         return None
     tensors = [_Tensor(each.name, each.dtype, _leading(each.extents or ())) for each in inputs]
     first = BATCH if any(BATCH in tensor.shape for tensor in tensors) else _OPEN
-    made = [_Tensor(each.name, each.dtype, tuple(_OPEN if axis else first for axis, _ in enumerate(each.extents or ())))
-            for each in outline.outputs]        # their extents follow from the nodes, whatever is declared
-    return _Onnx(tensors, made, (asked or 1) if first == BATCH else 0,
-                 {"defaults": {each.name: None for each in outline.valued}})
+    ranks = {spec.name: len(model_dims(spec)) + (asked > 0) for spec in source.message.output}
+    without = [each.name for each in outline.outputs if each.extents is None]
+    if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(without):
+        return None                             # its dims may have the batch or not
+
+    def shape(output: str, extents: Sequence[Any] | None) -> tuple[str, ...]:
+        """Extents of outputs follow from the nodes, whatever is declared."""
+        rank = ranks.get(output, 1) if extents is None else len(extents)
+        return (first, *[_OPEN] * (rank - 1)) if rank else ()
+
+    return _Onnx(tensors, [_Tensor(each.name, each.dtype, shape(each.name, each.extents)) for each in outline.outputs],
+                 (asked or 1) if first == BATCH else 0, {"defaults": {each.name: None for each in outline.valued}},
+                 not without)
 
 
 def _leading(extents: Sequence[int | str | None]) -> tuple[int | str, ...]:

@@ -65,12 +65,15 @@ def test_a_configuration_is_compared_with_what_an_onnx_file_declares(tmp_path: P
 def test_the_words_are_those_of_loading(tmp_path: Path) -> None:
     for name in ("name", "datatype", "rank", "batch", "whole_unsaid"):
         write(tmp_path, name, CONFIGURATIONS[name][0], model(1))
+    made = model("N", 1)
     for name, dims in (("items", "4"), ("other_items", "5")):
-        write(tmp_path, name, "max_batch_size: 4 " + X % dims, model("N", 1))
+        write(tmp_path, name, "max_batch_size: 4 " + X % dims, made)
+        made.graph.output[0].type.tensor_type.ClearField("shape")       # many files have none
     errors = {remark.model: remark.text for remark in check([LocalFolder(tmp_path)], "cpu") if remark.is_error}
     with serving(tmp_path, load_plan) as server:
         failures = server.server.failures()
-    assert {f"{name} version 1": text for name, text in errors.items()} == failures != {}
+    assert {f"{name} version 1": text for name, text in errors.items()} == failures
+    assert errors.keys() == {"name", "datatype", "rank", "batch", "other_items"}
 
 
 @pytest.mark.parametrize("made", [model(1), OPEN, chosen_rows()], ids=["closed", "with open extents", "a program"])
@@ -90,8 +93,12 @@ def test_an_ensemble_is_compared_with_the_files_of_its_models(tmp_path: Path) ->
     write(tmp_path, "m", "max_batch_size: 2 " + X % "4", model("N", 1))
     ensemble("right", "y")
     ensemble("wrong", "logits")
+    (tmp_path / "other_types").mkdir()
+    (tmp_path / "other_types" / "config.pbtxt").write_text((tmp_path / "right" / "config.pbtxt").read_text().replace(
+        'output { name: "y" data_type: TYPE_FP32', 'output { name: "y" data_type: TYPE_FP16'))
     said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
     assert said["right"].text == "ok"
+    assert said["other_types"].is_error and "'y' is FP32 [-1, -1] for model 'm'" in said["other_types"].text
     assert said["wrong"].is_error and "model 'm' has no 'logits', but y" in said["wrong"].text
 
 
