@@ -3,7 +3,7 @@ an ONNX file much of that."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +46,8 @@ class _Onnx:
     outputs: Sequence[_Tensor]
     max_batch: int
     metadata: Mapping[str, Any]
-    knows_ranks: bool                                       # of all outputs; others' are as the configuration says
-    dependence: str = field(default="", init=False)         # nobody knows it before the build
+    knows_ranks: bool           # of all outputs; others' are as the configuration says
+    dependence: str = ""        # nobody knows it before the build
 
 
 def _of_onnx(source: Source) -> _Onnx | None:
