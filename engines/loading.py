@@ -59,7 +59,7 @@ def gpus_of(path: str | os.PathLike[str]) -> Sequence[tuple[GpuInfo, str]]:
 
 @dataclass(frozen=True)
 class Description:
-    """What an engine of a plan says of it; see Engine."""
+    """What an engine says of the model in its plan: tensors, items of a batch, ...; see Engine."""
     inputs: tuple[IoTensor, ...]
     outputs: tuple[IoTensor, ...]
     max_batch: int
@@ -68,7 +68,8 @@ class Description:
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """Of a plan file, without its code and its weights. Raises PlanCorruptError, PlanVersionError, OSError."""
+    """What the engine of a plan file will say of itself, read without the plan's code and weights. Raises
+    PlanCorruptError, PlanVersionError, OSError."""
     plan = read_outline(path)
     tensors = plan.open or plan
     return Description(tensors.inputs, tensors.outputs, plan.max_batch, plan.dependence, plan.metadata)

@@ -155,21 +155,21 @@ def declared_inputs(path: Path) -> dict[str, Declared]:
 
 
 class DeclaredTensor(NamedTuple):
-    """An input or output of any type as the file declares it."""
+    """An input or output of any type as the ONNX file declares it."""
     name: str
-    dtype: str                                  # as of the array that it is; "": it is no tensor, or of no known type
+    dtype: str                                  # NumPy's name, "object" of strings; "": no tensor, or unknown
     extents: tuple[Dim | None, ...] | None      # as of Declared
 
 
 class Outline(NamedTuple):
-    """What a file says of its model beside nodes and weights."""
-    inputs: tuple[DeclaredTensor, ...]
-    valued: tuple[DeclaredTensor, ...]          # inputs with a value in the file, which they have unless they are given
+    """The inputs and outputs that an ONNX file declares."""
+    inputs: tuple[DeclaredTensor, ...]          # that have no initialiser
+    defaulted: tuple[DeclaredTensor, ...]       # that have one: their value unless another is given
     outputs: tuple[DeclaredTensor, ...]
 
 
 def outline_of(path: Path) -> Outline:
-    """The outline of an ONNX file. Weights in files beside it are not read. Raises ModelError."""
+    """What an ONNX file declares. Weights in files beside it are not read. Raises ModelError."""
     graph = _parsed(path).graph
     weights = _names_of_weights(graph)
     inputs = [_declared(value) for value in graph.input]

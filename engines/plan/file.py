@@ -45,7 +45,7 @@ from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
 from engines.plan.plan import MachinePart, OpenPart, Plan, ProgramPart, SegmentPart
 from engines.plan.records import FieldError, from_plain, read_record, to_plain
-from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, summed
+from engines.plan.sections import REBUILD, WEIGHTS, Section, Sections, deflate, read_document, reading_manifest, summed
 from engines.plan.verification import verify
 
 MAGIC = b"\x93INFPLAN"      # the first byte is not ASCII: no text file begins like this
@@ -236,10 +236,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         end, manifest = _read_manifest(name, file.fileno())
         sections = Sections(name, file.fileno(), manifest.sections, end)
     # From here on the checksums hold, so this is what a faulty or a private version of the compiler wrote.
-    try:
+    with reading_manifest(name):
         plan = _plan(manifest, sections)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise PlanCorruptError(f"{name}: the manifest is not a plan's ({error}); {REBUILD}") from error
     try:
         for one in plan.within():
             verify(one)
@@ -252,9 +250,11 @@ def read_outline(path: str | os.PathLike[str]) -> Plan:
     """What a file says of its plan beside what is in the sections. Raises as read_plan."""
     with open(path, "rb", buffering=0) as file:
         _, manifest = _read_manifest(str(path), file.fileno())
-    fields = {name: value for name, value in manifest.plan.items() if name != "machine"}
-    return Plan(**from_plain(Plan, fields), machine=MachinePart(**from_plain(MachinePart, manifest.plan["machine"])),
-                open=OpenPart(**from_plain(OpenPart, manifest.open.part)) if manifest.open else None)
+    with reading_manifest(str(path)):
+        fields = {name: value for name, value in manifest.plan.items() if name != "machine"}
+        machine = MachinePart(**from_plain(MachinePart, manifest.plan["machine"]))
+        opened = OpenPart(**from_plain(OpenPart, manifest.open.part)) if manifest.open else None
+        return Plan(**from_plain(Plan, fields), machine=machine, open=opened)
 
 
 def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:

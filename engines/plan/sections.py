@@ -9,7 +9,8 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +146,12 @@ def read_document(data: Bytes, what: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise PlanCorruptError(f"{what} is no JSON object; {REBUILD}")
     return document
+
+
+@contextmanager
+def reading_manifest(path: str) -> Iterator[None]:
+    """Raises PlanCorruptError in the place of what a manifest that is no plan's makes its reader raise."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PlanCorruptError(f"{path}: the manifest is not a plan's ({error}); {REBUILD}") from error

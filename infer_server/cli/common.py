@@ -45,6 +45,7 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
+    """Gives a command the option --version, which prints the version of infer-server and ends it."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
 
 

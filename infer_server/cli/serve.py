@@ -67,6 +67,7 @@ def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
     """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
     try:
         places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
+        # Of another backend's plans nothing is known but by its loader.
         describe = describe_plan if load_engine is load_plan else partial(load_engine, threads=1)
         remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe))
     except RepositoryError as error:

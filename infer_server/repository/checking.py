@@ -104,7 +104,7 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
                 if whole := completed(source, describe):
                     served[name][number] = _Version(whole, True)
             except (ModelConfigError, EngineError) as error:
-                yield Remark(name, str(error), True)
+                yield Remark(name, f"version {source.version}: {error}" if len(sources) > 1 else str(error), True)
     yield from _missing_files(sources[0], repository / name)
 
 

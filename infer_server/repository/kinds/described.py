@@ -41,7 +41,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Onnx:
-    """What is said of the engine that will be built from an ONNX file."""
+    """What an ONNX file says of the engine that will be built from it."""
     inputs: Sequence[_Tensor]
     outputs: Sequence[_Tensor]
     max_batch: int
@@ -51,22 +51,22 @@ class _Onnx:
 
 
 def _of_onnx(source: Source) -> _Onnx | None:
-    """None: the file, or what is to be made of it, leaves too much open."""
+    """What is known of the engine before its build; None: the file, or the build's options, leave too much open."""
     from engines.frontend.onnx_file import outline_of
     config, asked = source.config, source.message.max_batch_size
     if config.sequences or config.ragged or config.build.uint8_input == "true":
         return None
     outline = outline_of(source.file)
     optional = {spec.name for spec in config.inputs if spec.is_optional}
-    inputs = [*outline.inputs, *(each for each in outline.valued if each.name in optional)]
+    inputs = [*outline.inputs, *(each for each in outline.defaulted if each.name in optional)]
     if not all(each.dtype in FROM_ENGINE for each in (*inputs, *outline.outputs)) or any(
             each.extents is None for each in inputs):
         return None
     tensors = [_Tensor(each.name, each.dtype, _leading(each.extents or ())) for each in inputs]
     first = BATCH if any(BATCH in tensor.shape for tensor in tensors) else _OPEN
     ranks = {spec.name: len(model_dims(spec)) + (asked > 0) for spec in source.message.output}
-    without = [each.name for each in outline.outputs if each.extents is None]
-    if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(without):
+    unranked = [each.name for each in outline.outputs if each.extents is None]
+    if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(unranked):
         return None                             # its dims may have the batch or not
 
     def shape(output: str, extents: Sequence[Any] | None) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ def _of_onnx(source: Source) -> _Onnx | None:
         return (first, *[_OPEN] * (rank - 1)) if rank else ()
 
     return _Onnx(tensors, [_Tensor(each.name, each.dtype, shape(each.name, each.extents)) for each in outline.outputs],
-                 (asked or 1) if first == BATCH else 0, {"defaults": {each.name: None for each in outline.valued}},
-                 not without)
+                 (asked or 1) if first == BATCH else 0, {"defaults": {each.name: None for each in outline.defaulted}},
+                 not unranked)
 
 
 def _leading(extents: Sequence[int | str | None]) -> tuple[int | str, ...]:

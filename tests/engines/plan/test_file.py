@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.ir.graph import QParams
 from engines.loading import load_engine
 from engines.plan.checksums import PAGE, page_sums
-from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_plan, write_plan
+from engines.plan.file import MAGIC, VERSION, fingerprint_of, read_outline, read_plan, write_plan
 from engines.plan.plan import Buffer, Fallback, Fill, Operand, Plan, Step
 from engines.plan.sections import INFLATED
 from tests.engines.tiny import halo_plan, with_weights
@@ -128,13 +129,14 @@ def test_a_foreign_file_is_no_plan(tmp_path: Path, content: bytes) -> None:
         load_engine(path)
 
 
-def test_a_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [read_plan, read_outline])
+def test_a_manifest_of_something_else_is_refused(tmp_path: Path, read: Callable[[Path], Plan]) -> None:
     plan = halo_plan()
     for faulty in (plan.with_machine(fills=({"value": 0, "colour": "red"},)),     # type: ignore[arg-type]
                    plan.with_machine(buffers=(1, 2))):                                  # type: ignore[arg-type]
         write_plan(faulty, tmp_path / "m.plan")
         with pytest.raises(PlanCorruptError, match="manifest is not a plan's"):
-            read_plan(tmp_path / "m.plan")
+            read(tmp_path / "m.plan")
 
 
 @pytest.mark.parametrize("change", [{"max_batch": 2}, {"metadata": {"threads": 3}},

@@ -114,6 +114,14 @@ def test_what_is_not_known_before_a_model_is_loaded_is_no_error(tmp_path: Path) 
     assert not [remark for remark in check([LocalFolder(tmp_path)], "cpu") if remark.is_error]
 
 
+def test_what_is_said_of_one_of_several_versions_names_it(tmp_path: Path) -> None:
+    write(tmp_path, "m", "version_policy { all { } } max_batch_size: 4 " + X % "4", model("N", 1))
+    (tmp_path / "m" / "2").mkdir()
+    onnx.save(model(1), tmp_path / "m" / "2" / "model.onnx")
+    (said,) = check([LocalFolder(tmp_path)], "cpu")
+    assert said.is_error and said.text.startswith("version 2: max_batch_size: input 't'")
+
+
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     for file in ("model.onnx", "model.plan"):
         (tmp_path / file / "1").mkdir(parents=True)
