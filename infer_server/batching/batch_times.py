@@ -20,6 +20,12 @@ _HELD_NS = 500_000                      # of all that a batch takes: for so long
 _MOST = 4                               # limits that one time counts, for a busy machine makes any of them long
 _WEIGHT = 1 / 8                         # of a new time
 _MOST_SIZES = 1024                      # of batches that are told apart
+_SAMPLES = 6                            # times per item kept for each size class of PayingBatch
+_EVIDENCE = 2                           # samples that a size class needs before it counts
+_TOLERANCE = 1.05                       # times the least time per item: a smaller batch within it is preferred
+_BATCH_OVERHEAD_NS = 100_000            # per batch, outside of what is measured: waking a thread and the event loop
+_CHEAP_TRIAL_NS = 50_000_000            # an untested batch may take so long; a longer one is tested class by class
+_TRIAL_SHARE = 1 / 500                  # of an instance's time that may be spent on trials
 
 
 def counted_as(items: int, sizes: Collection[int]) -> int:
@@ -104,6 +110,90 @@ class BatchTimes:
             larger = own
             self._estimates.append(own)
         self._estimates.reverse()
+
+
+class PayingBatch:
+    """The largest batch worth taking: the smallest size whose time per item is within 5 % of the best one measured.
+
+    Sizes are grouped into classes (1, 2, 3-4, 5-8, ..., max_batch), and the last few times per item of each class are
+    kept. Where a larger batch saves no time, the requests beyond the limit go to instances that are idle now or a
+    moment later.
+
+    As long as the largest class measured pays, batches may be larger: up to max_batch, as in Triton, or to the next
+    class where a batch of max_batch would take long. Only one batch of an untested class is executed at a time.
+
+    Load changes what a batch costs, and a class beyond the limit is no longer measured. Therefore a neighbouring class
+    is tried now and then, for at most a 500th of the instances' time.
+    """
+
+    def __init__(self, max_batch: int, instances: int = 1) -> None:
+        self.limit = max_batch                              # items
+        self._tops = [*(1 << i for i in range((max_batch - 1).bit_length())), max_batch]    # largest size of each class
+        self._instances = instances
+        self._times = [deque[float](maxlen=_SAMPLES) for _ in self._tops]       # ns per item, the newest last
+        self._known: dict[int, float] = {}                  # class -> median ns per item, of those with enough samples
+        self._measured_ns = [0] * len(self._tops)           # when the newest sample of each was added
+        self._per_item = 0.0                                # ns, of the least class that pays; 0: not known
+        self._tested = len(self._tops) - 1                  # larger classes may pay, but have not been measured
+        self._testing_until_ns = 0                          # a batch of such a class is in execution
+        self._trial = max_batch                             # the size to be tried next
+        self._trial_ns = 0                                  # not before then
+
+    def add(self, items: int, ns: int, now_ns: int) -> None:
+        """Record that a batch of `items` took `ns`."""
+        index = self._class_of(items)
+        times = self._times[index]
+        times.append((ns + _BATCH_OVERHEAD_NS) / items)
+        self._measured_ns[index] = now_ns
+        if index > self._tested:
+            self._testing_until_ns = 0
+        if len(times) < _EVIDENCE:
+            return
+        known, is_first = self._known, not self._known
+        known[index] = sorted(times)[(len(times) - 1) // 2]
+        best = min(known.values()) * _TOLERANCE
+        smallest, largest, last = min(i for i in known if known[i] <= best), max(known), len(self._tops) - 1
+        self._per_item = known[smallest]
+        if smallest < largest:
+            self._tested, self.limit = last, self._tops[smallest]
+        else:
+            self._tested, self.limit = largest, self._tops[last if self._is_cheap(last) else min(largest + 1, last)]
+        if is_first:
+            self._trial_ns = now_ns + self._pause_ns(items)
+        self._trial = self._next_trial()
+
+    def most(self, now_ns: int) -> int:
+        """Return the number of items that a batch may have now: the limit, or the size that is due for a trial."""
+        if now_ns < self._testing_until_ns:
+            return self._tops[self._tested]
+        return self._trial if self._per_item and now_ns >= self._trial_ns else self.limit
+
+    def taken(self, items: int, now_ns: int) -> None:
+        """Note that a batch of `items` is executed, which may be a test or a trial of its class."""
+        index = self._class_of(items)
+        if index > self._tested:
+            self._testing_until_ns = now_ns + int(2 * items * self._per_item)
+        elif now_ns >= self._trial_ns and self._tops[index] == self._trial != self.limit:
+            self._trial_ns = now_ns + self._pause_ns(items)
+
+    def _pause_ns(self, items: int) -> int:
+        """Return the time from a trial of `items` to the next one."""
+        return int(items * self._per_item / _TRIAL_SHARE / self._instances)
+
+    def _next_trial(self) -> int:
+        """Return the size that was not measured for the longest time: the class below the limit, the one above, or a
+        larger one if a batch of it is short. It is the limit itself while larger classes are untested."""
+        at, last = self._tops.index(self.limit), len(self._tops) - 1
+        if self._tested < last:
+            return self.limit
+        near = [i for i in range(last + 1) if abs(i - at) == 1 or (i > at and self._is_cheap(i))]
+        return self._tops[min(near, key=lambda i: self._measured_ns[i])] if near else self.limit
+
+    def _is_cheap(self, index: int) -> bool:
+        return self._tops[index] * self._per_item <= _CHEAP_TRIAL_NS
+
+    def _class_of(self, items: int) -> int:
+        return min(bisect_left(self._tops, items), len(self._tops) - 1)
 
 
 class ShortBatches:

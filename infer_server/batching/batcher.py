@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 from typing import Protocol
 
-from infer_server.batching.batch_times import BatchTimes
+from infer_server.batching.batch_times import BatchTimes, PayingBatch
 from infer_server.batching.expiry import Expiries
 from infer_server.batching.policy import (
     BatchChoice,
@@ -24,7 +24,6 @@ from infer_server.batching.policy import (
     choose,
     decide,
     is_hopeless,
-    share,
 )
 from infer_server.batching.request import Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, RequestExpiredError, ServeError, UnavailableError
@@ -72,6 +71,7 @@ class Batcher:
         self._instances = instances
         self._clock_ns = clock_ns
         self._times = BatchTimes()
+        self._paying = PayingBatch(batching.max_batch_size, instances)
         self._timeouts = Expiries()                 # of those that have one, and are not delayed
         self._deadlines = Expiries()                # of all that have one
         self._idle = 0                              # instances that wait for requests
@@ -156,7 +156,7 @@ class Batcher:
                 if choice.batch and gate and not self._admit(gate):
                     continue
                 if choice.batch:
-                    self._remove(choice.batch)
+                    self._begin(choice.batch)
                     if self:
                         self._notify()              # what is left may keep another instance busy
                     return choice.batch
@@ -171,7 +171,7 @@ class Batcher:
             if not batch or not is_short(sum([request.items for request in batch])) or any(
                     [request.lengthy for request in batch]):
                 return []
-            self._remove(batch)
+            self._begin(batch)
             return batch
 
     def _lone(self) -> list[Request]:
@@ -191,7 +191,9 @@ class Batcher:
     def measured(self, items: int, ns: int) -> None:
         """A batch of `items` took `ns` from take() until its answers were handed on."""
         with self._lock:
-            self._times.add(items, ns, self._clock_ns())
+            now_ns = self._clock_ns()
+            self._times.add(items, ns, now_ns)
+            self._paying.add(items, ns, now_ns)
 
     def expire(self) -> None:
         """Refuses the requests that have waited too long, or delays them, as the queue policy says."""
@@ -244,15 +246,20 @@ class Batcher:
     def _choose(self, now_ns: int, idle: int) -> BatchChoice[Request] | Wait:
         choice: BatchChoice[Request] | Wait
         waiting = self._waiting()
+        most = self._paying.most(now_ns)
         if self._deadlines.at:
-            choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle), self._times)
+            choice = choose(waiting, now_ns, self._batching, Instances(self._instances, idle, most), self._times)
         else:
-            decision = decide(waiting, now_ns, self._batching)
-            choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(
-                waiting, share(decision.count, idle, self._batching))))
+            decision = decide(waiting, now_ns, self._batching, idle, most)
+            choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(waiting, decision.count)))
         if isinstance(choice, Wait) and self._closed:
             return BatchChoice(list(waiting))        # all of it is one batch that waited for a fuller one
         return choice
+
+    def _begin(self, batch: Collection[Request]) -> None:
+        """Remove a batch that an instance executes now."""
+        self._paying.taken(sum([request.items for request in batch]), self._clock_ns())
+        self._remove(batch)
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -30,6 +30,7 @@ class Queued(Protocol):
 Q = TypeVar("Q", bound=Queued)
 
 _NEVER_NS = 1 << 63
+_ANY = 1 << 63              # items of a batch: no limit
 _BETTER = 1.1               # how much better a smaller batch must be: the times are measured, and noisy
 
 
@@ -44,6 +45,11 @@ class BatchPolicy:
     @property
     def largest_preferred(self) -> int:
         return max(self.preferred_batch_sizes, default=self.max_batch_size)
+
+    @property
+    def takes_what_waits(self) -> bool:
+        """True if no preferred size and no delay decides how large a batch is."""
+        return not self.preferred_batch_sizes and not self.max_queue_delay_us
 
 
 @dataclass(frozen=True)
@@ -96,19 +102,28 @@ class Instances:
     """A model's instances: how many there are, and how many others wait for requests beside the one that decides."""
     total: int = 1
     idle: int = 0
+    most: int = _ANY            # items beyond which a batch saves no time per item
 
 
-def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | Wait:
-    """Whether an idle instance takes the front of `queue` (oldest first, not empty) now, and how much of it.
+def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int = 0, most: int = _ANY) -> Send | Wait:
+    """Decide whether an idle instance takes the front of a queue now, and how many requests of it.
 
-    The window for a fuller batch opens when the oldest request arrives; without max_queue_delay_us it is never open,
-    and a batch is whatever has gathered while the instance was busy.
+    The window for a fuller batch opens when the oldest request arrives. Without max_queue_delay_us there is no window:
+    a batch is what gathered while the instance was busy, shared with the other idle instances, up to `most` items.
+
+    Parameters
+    ----------
+    queue : requests that wait, the oldest first; not empty
+    idle : other instances that could execute requests now
+    most : items beyond which a batch saves no time per item (PayingBatch). It has no effect where the policy has
+        preferred sizes or a delay, which mean what they mean in Triton. A larger request is executed by itself.
     """
     if not policy.merges:
         return Send(1)
     largest = policy.largest_preferred
     items = count = 0
     preferred = 0                               # requests up to the largest preferred size that was met
+    paying = 0                                  # requests up to `most` items
     full = False
     oldest_ns = now_ns
     first_key: Hashable = None
@@ -128,25 +143,24 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy) -> Send | 
         count += 1
         if items in policy.preferred_batch_sizes:
             preferred = count
+        if items <= most:
+            paying = count
 
+    if policy.takes_what_waits:
+        return Send(max(1, min(share(count, idle), paying)))
     window_ends_ns = oldest_ns + policy.max_queue_delay_us * 1000
     if policy.max_queue_delay_us and now_ns >= window_ends_ns:
         return Send(count)
-    if preferred:
-        return Send(preferred)
-    if full or items >= largest or not policy.max_queue_delay_us:
-        return Send(count)
+    if preferred or full or items >= largest or not policy.max_queue_delay_us:
+        return Send(preferred or count)
     return Wait(window_ends_ns)
 
 
-def share(count: int, idle: int, policy: BatchPolicy) -> int:
-    """How many of `count` requests an instance takes if `idle` others could take some as well.
+def share(count: int, idle: int) -> int:
+    """Return how many of `count` requests an instance takes if `idle` others could take some as well.
 
-    Cores that would be idle make two small batches faster than one large. Not where the policy asks for certain sizes
-    or waits for fuller batches.
+    Cores that would be idle make two small batches faster than one large.
     """
-    if policy.preferred_batch_sizes or policy.max_queue_delay_us:
-        return count
     return -(-count // (1 + idle))
 
 
@@ -154,21 +168,23 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
            ) -> BatchChoice[Q] | Wait:
     """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
 
-    It executes the front of the queue, as decide() and share() have it, as long as all of that can be answered in time.
-    Otherwise the batch has the size that answers most items in time a second, and shed() says whose. Who shares no
-    batch is judged by its own size.
+    It executes the front of the queue, as decide() has it, as long as all of that can be answered in time. Otherwise
+    the batch has the size that answers most items in time a second, and shed() says whose. Who shares no batch is
+    judged by its own size.
     """
-    decision = decide(queue, now_ns, policy)
+    decision = decide(queue, now_ns, policy, instances.idle, instances.most)
     if isinstance(decision, Wait):
         latest_ns = _latest_start_ns(queue, now_ns, times)
         if now_ns < latest_ns:
             return Wait(min(decision.until_ns, latest_ns))
-    count = share(decision.count if isinstance(decision, Send) else len(queue), instances.idle, policy)
-    front = list(islice(queue, count))
+    front = list(islice(queue, decision.count)) if isinstance(decision, Send) else list(queue)
     if now_ns <= _latest_start_ns(front, now_ns, times):
         return BatchChoice(front)
     if policy.merges and front[0].items <= policy.max_batch_size:
-        takes = {size: times.estimate(size, now_ns) for size in _halves(policy.max_batch_size)}
+        largest = policy.max_batch_size
+        if policy.takes_what_waits:
+            largest = min(largest, max(instances.most, front[0].items))
+        takes = {size: times.estimate(size, now_ns) for size in _halves(largest)}
         for takes_ns in ({size: each.safe for size, each in takes.items()},
                          {size: each.likely for size, each in takes.items()}):  # who may just make it, after all
             size = _best_size(queue, now_ns, takes_ns)
