@@ -65,7 +65,7 @@ def closed(graph: Graph, floats: Collection[str]) -> frozenset[str]:
 
 
 # ---- results
-def leads_to_contraction(graph: Graph) -> set[str]:
+def _leads_to_contraction(graph: Graph) -> set[str]:
     """Return the tensors from which a convolution or a matrix product can be reached."""
     leading: set[str] = set()
     for node in reversed(graph.nodes):
@@ -74,9 +74,19 @@ def leads_to_contraction(graph: Graph) -> set[str]:
     return leading
 
 
+def leads_to_output(graph: Graph) -> set[str]:
+    """Return the tensors that graph outputs are made of by moves and pointwise operations alone."""
+    leading = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        moves = is_pointwise(node.anchor) or op_of(node.anchor.op).moves or stored_by(graph, node) is Stored.ALIKE
+        if moves and not leading.isdisjoint(node.outputs):
+            leading.update(node.inputs)
+    return leading
+
+
 def _results(graph: Graph) -> set[str]:
     """Return the edges behind the last contractions; what is only moved from a tensor before them stays as it is."""
-    leading, results = leads_to_contraction(graph), set[str]()
+    leading, results = _leads_to_contraction(graph), set[str]()
     edges = float_edges(graph)
     for node in graph.nodes:
         names = edges.intersection(node.outputs) - leading

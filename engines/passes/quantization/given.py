@@ -30,10 +30,7 @@ def is_quantised(graph: Graph) -> bool:
 
 
 def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
-    """An optimised graph with its edges and its contractions quantised as its FakeQuantizes say.
-
-    Raises ConfigError for a name in keep_float that no node stands for.
-    """
+    """Return an optimised graph with its edges and its contractions quantised as its FakeQuantizes say."""
     keep_float = kept_nodes(graph, keep_float)
     known = {node.outputs[0]: _params(last) for node in graph.nodes
              if (last := (node.body or (node,))[-1]).op == FAKE and _fits_uint8(last)}

@@ -5,8 +5,9 @@ A Concat, a Split or another node that only moves elements reads and writes one 
 for scores, so where ranges are unlike the tie between two tensors is cut:
 
     a source of a Concat        is converted on its way into the Concat, and keeps its own scale for its other readers
-    a part of a Split           the tensor that is split stays float32, and each part is converted by its own range
-    a Concat of results         stays float32: see floats.py
+    a part of a Split           is made by a layer of its own if one layer makes all parts; else the tensor that is
+                                split stays float32, and each part is converted by its own range
+    a Concat of results         stays float32, if graph outputs are made of it by moves and pointwise operations
 
 Ranges are unlike if a tensor that is computed with would have a scale more than UNLIKE times its own. A cut costs a
 pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst.
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engines.ir.graph import Graph, Node
 from engines.ops import Stored
-from engines.passes.quantization.floats import SELECTIONS, closed, leads_to_contraction
+from engines.passes.fusion.parting import can_part, with_layers_parted
+from engines.passes.quantization.floats import SELECTIONS, closed, leads_to_output
 from engines.passes.quantization.storage import classes, float_edges, stored_by
 from engines.passes.rewriting.editor import GraphEditor, renamed
 
@@ -47,9 +49,13 @@ def with_conversions_at_joins(graph: Graph, spans: Spans, floats: Collection[str
         Tensors that stay float32.
     """
     floats = closed(graph, floats)
-    cuts, coarse = _unlike(graph, spans, floats)
-    floats = closed(graph, floats | coarse)
-    return _converted(graph, floats, cuts)
+    unlike = _unlike(graph, spans, floats)
+    return _converted(graph, closed(graph, floats | unlike.coarse), unlike.cuts)
+
+
+def with_parts_apart(graph: Graph, spans: Spans, floats: Collection[str]) -> Graph:
+    """Return the graph in which parts of unlike ranges that one wide layer makes are made by a layer each."""
+    return with_layers_parted(graph, frozenset(_unlike(graph, spans, closed(graph, floats)).parts))
 
 
 # ---- which ranges are unlike
@@ -111,26 +117,36 @@ def _width(spans: Spans, name: str) -> float:
     return max(high, 0.0) - min(low, 0.0) or math.inf
 
 
-def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> tuple[set[tuple[str, str]], set[str]]:
-    """Return the ties to cut, (output of a Concat, source), and the tensors that stay float32 for what they hold."""
+@dataclass
+class _Unlike:
+    """cuts: ties to cut, (output of a Concat, source). coarse: tensors that stay float32, since one scale is too coarse
+    for what they hold. parts: results of a Split of a layer that is better several."""
+    cuts: set[tuple[str, str]] = field(default_factory=set)
+    coarse: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
+
+
+def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
+    """Return what tensors of unlike ranges ask for."""
     names = {name for group in classes(graph, floats) for name in group}
-    groups, leading = _Groups(graph, spans, names), leads_to_contraction(graph)
+    groups, results = _Groups(graph, spans, names), leads_to_output(graph)
     movers = [node for node in graph.nodes if node.outputs[0] in names and stored_by(graph, node) is Stored.ALIKE]
     for node in movers:
         if node.op != "Concat" and node.op not in SELECTIONS:
             for source in names.intersection(node.inputs):
                 groups.tie(node.outputs[0], source, whatever=True)
-    cuts: set[tuple[str, str]] = set()
-    coarse: set[str] = set()
+    unlike = _Unlike()
     for node in movers:
         if node.op == "Concat":
-            unlike = _unlike_sources(groups, node, spans, node.outputs[0] not in leading)
-            if unlike and node.outputs[0] not in leading:
-                coarse.add(node.outputs[0])
-            cuts |= {(node.outputs[0], source) for source in unlike}
+            is_result = node.outputs[0] in results
+            sources = _unlike_sources(groups, node, spans, is_result)
+            unlike.coarse.update(node.outputs[:1] if sources and is_result else ())
+            unlike.cuts |= {(node.outputs[0], source) for source in sources}
         elif node.op in SELECTIONS and not all([groups.tie(node.inputs[0], name) for name in node.outputs]):
-            coarse |= _moved_from(graph, node.inputs[0])
-    return cuts, coarse
+            if can_part(graph, node):
+                unlike.parts.update(node.outputs)
+            unlike.coarse |= _moved_from(graph, node.inputs[0])
+    return unlike
 
 
 def _unlike_sources(groups: _Groups, concat: Node, spans: Spans, is_result: bool) -> list[str]:

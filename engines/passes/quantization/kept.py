@@ -6,36 +6,51 @@
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from engines.errors import ConfigError
 from engines.ir.graph import Graph
+from engines.passes.rewriting.facts import ATTENTION, is_weighted
 
 BEHIND = "..."
 
 
 def kept_nodes(graph: Graph, keep_float: Collection[str]) -> frozenset[str]:
-    """Return the names of the ONNX nodes that the entries of keep_float stand for.
+    """Return the names of the ONNX nodes of this graph that the entries of keep_float stand for."""
+    return frozenset(name for entry in keep_float for name in _named(graph, entry))
 
-    Raises ConfigError for an entry that fits no node which is left after optimisation.
+
+def check_kept(graph: Graph, keep_float: Collection[str], quantised: bool = False) -> None:
+    """Raise ConfigError for an entry of keep_float that would have no effect on an optimised graph.
+
+    quantised: the model has Q/DQ nodes of its own, which decide how tensors are stored.
     """
-    kept: set[str] = set()
     for entry in keep_float:
         if not (names := _named(graph, entry)):
-            raise ConfigError(_unknown(graph, entry))
-        kept |= names
-    return frozenset(kept)
+            raise ConfigError(_unknown(graph.name, entry, _names(graph)))
+        if quantised and not any(is_weighted(node) or node.op in (ATTENTION, "Recurrence")
+                                 for node in graph.nodes if not names.isdisjoint(node.origin)):
+            raise ConfigError(
+                f"keep_float: '{entry}' is no convolution, matrix product or recurrent layer. {graph.name} is "
+                "quantised already, and its own QuantizeLinear nodes say which other tensors are rounded: remove them "
+                "from the model")
 
 
-def applicable(keep_float: Iterable[str], names: Collection[str]) -> tuple[str, ...]:
-    """Return the entries that fit one of these names of ONNX nodes: for a part of a model."""
-    return tuple(entry for entry in keep_float if _fitting(entry.removesuffix(BEHIND), names) or entry in names)
+def check_names(model: str, names: Collection[str], keep_float: Collection[str]) -> None:
+    """Raise ConfigError for an entry of keep_float that fits none of these names of a model's ONNX nodes."""
+    for entry in keep_float:
+        if entry not in names and not _fitting(entry.removesuffix(BEHIND), names):
+            raise ConfigError(_unknown(model, entry, names))
+
+
+def _names(graph: Graph) -> set[str]:
+    return {name for node in graph.nodes for name in node.origin}
 
 
 def _named(graph: Graph, entry: str) -> set[str]:
-    names = {name for node in graph.nodes for name in node.origin}
+    names = _names(graph)
     if entry in names:
         return {entry}
     first = _fitting(entry.removesuffix(BEHIND), names)
@@ -43,6 +58,7 @@ def _named(graph: Graph, entry: str) -> set[str]:
 
 
 def _fitting(pattern: str, names: Collection[str]) -> set[str]:
+    """Return the name that is spelt so, or else the names that fit the pattern."""
     return {pattern} if pattern in names else {name for name in names if fnmatchcase(name, pattern)}
 
 
@@ -56,12 +72,12 @@ def _with_all_behind(graph: Graph, first: Collection[str]) -> set[str]:
     return names
 
 
-def _unknown(graph: Graph, entry: str) -> str:
+def _unknown(model: str, entry: str, names: Collection[str]) -> str:
     """Return the message for an entry that fits no node."""
-    pattern, names = entry.removesuffix(BEHIND), [name for node in graph.nodes for name in node.origin]
+    pattern = entry.removesuffix(BEHIND)
     if any(sign in pattern for sign in "*?["):
-        return f"keep_float: no node of {graph.name} has a name that fits '{pattern}'"
+        return f"keep_float: no node of {model} has a name that fits '{pattern}'"
     near = get_close_matches(pattern, names, n=1)
-    return (f"no node of {graph.name} is called '{pattern}'" + (f"; did you mean '{near[0]}'?" if near else "")
+    return (f"no node of {model} is called '{pattern}'" + (f"; did you mean '{near[0]}'?" if near else "")
             + " (keep_float takes names of ONNX nodes and patterns of them, '...' behind either for all that follows;"
               " a node that is computed at the build, or removed, leaves nothing to keep in float)")

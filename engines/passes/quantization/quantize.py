@@ -19,7 +19,7 @@ from engines.errors import ConfigError
 from engines.ir.dtypes import dtype_named, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
 from engines.passes.quantization.floats import closed, float_tensors, kept_tensors
-from engines.passes.quantization.joins import with_conversions_at_joins, without_idle
+from engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
 from engines.passes.quantization.kept import kept_nodes
 from engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
 from engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
@@ -45,7 +45,7 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     """An optimised graph with its edges stored as uint8 and its contractions in int8, as far as ranges are known.
 
     ranges: tensor -> (low, high) of its real values, from calibration. keep_float: names of ONNX nodes that stay float,
-    or patterns of them (kept.py). Raises ConfigError for an entry of keep_float that fits no node.
+    or patterns of them (kept.py); an entry that fits no node is passed over.
     """
     keep_float = kept_nodes(graph, keep_float)
     graph = _with_stored_types(graph, ranges, keep_float)
@@ -110,9 +110,20 @@ def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]
     return any(name in read or is_image(graph, name) for name in group)
 
 
+def parted(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
+    """Return the graph with a layer for each part of a wide one that is split into parts of unlike ranges."""
+    return with_parts_apart(graph, _spans(graph, ranges), float_tensors(graph) | kept_tensors(graph, kept))
+
+
+def _spans(graph: Graph, ranges: Ranges) -> dict[str, tuple[float, float]]:
+    """Return the ranges of the graph's tensors, of which some are known never to be negative."""
+    return {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
+
+
 def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
     """Return the graph with the stored type of every edge, and conversions between edges of unlike ranges."""
-    spans = {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
+    graph = parted(graph, ranges, kept)
+    spans = _spans(graph, ranges)
     joined = with_conversions_at_joins(graph, spans, float_tensors(graph) | kept_tensors(graph, kept))
     graph, anchors = joined.graph, contractions(joined.graph, kept)
     types: dict[str, TensorType] = {}
