@@ -24,9 +24,10 @@ from engines.compiler.specialise import compiled
 from engines.compiler.subject import Subject
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_file import Model, read_model
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Graph
 from engines.loading import engine_of
 from engines.passes.quantization.given import is_quantised
+from engines.passes.quantization.kept import check_kept
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
 from engines.plan.plan import DEFAULTS, Plan
@@ -159,6 +160,7 @@ class _Build:
         builder, calibration = self.builder, self.calibration
         for notice in (*dict.fromkeys(builder.notices), *filter(None, [builder.arithmetic_note])):
             self.say(notice)
+        self._check_kept(subject.graph)
         metadata: dict[str, Any] = {"notices": list(self.notices)}
         recipe = None
         if calibration and is_quantised(subject.graph):
@@ -167,6 +169,13 @@ class _Build:
             found = calibration.calibrate(subject, self.say, self.progress)
             recipe, metadata = found.recipe, {**metadata, **found.report}
         return compiled(subject, recipe, metadata)
+
+    def _check_kept(self, graph: Graph) -> None:
+        """Raise ConfigError if keep_float names nothing, or the build quantises nothing."""
+        config, quantised = self.builder.config, is_quantised(graph)
+        if config.keep_float and config.precision not in ("int8", "best") and not quantised:
+            raise ConfigError(f"keep_float is for int8 and best; this build is {config.precision}")
+        check_kept(graph, config.keep_float, quantised)
 
     def _watched(self) -> Watched | None:
         """How a program is calibrated, if it is to be."""

@@ -29,6 +29,7 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import take_pixels
 from engines.passes.quantization.given import is_quantised, quantize_as_given
+from engines.passes.quantization.kept import kept_nodes
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize, set_float_precision
 from engines.plan.extents import Bounds
 from engines.plan.plan import GeneralKernel, IoTensor, Plan
@@ -58,7 +59,8 @@ class BuildConfig:
     ragged: tuple[str, ...] = ()            # inputs that hold what several items have, one behind the other
     optional: tuple[str, ...] = ()          # inputs with a value in the model that a run may leave out
     pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
-    keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float
+    keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float: names, patterns ("head/*"),
+                                            # "..." behind either for all that follows
     timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
     timing_cache: str = ""                  # a file; "" keeps times for this build only
     threads: int = 1                        # that run-engine takes for the plan where it is not told
@@ -272,12 +274,14 @@ class Builder:
               bare: bool = False) -> Plan:
         """bare: without the graph, which is not written out then: see Plan.bare."""
         graph, machine = chosen.graph, session.assemble(chosen)
+        kept = sorted(kept_nodes(graph, self.config.keep_float))
         document, arrays = ({}, dict(graph.constants)) if bare and machine.code else graph_to_json(graph)
         plan = Plan(
             graph.name, self.config.precision, chosen.max_batch, io_tensors(graph, graph.inputs),
             io_tensors(graph, graph.outputs), machine, document, arrays, dependence=graph.dependence,
             metadata={"compiler": COMPILER_VERSION, "threads": self.config.threads,
-                      **({"opt_batch": self.config.opt_batch} if self.config.opt_batch else {}), **(metadata or {})})
+                      **({"opt_batch": self.config.opt_batch} if self.config.opt_batch else {}),
+                      **({"kept_float": kept} if kept else {}), **(metadata or {})})
         return plan.bare() if bare else plan
 
     def _batches(self, graph: Graph) -> tuple[int, int | None]:

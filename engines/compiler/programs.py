@@ -20,10 +20,12 @@ from engines.frontend.cutting.cut import Cut, cut, inputs_of
 from engines.frontend.cutting.facts import may_need_cuts
 from engines.frontend.cutting.unrolling import with_steps_unrolled
 from engines.frontend.extents import likely_extents
+from engines.frontend.names import nodes_in
 from engines.frontend.onnx_file import OnnxModel
 from engines.ir.dtypes import dtype_named, memory_dtype
 from engines.ir.graph import Array, TensorType
 from engines.loading import ON_TRIAL, engine_of, program_engine
+from engines.passes.quantization.kept import check_names
 from engines.plan.extents import extents_of
 from engines.plan.plan import IoTensor, MachinePart, OpenOptions, Plan, ProgramPart, SegmentPart
 from engines.runtime.program_engine import NO_TENSORS, ProgramEngine
@@ -64,6 +66,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     """The plan of a program; its segments are compiled for what they are fed when it runs on the data, or on likely
     numbers."""
     config = builder.config
+    check_names(source.name, {node.name for node in nodes_in(source.proto.graph.node)}, config.keep_float)
     plan = _declared(builder, source, found)
     part, inputs = plan.program, plan.inputs
     assert part is not None

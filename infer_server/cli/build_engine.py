@@ -245,7 +245,8 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uint8-input", action="store_true",
                         help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
-                        help="an ONNX node that --int8 leaves in float")
+                        help="an ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
+                             "leaves all that follows it")
 
 
 def _add_shapes(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.expected import expected, expected_us
 from engines.plan.extents import text
 from engines.plan.file import read_plan
-from engines.plan.plan import IoTensor, OpenPart, Plan, writes_border
+from engines.plan.plan import IoTensor, OpenPart, Plan, Step, writes_border
 from engines.plan.program import Region
 from infer_server.cli.common import guarded, positive, table
 from infer_server.cli.profile import as_json, header, profile, roofline
@@ -33,6 +33,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         **({"open": _open(plan, plan.open)} if plan.open else {}),
         **({"program": program(plan).splitlines()} if plan.program else {}),
         "kernels": [{"name": s.name, "fuses": list(s.fuses), "precision": s.precision, "tactic": s.tactic,
+                     **({"kept_float": True} if is_kept(plan, s) else {}),
                      "time_us": s.time_us, "macs": s.macs, "bytes": s.bytes,
                      **({"expected_us": modelled[n]} if modelled else {}),
                      **({"fallback": s.reason} if s.fallback else {})}
@@ -88,12 +89,18 @@ def program(plan: Plan) -> str:
     return "\n".join(lines(part.main, ""))
 
 
+def is_kept(plan: Plan, step: Step) -> bool:
+    """Return True if the step computes an ONNX node that --keep-float left in float."""
+    return not set(plan.metadata.get("kept_float", ())).isdisjoint(step.fuses)
+
+
 def layers(plan: Plan) -> str:
     """A line a kernel, as people read it; of a program a line an instruction."""
     if plan.program:
         return program(plan)
     modelled, steps = expected_us(plan), plan.machine.steps
-    rows = [(step.name, step.precision, step.tactic, us, step.macs / 1e6, " + ".join(step.fuses) or "-")
+    rows = [(step.name, step.precision + " (kept)" * is_kept(plan, step), step.tactic, us, step.macs / 1e6,
+             " + ".join(step.fuses) or "-")
             for step, us in zip(steps, modelled or [step.time_us for step in steps], strict=True)]
     return table(rows, ("kernel", "precision", "tactic", "us expected" if modelled else "us", "M MAC", "fuses"))
 

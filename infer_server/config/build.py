@@ -20,6 +20,7 @@ class BuildOptions:
     calibrator: str = ""
     calib_cache: str = ""
     preprocess: str = ""
+    keep_float: str = ""                    # ONNX nodes that int8 leaves in float: names or patterns, commas between
     image_input: str = ""                   # the name of an input that also takes JPEG and PNG files
     uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
     timing: str = ""                        # "false": tactics are chosen by their cost, and not timed

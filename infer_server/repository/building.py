@@ -122,6 +122,8 @@ def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: i
     if options.preprocess:                      # a preset's name, or a file
         file = source.path(options.preprocess, "preprocess")
         command += ["--preprocess", str(file) if file.exists() else options.preprocess]
+    for entry in filter(None, map(str.strip, options.keep_float.split(","))):
+        command += [f"--keep-float={entry}"]
     for option, shapes in (("--min-shapes", options.min_shapes), ("--opt-shapes", options.opt_shapes),
                            ("--max-shapes", options.max_shapes)):
         if shapes:

@@ -13,8 +13,9 @@ from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Graph, Node, QParams, TensorType
 from engines.ir.grid import grid_params
 from engines.ops import Stored, op_of
+from engines.passes.quantization.kept import kept_nodes
 from engines.passes.quantization.offsets import with_offsets_apart
-from engines.passes.quantization.quantize import check_names, contractions, in_int8, sums_fit
+from engines.passes.quantization.quantize import contractions, in_int8, sums_fit
 from engines.passes.quantization.storage import classes, stored_by
 from engines.passes.rewriting.editor import merged_origin
 from engines.passes.rewriting.facts import output_axis
@@ -29,11 +30,8 @@ def is_quantised(graph: Graph) -> bool:
 
 
 def quantize_as_given(graph: Graph, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
-    """An optimised graph with its edges and its contractions quantised as its FakeQuantizes say.
-
-    Raises ConfigError for a name in keep_float that no node stands for.
-    """
-    check_names(graph, keep_float)
+    """Return an optimised graph with its edges and its contractions quantised as its FakeQuantizes say."""
+    keep_float = kept_nodes(graph, keep_float)
     known = {node.outputs[0]: _params(last) for node in graph.nodes
              if (last := (node.body or (node,))[-1]).op == FAKE and _fits_uint8(last)}
     graph = _stored_so(graph, known)

@@ -18,6 +18,9 @@ import numpy as np
 from engines.errors import ConfigError
 from engines.ir.dtypes import dtype_named, is_float
 from engines.ir.graph import Array, Graph, Node, QParams, TensorType
+from engines.passes.quantization.floats import closed, float_tensors, kept_tensors
+from engines.passes.quantization.joins import with_conversions_at_joins, with_parts_apart, without_idle
+from engines.passes.quantization.kept import kept_nodes
 from engines.passes.quantization.storage import classes, computes_by, is_image, with_conversions
 from engines.passes.quantization.weights import with_int8_weights, with_weights_as_bytes
 from engines.passes.rewriting.facts import ATTENTION, is_product, is_weighted, output_axis
@@ -32,7 +35,8 @@ FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
     """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
     anchors = contractions(graph, ())
-    names = [name for group in classes(graph) if _is_worth_it(graph, group, anchors) for name in group]
+    names = [name for group in classes(graph, closed(graph, float_tensors(graph)))
+             if _is_worth_it(graph, group, anchors) for name in group]
     inputs = [node.anchor.inputs[0] for node in anchors]
     return tuple(dict.fromkeys((*names, *inputs)))
 
@@ -40,13 +44,12 @@ def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
 def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log: list[Note] | None = None) -> Graph:
     """An optimised graph with its edges stored as uint8 and its contractions in int8, as far as ranges are known.
 
-    ranges: tensor -> (low, high) of its real values, from calibration. keep_float: ONNX nodes that stay float.
-    Raises ConfigError for a name in keep_float that no node stands for.
+    ranges: tensor -> (low, high) of its real values, from calibration. keep_float: names of ONNX nodes that stay float,
+    or patterns of them (kept.py); an entry that fits no node is passed over.
     """
-    check_names(graph, keep_float)
+    keep_float = kept_nodes(graph, keep_float)
+    graph = _with_stored_types(graph, ranges, keep_float)
     anchors = contractions(graph, keep_float)
-    stored = _stored_types(graph, ranges, anchors)
-    graph = graph.rebuild(graph.nodes, types=stored)
     refused = {node.outputs: reason for node in anchors if (reason := _why_float(graph, node, ranges))}
     chosen = [node for node in anchors if node.outputs not in refused]
     for node in anchors:
@@ -56,12 +59,6 @@ def quantize(graph: Graph, ranges: Ranges, keep_float: Collection[str] = (), log
     weights = {node.outputs: weight_params(graph.constants[node.anchor.inputs[1]], output_axis(node))
                for node in chosen}
     return in_int8(graph, wanted, weights, keep_float, recurrences=True)
-
-
-def check_names(graph: Graph, keep_float: Collection[str]) -> None:
-    """Raises ConfigError for a name that no node stands for."""
-    if unknown := set(keep_float) - {name for node in graph.nodes for name in node.origin}:
-        raise ConfigError(f"no node of {graph.name} is called '{min(unknown)}'; keep_float takes names of ONNX nodes")
 
 
 def in_int8(graph: Graph, inputs: Mapping[int, TensorType], weights: Mapping[tuple[str, ...], QParams],
@@ -113,14 +110,29 @@ def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]
     return any(name in read or is_image(graph, name) for name in group)
 
 
-def _stored_types(graph: Graph, ranges: Ranges, anchors: Collection[Node]) -> dict[str, TensorType]:
+def parted(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
+    """Return the graph with a layer for each part of a wide one that is split into parts of unlike ranges."""
+    return with_parts_apart(graph, _spans(graph, ranges), float_tensors(graph) | kept_tensors(graph, kept))
+
+
+def _spans(graph: Graph, ranges: Ranges) -> dict[str, tuple[float, float]]:
+    """Return the ranges of the graph's tensors, of which some are known never to be negative."""
+    return {name: _bounded(graph, name, span) for name, span in ranges.items() if name in graph.types}
+
+
+def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> Graph:
+    """Return the graph with the stored type of every edge, and conversions between edges of unlike ranges."""
+    graph = parted(graph, ranges, kept)
+    spans = _spans(graph, ranges)
+    joined = with_conversions_at_joins(graph, spans, float_tensors(graph) | kept_tensors(graph, kept))
+    graph, anchors = joined.graph, contractions(joined.graph, kept)
     types: dict[str, TensorType] = {}
-    for group in classes(graph):
-        known = [_bounded(graph, name, ranges[name]) for name in group if name in ranges]
+    for group in classes(graph, joined.floats):
+        known = [spans[name] for name in group if name in spans]
         if known and _is_worth_it(graph, group, anchors):
             quant = activation_params(min(low for low, _ in known), max(high for _, high in known))
             types |= {name: replace(graph.types[name], quant=quant) for name in group}
-    return types
+    return without_idle(graph.rebuild(graph.nodes, types=types), joined.conversions)
 
 
 def _bounded(graph: Graph, name: str, span: tuple[float, float]) -> tuple[float, float]:

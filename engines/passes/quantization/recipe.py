@@ -8,7 +8,8 @@ import numpy as np
 from engines.ir.graph import Graph
 from engines.ir.recipe import Recipe
 from engines.passes.quantization.bias_correction import correct_biases
-from engines.passes.quantization.quantize import quantize
+from engines.passes.quantization.kept import kept_nodes
+from engines.passes.quantization.quantize import parted, quantize
 from engines.passes.quantization.smoothing import smoothable, smoothed
 
 
@@ -21,5 +22,6 @@ def prepared(graph: Graph, recipe: Recipe, keep_float: Collection[str] = ()) -> 
     graph = smoothed(graph, {name: factors for name, factors in recipe.smoothing.items() if name in able})
     if not recipe.means:
         return graph
+    graph = parted(graph, recipe.ranges, kept_nodes(graph, keep_float))
     means = {tensor: np.asarray(values) for tensor, values in recipe.means.items()}
     return correct_biases(graph, quantize(graph, recipe.ranges, keep_float), means).graph

@@ -2,11 +2,12 @@
 
 Tensors that share memory (the parts of a Concat or Split) or whose elements are only moved or selected are one class:
 one type, one scale. A class stays float32 if any of its tensors is an input or output of the graph, or is touched by a
-node that kernels do not run on stored types.
+node that kernels do not run on stored types. Tensors that an int8 build leaves in float32 (floats.py) end a class: a
+conversion stands between them and it (joins.py).
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,16 @@ from engines.passes.rewriting.facts import ATTENTION, is_view_of_input, is_view_
 _OF_VOLUMES = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 
 
-def classes(graph: Graph) -> list[tuple[str, ...]]:
-    """The classes of edges that may change their type, each in order of the graph."""
+def float_edges(graph: Graph) -> set[str]:
+    """Return the tensors of float32 that nodes make."""
+    return {name for node in graph.nodes for name in node.outputs if name and graph.types[name].dtype == FLOAT}
+
+
+def classes(graph: Graph, floats: Collection[str] = ()) -> list[tuple[str, ...]]:
+    """Return the classes of edges that may change their type, each in order of the graph.
+
+    floats: edges that stay float32, which are in no class.
+    """
     edges = [name for node in graph.nodes for name in node.outputs if name]
     parent = {name: name for name in (*graph.inputs, *edges)}
 
@@ -32,14 +41,14 @@ def classes(graph: Graph) -> list[tuple[str, ...]]:
             name = parent[name]
         return name
 
-    fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs)
+    fixed = {name for name in parent if graph.types[name].dtype != FLOAT}.union(graph.inputs, graph.outputs, floats)
     for node in graph.nodes:
         touched = [name for name in (*node.inputs, *node.outputs) if name in parent]
         stored = stored_by(graph, node)
         if stored is Stored.FLOAT:
             fixed.update(touched)
         elif stored is Stored.ALIKE:
-            data = [name for name in touched if graph.types[name].dtype == FLOAT]
+            data = [name for name in touched if graph.types[name].dtype == FLOAT and name not in floats]
             for name in data[1:]:
                 parent[root(name)] = root(data[0])
             if any(graph.is_constant(name) and graph.types[name].dtype == FLOAT for name in node.inputs):

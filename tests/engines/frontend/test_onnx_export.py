@@ -137,7 +137,7 @@ def parsed(nodes):
 SHUFFLE = """apart = Constant<value = int64[5] {0,2,4,6,6}>()  whole = Constant<value = int64[4] {0,8,6,6}>()
     groups = Reshape(x, apart)  swapped = Transpose<perm = [0,2,1,3,4]>(groups)  y = Reshape(swapped, whole)"""
 JOINED = """pooled = MaxPool<kernel_shape = [3,3], pads = [1,1,1,1]>(x)
-    both = Concat<axis = 1>(x, pooled)  y = Relu(both)"""
+    both = Concat<axis = 1>(x, pooled)  r = Relu(both)  y = Conv(r, w)"""
 
 
 def exact_in_peers():
@@ -207,7 +207,10 @@ def test_attributes_that_say_the_default_are_not_written():
 def test_a_concat_of_equally_quantised_tensors_joins_integers():
     """OpenVINO 2026.4 crashes on a Concat in float that is quantised, and once more with the Relu behind it."""
     x = RANDOM.standard_normal((2, 8, 6, 6)).astype(np.float32)
-    graph = quantised(parsed(JOINED), {"x": x})
+    joined = parsed(JOINED)
+    joined.graph.initializer.append(onnx.numpy_helper.from_array(
+        RANDOM.standard_normal((4, 16, 1, 1)).astype(np.float32), "w"))
+    graph = quantised(joined, {"x": x})
     model = onnx_from_graph(graph)
     concat = next(node for node in model.graph.node if node.op_type == "Concat")
     producers = {node.output[0]: node.op_type for node in model.graph.node}

@@ -1,0 +1,203 @@
+"""Conversions where tensors of unlike ranges are moved into one another.
+
+A Concat, a Split or another node that only moves elements reads and writes one stored type with one scale
+(Stored.ALIKE), and in memory its tensors are views of each other. A scale that is right for boxes in pixels is wrong
+for scores, so where ranges are unlike the tie between two tensors is cut:
+
+    a source of a Concat        is converted on its way into the Concat, and keeps its own scale for its other readers
+    a part of a Split           is made by a layer of its own if one layer makes all parts; else the tensor that is
+                                split stays float32, and each part is converted by its own range
+    a Concat of results         stays float32, if graph outputs are made of it by moves and pointwise operations
+
+Ranges are unlike if a tensor that is computed with would have a scale more than UNLIKE times its own. A cut costs a
+pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from engines.ir.graph import Graph, Node
+from engines.ops import Stored
+from engines.passes.fusion.parting import can_part, with_layers_parted
+from engines.passes.quantization.floats import SELECTIONS, closed, leads_to_output
+from engines.passes.quantization.storage import classes, float_edges, stored_by
+from engines.passes.rewriting.editor import GraphEditor, renamed
+
+UNLIKE = 4.0
+Spans = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A graph with conversions between tensors that are stored otherwise. floats: the tensors that stay float32.
+    conversions: the results of the Identity nodes that were added."""
+    graph: Graph
+    floats: frozenset[str]
+    conversions: frozenset[str]
+
+
+def with_conversions_at_joins(graph: Graph, spans: Spans, floats: Collection[str]) -> Converted:
+    """Return the graph in which tensors of unlike ranges, or of which one stays float32, share no scale.
+
+    Parameters
+    ----------
+    spans : mapping
+        The (low, high) of tensors' real values; one that is missing is like any other.
+    floats : collection of str
+        Tensors that stay float32.
+    """
+    floats = closed(graph, floats)
+    unlike = _unlike(graph, spans, floats)
+    return _converted(graph, closed(graph, floats | unlike.coarse), unlike.cuts)
+
+
+def with_parts_apart(graph: Graph, spans: Spans, floats: Collection[str]) -> Graph:
+    """Return the graph in which parts of unlike ranges that one wide layer makes are made by a layer each."""
+    return with_layers_parted(graph, frozenset(_unlike(graph, spans, closed(graph, floats)).parts))
+
+
+# ---- which ranges are unlike
+@dataclass
+class _Group:
+    """Tensors of one scale: the range of all of them, and the narrowest one that is computed with."""
+    low: float
+    high: float
+    narrowest: float
+
+    def __or__(self, other: _Group) -> _Group:
+        return _Group(min(self.low, other.low), max(self.high, other.high), min(self.narrowest, other.narrowest))
+
+    @property
+    def is_fine(self) -> bool:
+        """True if no tensor's scale is more than UNLIKE times its own."""
+        return self.high - self.low <= UNLIKE * self.narrowest
+
+
+class _Groups:
+    """Tensors and the groups that they are in so far."""
+
+    def __init__(self, graph: Graph, spans: Spans, names: Collection[str]) -> None:
+        self._parent = {name: name for name in names}
+        self._groups = {name: _group_of(graph, spans, name) for name in names}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parent
+
+    def tie(self, a: str, b: str, whatever: bool = False) -> bool:
+        """Put two tensors into one group; False, and nothing is done, if their ranges are unlike."""
+        a, b = self._root(a), self._root(b)
+        both = self._groups[a] | self._groups[b]
+        if a != b and (whatever or both.is_fine):
+            self._parent[b], self._groups[a] = a, both
+        return whatever or both.is_fine
+
+    def computed_with(self, name: str, spans: Spans) -> None:
+        """Count the tensor's own range, although it is only moved."""
+        group = self._groups[self._root(name)]
+        group.narrowest = min(group.narrowest, _width(spans, name))
+
+    def _root(self, name: str) -> str:
+        while self._parent[name] != name:
+            self._parent[name] = self._parent[self._parent[name]]
+            name = self._parent[name]
+        return name
+
+
+def _group_of(graph: Graph, spans: Spans, name: str) -> _Group:
+    low, high = spans.get(name, (0.0, 0.0))
+    moved = all(stored_by(graph, node) is Stored.ALIKE for node in graph.consumers[name])
+    return _Group(min(low, 0.0), max(high, 0.0), math.inf if moved else _width(spans, name))
+
+
+def _width(spans: Spans, name: str) -> float:
+    """The width of a tensor's range; infinite if it is unknown or empty, so that no scale is too coarse for it."""
+    low, high = spans.get(name, (0.0, 0.0))
+    return max(high, 0.0) - min(low, 0.0) or math.inf
+
+
+@dataclass
+class _Unlike:
+    """cuts: ties to cut, (output of a Concat, source). coarse: tensors that stay float32, since one scale is too coarse
+    for what they hold. parts: results of a Split of a layer that is better several."""
+    cuts: set[tuple[str, str]] = field(default_factory=set)
+    coarse: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
+
+
+def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
+    """Return what tensors of unlike ranges ask for."""
+    names = {name for group in classes(graph, floats) for name in group}
+    groups, results = _Groups(graph, spans, names), leads_to_output(graph)
+    movers = [node for node in graph.nodes if node.outputs[0] in names and stored_by(graph, node) is Stored.ALIKE]
+    for node in movers:
+        if node.op != "Concat" and node.op not in SELECTIONS:
+            for source in names.intersection(node.inputs):
+                groups.tie(node.outputs[0], source, whatever=True)
+    unlike = _Unlike()
+    for node in movers:
+        if node.op == "Concat":
+            is_result = node.outputs[0] in results
+            sources = _unlike_sources(groups, node, spans, is_result)
+            unlike.coarse.update(node.outputs[:1] if sources and is_result else ())
+            unlike.cuts |= {(node.outputs[0], source) for source in sources}
+        elif node.op in SELECTIONS and not all([groups.tie(node.inputs[0], name) for name in node.outputs]):
+            if can_part(graph, node):
+                unlike.parts.update(node.outputs)
+            unlike.coarse |= _moved_from(graph, node.inputs[0])
+    return unlike
+
+
+def _unlike_sources(groups: _Groups, concat: Node, spans: Spans, is_result: bool) -> list[str]:
+    """Return the sources that a Concat's scale is too coarse for; of a result each part counts for itself."""
+    sources = [source for source in dict.fromkeys(concat.inputs) if source in groups]
+    if is_result:
+        for source in sources:
+            groups.computed_with(source, spans)
+    return [source for source in sources if not groups.tie(concat.outputs[0], source)]
+
+
+def _moved_from(graph: Graph, name: str) -> set[str]:
+    """Return the tensor and those before it that it is only moved from, up to a Concat."""
+    names = {name}
+    while (maker := graph.producer.get(name)) is not None and maker.op != "Concat" and (
+            stored_by(graph, maker) is Stored.ALIKE):
+        name = maker.inputs[0]
+        names.add(name)
+    return names
+
+
+# ---- conversions
+def _converted(graph: Graph, floats: frozenset[str], cuts: Collection[tuple[str, str]]) -> Converted:
+    """Return the graph with an Identity at each tie that is cut, or between float32 and what is stored otherwise."""
+    editor, edges = GraphEditor(graph), float_edges(graph)
+    more, conversions = set(floats), set[str]()
+
+    def added(name: str, is_float: bool) -> str:
+        new = editor.add_tensor(f"{name}.converted", graph.types[name])
+        conversions.add(new)
+        more.update([new] * is_float)
+        return new
+
+    for node in graph.nodes:
+        if stored_by(graph, node) is not Stored.ALIKE or not edges.intersection(node.outputs):
+            editor.nodes.append(node)
+            continue
+        apart = set() if floats.issuperset(node.outputs) else floats.intersection(node.outputs)
+        is_float = floats.issuperset(node.outputs)
+        inputs = [editor.make(added(name, is_float), "Identity", [name]) if name in edges and (
+            (name in floats) != is_float or (node.outputs[0], name) in cuts) else name for name in node.inputs]
+        stored = {name: added(name, False) for name in apart}
+        editor.nodes.append(replace(node, inputs=tuple(inputs),
+                                    outputs=tuple(stored.get(name, name) for name in node.outputs)))
+        for name, source in stored.items():
+            editor.make(name, "Identity", [source])
+    return Converted(editor.finish(), frozenset(more), frozenset(conversions))
+
+
+def without_idle(graph: Graph, conversions: Collection[str]) -> Graph:
+    """Return the graph, its stored types decided, without those of the conversions that convert nothing."""
+    idle = {node.outputs[0]: node.inputs[0] for node in graph.nodes if node.outputs[0] in conversions
+            and graph.types[node.outputs[0]] == graph.types[node.inputs[0]]}
+    return graph.rebuild(renamed(node, idle) for node in graph.nodes if node.outputs[0] not in idle) if idle else graph

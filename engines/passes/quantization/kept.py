@@ -1,0 +1,83 @@
+"""Names of the nodes that a user keeps in float: --keep-float of build-engine, BuildConfig.keep_float.
+
+    conv1               the ONNX node of that name
+    head/*              every node whose name fits the pattern, as shells and fnmatch read it
+    conv1...            the node, or the nodes of a pattern, and all that computes with their results
+"""
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from engines.errors import ConfigError
+from engines.ir.graph import Graph
+from engines.passes.rewriting.facts import ATTENTION, is_weighted
+
+BEHIND = "..."
+
+
+def kept_nodes(graph: Graph, keep_float: Collection[str]) -> frozenset[str]:
+    """Return the names of the ONNX nodes of this graph that the entries of keep_float stand for."""
+    return frozenset(name for entry in keep_float for name in _named(graph, entry))
+
+
+def check_kept(graph: Graph, keep_float: Collection[str], quantised: bool = False) -> None:
+    """Raise ConfigError for an entry of keep_float that would have no effect on an optimised graph.
+
+    quantised: the model has Q/DQ nodes of its own, which decide how tensors are stored.
+    """
+    for entry in keep_float:
+        if not (names := _named(graph, entry)):
+            raise ConfigError(_unknown(graph.name, entry, _names(graph)))
+        if quantised and not any(is_weighted(node) or node.op in (ATTENTION, "Recurrence")
+                                 for node in graph.nodes if not names.isdisjoint(node.origin)):
+            raise ConfigError(
+                f"keep_float: '{entry}' is no convolution, matrix product or recurrent layer. {graph.name} is "
+                "quantised already, and its own QuantizeLinear nodes say which other tensors are rounded: remove them "
+                "from the model")
+
+
+def check_names(model: str, names: Collection[str], keep_float: Collection[str]) -> None:
+    """Raise ConfigError for an entry of keep_float that fits none of these names of a model's ONNX nodes."""
+    for entry in keep_float:
+        if entry not in names and not _fitting(entry.removesuffix(BEHIND), names):
+            raise ConfigError(_unknown(model, entry, names))
+
+
+def _names(graph: Graph) -> set[str]:
+    return {name for node in graph.nodes for name in node.origin}
+
+
+def _named(graph: Graph, entry: str) -> set[str]:
+    names = _names(graph)
+    if entry in names:
+        return {entry}
+    first = _fitting(entry.removesuffix(BEHIND), names)
+    return _with_all_behind(graph, first) if entry.endswith(BEHIND) else first
+
+
+def _fitting(pattern: str, names: Collection[str]) -> set[str]:
+    """Return the name that is spelt so, or else the names that fit the pattern."""
+    return {pattern} if pattern in names else {name for name in names if fnmatchcase(name, pattern)}
+
+
+def _with_all_behind(graph: Graph, first: Collection[str]) -> set[str]:
+    """Return the names of the nodes that read what the first ones, or others of them, make."""
+    made, names = set[str](), set(first)
+    for node in graph.nodes:
+        if not set(first).isdisjoint(node.origin) or not made.isdisjoint(node.inputs):
+            made.update(node.outputs)
+            names.update(node.origin)
+    return names
+
+
+def _unknown(model: str, entry: str, names: Collection[str]) -> str:
+    """Return the message for an entry that fits no node."""
+    pattern = entry.removesuffix(BEHIND)
+    if any(sign in pattern for sign in "*?["):
+        return f"keep_float: no node of {model} has a name that fits '{pattern}'"
+    near = get_close_matches(pattern, names, n=1)
+    return (f"no node of {model} is called '{pattern}'" + (f"; did you mean '{near[0]}'?" if near else "")
+            + " (keep_float takes names of ONNX nodes and patterns of them, '...' behind either for all that follows;"
+              " a node that is computed at the build, or removed, leaves nothing to keep in float)")
