@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Array, Dim, Graph
 from engines.ir.shapes import Extent, extent
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -83,38 +85,59 @@ class LookupOfPairs(Rule):
         return offsets[1]
 
 
-def by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
-    """(step, offsets) of integers that are n * step + offsets for item n, which is counted along the first axis."""
+@dataflow
+def by_item(graph: Graph, name: str) -> Walk[tuple[int, Array] | None]:
+    """Return (step, offsets) if the tensor holds the integers n * step + offsets for item n, else None.
+
+    Items are counted along the first axis.
+    """
     if (constant := graph.constants.get(name)) is not None:
         return 0, constant
     node = graph.producer.get(name)
-    if node is None:
+    if node is None or graph.types[name].dtype.kind not in "iu":
         return None
     if node.op == "Range" and graph.shape(name) == (BATCH,):
         start, _, delta = (graph.constants.get(i) for i in node.inputs)
         counts = start is not None and delta is not None and start == 0 and delta == 1
         return (1, np.zeros(1, np.int64)) if counts else None
-    found = [part for name in node.inputs if (part := by_item(graph, name)) is not None]
-    if len(found) < len(node.inputs):
+    if (combine := _COUNTING.get(node.op)) is None:
         return None
-    if node.op == "Expand":
-        step, offsets = found[0]
-        shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
-                                           or offsets.ndim < len(shape) and not step)
-        return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
-    if node.op == "Reshape":
-        step, offsets = found[0]
-        shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
-        return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
-    if node.op == "Add":
-        (a, x), (b, y) = found
-        return a + b, np.asarray(x + y)
-    if node.op == "Mul" and 0 in (found[0][0], found[1][0]):
-        (a, x), (_, y) = sorted(found, key=lambda part: -part[0])
-        return (a * int(y.reshape(())), np.asarray(x * y)) if y.size == 1 else None
-    return None
+    parts: list[tuple[int, Array]] = []
+    for source in node.inputs:
+        if (part := (yield source)) is None:
+            return None
+        parts.append(part)
+    return combine(graph.shape(name), *parts)
+
+
+def _expanded(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of an Expand to `shape`."""
+    step, offsets = part
+    alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
+                                       or offsets.ndim < len(shape) and not step)
+    return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
+
+
+def _reshaped(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of a Reshape to `shape`."""
+    step, offsets = part
+    alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
+    return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
+
+
+def _added(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array]:
+    """The integers of an Add."""
+    return left[0] + right[0], np.asarray(left[1] + right[1])
+
+
+def _multiplied(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of a Mul by one number."""
+    (step, x), (zero, y) = sorted((left, right), key=lambda part: -part[0])
+    return (step * int(y.reshape(())), np.asarray(x * y)) if not zero and y.size == 1 else None
+
+
+_COUNTING: Mapping[str, Callable[..., tuple[int, Array] | None]] = {
+    "Add": _added, "Expand": _expanded, "Mul": _multiplied, "Reshape": _reshaped}
 
 
 class LookupOfRow(Rule):
