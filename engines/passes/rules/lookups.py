@@ -3,7 +3,7 @@
     x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
     x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row of each item: its last token
-    x.reshape(N * S, ...)[n * S + i_n]                  =  the same
+    x.reshape(N * S, ...)[n * S + i_n]                  =  GatherElements(x, i)     likewise, of one index or more
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
     GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
@@ -153,11 +153,12 @@ class LookupOfRow(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x = match.value("x")
-        _row_of_each(match, draft, x, as_int(match.shape(x)[1]), match.value("offsets"))
+        _rows_of_each(match, draft, x, as_int(match.shape(x)[1]), match.value("offsets"))
 
 
 class LookupOfFlatRow(Rule):
-    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + place of item n), which is taken to lie in the item"""
+    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + places [N, ...]), taken to lie in the item: detections
+    that a TopK of each item chose"""
     pattern = P("Gather", Value("flat"), Value("places"))
 
     def check(self, match: Match) -> bool:
@@ -169,28 +170,29 @@ class LookupOfFlatRow(Rule):
         place = self._place(match)
         assert place is not None
         x = match.graph.producer[match.value("flat")].inputs[0]
-        _row_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
+        _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
 
     @staticmethod
     def _place(match: Match) -> str | None:
-        """What is added to n * S."""
+        """The tensor that is added to n * S."""
         graph, places = match.graph, match.graph.producer.get(match.value("places"))
-        if places is None or places.op != "Add" or match.shape(places.outputs[0]) != (BATCH,):
+        if places is None or places.op != "Add" or match.shape(places.outputs[0])[:1] != (BATCH,):
             return None
         for start, place in (places.inputs, places.inputs[::-1]):
-            found = by_item(graph, start)
-            if (found is not None and found[0] and found[0] == _rows_of_item(match, match.value("flat"))
-                    and not found[1].any() and match.shape(place) == (BATCH,)):
+            numbers = by_item(graph, start)
+            if (numbers is not None and numbers[0] and numbers[0] == _rows_of_item(match, match.value("flat"))
+                    and not numbers[1].any() and match.shape(place) == match.shape(places.outputs[0])):
                 return place
         return None
 
 
-def _row_of_each(match: Match, draft: Draft, x: str, tokens: int, places: str) -> None:
-    """Finishes with x[n, places[n]], of x seen as so many rows an item."""
-    size = math.prod(map(as_int, match.shape(x)[1:])) // tokens
-    rows = draft.node("Reshape", [x], {"shape": (BATCH, tokens, size)})
-    index = draft.node("Reshape", [places], {"shape": (BATCH, 1, 1)})
-    picked = draft.node("GatherElements", [rows, index], {"axis": 1, "shape": (BATCH, 1, size)})
+def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, places: str) -> None:
+    """Finish with x[n, places[n]], where x holds so many rows an item and places has one index or more an item."""
+    size = math.prod(map(as_int, match.shape(x)[1:])) // rows
+    count = math.prod(map(as_int, match.shape(places)[1:]))
+    data = draft.node("Reshape", [x], {"shape": (BATCH, rows, size)})
+    index = draft.node("Reshape", [places], {"shape": (BATCH, count, 1)})
+    picked = draft.node("GatherElements", [data, index], {"axis": 1, "shape": (BATCH, count, size)})
     draft.finish_view("Reshape", picked)
 
 
