@@ -10,7 +10,7 @@ dequantisation and a quantisation.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -31,9 +31,9 @@ FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
     """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
-    anchors = contractions(graph, ())
-    names = [name for group in classes(graph) if _is_worth_it(graph, group, anchors) for name in group]
-    inputs = [node.anchor.inputs[0] for node in anchors]
+    inputs = [node.anchor.inputs[0] for node in contractions(graph, ())]
+    read = set(inputs)
+    names = [name for group in classes(graph) if _is_worth_it(graph, group, read) for name in group]
     return tuple(dict.fromkeys((*names, *inputs)))
 
 
@@ -107,17 +107,18 @@ def contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
             and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
 
 
-def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]) -> bool:
-    """Images are, for their bytes; a vector only if a contraction reads it. A gate of one pixel stays exact."""
-    read = {node.anchor.inputs[0] for node in anchors}
+def _is_worth_it(graph: Graph, group: Collection[str], read: Set[str]) -> bool:
+    """Return True for images, whose bytes matter, and for vectors that contractions read; a gate of one pixel stays
+    exact."""
     return any(name in read or is_image(graph, name) for name in group)
 
 
 def _stored_types(graph: Graph, ranges: Ranges, anchors: Collection[Node]) -> dict[str, TensorType]:
     types: dict[str, TensorType] = {}
+    read = {node.anchor.inputs[0] for node in anchors}
     for group in classes(graph):
         known = [_bounded(graph, name, ranges[name]) for name in group if name in ranges]
-        if known and _is_worth_it(graph, group, anchors):
+        if known and _is_worth_it(graph, group, read):
             quant = activation_params(min(low for low, _ in known), max(high for _, high in known))
             types |= {name: replace(graph.types[name], quant=quant) for name in group}
     return types
