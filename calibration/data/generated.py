@@ -15,6 +15,7 @@ import numpy as np
 from calibration.data.items import CalibrationData, Feed, batched_inputs
 from engines.ir.dtypes import BITS, as_in_memory, dtype_named
 from engines.ir.graph import Array, Graph
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.facts import moved_from
 from engines.plan.plan import IoTensor
 
@@ -33,17 +34,20 @@ def generated(inputs: Sequence[IoTensor], graph: Graph, count: int, seed: int = 
     return CalibrationData(f"inputs generated with seed {seed}", read, count, batched_inputs(inputs))
 
 
-def index_bound(graph: Graph, name: str) -> int | None:
-    """The number that the tensor's values must stay below because a node uses them as indices; None if none does."""
-    found: list[int] = []
+@dataflow
+def index_bound(graph: Graph, name: str) -> Walk[int | None]:
+    """Return the extent that a tensor of indices must stay below, or None if no node reads it as indices."""
+    bounds: list[int] = []
     for node in graph.consumers[name]:
         for part in (node, *node.body):
             if part.op in ("Gather", "GatherElements") and name in part.inputs[1:]:
                 extent = graph.shape(part.inputs[0])[part.attrs.get("axis", 0)]
-                found += [extent] if isinstance(extent, int) else []
+                bounds += [extent] if isinstance(extent, int) else []
         if node.op == "Cast" or name in moved_from(node):
-            found += [bound for output in node.outputs if (bound := index_bound(graph, output)) is not None]
-    return min(found, default=None)
+            for output in node.outputs:
+                bound = yield output
+                bounds += [] if bound is None else [bound]
+    return min(bounds, default=None)
 
 
 def _array(tensor: IoTensor, bound: int | None, random: np.random.Generator) -> Array:

@@ -125,6 +125,11 @@ class Graph:
         known = [*self.inputs, *self.constants, *(o for n in self.nodes for o in n.outputs)]
         return MappingProxyType({name: tuple(readers.get(name, ())) for name in known})
 
+    @cached_property
+    def answers(self) -> dict[Any, dict[str, Any]]:
+        """Answers of dataflow questions about this graph, by question and tensor (engines.passes.rewriting.dataflow)."""
+        return {}
+
     def is_constant(self, name: str) -> bool:
         return name in self.constants
 

@@ -22,6 +22,7 @@ from engines.ir.counted import as_int
 from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Graph, Node
 from engines.ops.convolution import Conv
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.notes import Note, note
 from engines.passes.rules.pad import never_negative
@@ -112,15 +113,9 @@ class _Writer(GraphEditor):
             return "its input has several zero points"
         if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
             return "the size of its image is not known"
-        if not self._read_as_float(node.outputs[0]) and not _exact(node, *self._weights(node)):
+        if not read_as_float(self.graph, node.outputs[0]) and not _exact(node, *self._weights(node)):
             return "its sums are read as integers, and may be beyond those that float32 has"
         return ""
-
-    def _read_as_float(self, name: str) -> bool:
-        """Whether integers are but cast to float32, perhaps with something added."""
-        return name not in self.graph.outputs and all(
-            self._read_as_float(reader.outputs[0]) if reader.op == "Add" else
-            reader.op == "Cast" and reader.attrs["to"] == FLOAT.name for reader in self.graph.consumers[name])
 
     def _multiply(self, node: Node) -> None:
         """The product of the integers that are stored, less what the zero points add."""
@@ -136,7 +131,7 @@ class _Writer(GraphEditor):
         if x_zero and (known is None or np.any(known)):
             taken = self._of(node, "Mul", self._zero_point(node, x_zero), self._sums(node, signed - rest))
             result = self._of(node, "Sub", result, taken)
-        if self._read_as_float(node.outputs[0]):
+        if read_as_float(self.graph, node.outputs[0]):
             self.real[node.outputs[0]] = result
         else:
             self.make(node.outputs[0], "Cast", [result], {"to": "int32"}, node.origin)
@@ -189,6 +184,20 @@ class _Writer(GraphEditor):
         ones = np.ones((1, 1, *map(int, self.graph.shape(node.inputs[0])[2:])), np.float32)     # any channel is as this
         alike = replace(node, attrs={**node.attrs, "group": 1})
         return self._number(node, "sums", Conv.compute(alike, ones, weights.sum(axis=1, keepdims=True)))
+
+
+@dataflow
+def read_as_float(graph: Graph, name: str) -> Walk[bool]:
+    """Return True if the readers of integers only cast them to float32, perhaps after adding something."""
+    if name in graph.outputs:
+        return False
+    for reader in graph.consumers[name]:
+        if reader.op == "Add":
+            if not (yield reader.outputs[0]):
+                return False
+        elif reader.op != "Cast" or reader.attrs["to"] != FLOAT.name:
+            return False
+    return True
 
 
 _AS_IT_IS = {"scale": 1.0, "zero_point": 0, "low": 0, "high": 255}

@@ -22,7 +22,8 @@ def is_image(path: Path) -> bool:
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                 preprocess: Preprocess | None) -> CalibrationData:
-    """The pictures in order. preprocess None takes a preset by the input's channels; `note` says which.
+    """The pictures in order, each a run of one item where the batch is an open extent like others. preprocess None
+    takes a preset by the input's channels; `note` says which.
 
     Raises CalibrationError: several inputs, or a fixed batch above 1; ConfigError: a preprocessing that does not fit.
     Reading the items raises CalibrationError that names the file which is no picture.
@@ -32,7 +33,7 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                                f"({', '.join(tensor.name for tensor in inputs)}); give .npz files "
                                "with an array for each")
     target, = inputs
-    if not holds_items(target):
+    if not (holds_items(target) or isinstance(target.shape[0] if target.shape else 0, str)):
         raise CalibrationError(f"{source} holds images, and '{target.name}' {shape_text(target.shape)} does "
                                "not take them one by one; give .npz files, or a model with a symbolic batch")
     note = ""

@@ -10,7 +10,7 @@ Tensors that share a buffer share its halo. A constant tensor is placed too, amo
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from engines.errors import ModelError
@@ -54,9 +54,9 @@ class Aliasing:
             self._see_concat(node)
             self._see_transposed_product(node)
         self._drop_torn_reshapes()
-        self._group_halos = self._halos_of_groups()
+        self._group_halos = self._halos_of_groups({})
         for name in self._tensors():
-            self.placement(name)
+            self._placed(name, self._placements, self._new_buffer)
 
     def __getitem__(self, name: str) -> Placement:
         if name in self.graph.constants:
@@ -174,52 +174,67 @@ class Aliasing:
             self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
 
     def _drop_torn_reshapes(self) -> None:
-        """A Reshape of a tensor with gaps is a view only where none of its axes would cross one."""
+        """Stop treating a Reshape of a tensor with gaps as a view if one of its axes would cross a gap."""
+        flat: dict[str, Placement] = {}
+        roots: dict[str, str] = {}
+        halos = self._halos_of_groups(roots)
         for name, inside in list(self._parent.items()):
-            if inside.reshape is not None and (
-                    self._group_halo(inside.parent) or self._wanted.get(name) or not self._can_reshape(name, inside)):
+            if inside.reshape is not None and (halos.get(self._root(inside.parent, roots)) or self._wanted.get(name)
+                                               or not self._can_reshape(name, inside, flat)):
                 del self._parent[name]
+                flat.clear()
+                roots.clear()
+                halos = self._halos_of_groups(roots)
 
-    def _can_reshape(self, name: str, inside: _Inside) -> bool:
+    def _can_reshape(self, name: str, inside: _Inside, flat: dict[str, Placement]) -> bool:
+        """flat: placements in buffers without halos, as far as they are known."""
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
-        seen = reshaped(self._without_halo(inside.parent), inside.reshape)
+        seen = reshaped(self._placed(inside.parent, flat, self._flat_buffer), inside.reshape)
         return seen is not None and (len(seen.view.shape) <= 3 or all(
             is_product(self.graph, node) or node.op == "Transpose" and is_view_of_input(self.graph, node)
             for node in self.graph.consumers[name]))
 
-    def _without_halo(self, name: str) -> Placement:
-        """Where the tensor would lie in a buffer of its group that has no halo."""
-        inside = self._parent.get(name)
-        if inside is not None:
-            return inside.derive(self._without_halo(inside.parent))
+    def _flat_buffer(self, name: str) -> Placement:
+        """The tensor as a whole buffer that has no halo."""
         tensor = self.graph.types[name]
         return Placement(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
-    def _root(self, name: str) -> str:
-        while name in self._parent:
+    def _root(self, name: str, known: dict[str, str]) -> str:
+        """The tensor that has the buffer in which this one lies."""
+        path = []
+        while name not in known and name in self._parent:
+            path.append(name)
             name = self._parent[name].parent
-        return name
+        root = known.get(name, name)
+        known.update(dict.fromkeys(path, root))
+        return root
 
-    def _group_halo(self, name: str) -> Halo:
-        return self._halos_of_groups().get(self._root(name), Halo())
-
-    def _halos_of_groups(self) -> dict[str, Halo]:
+    def _halos_of_groups(self, roots: dict[str, str]) -> dict[str, Halo]:
+        """The halo of each buffer, by the tensor that has it."""
         halos: dict[str, Halo] = {}
         for name, wanted in self._wanted.items():
-            root = self._root(name)
+            root = self._root(name, roots)
             halos[root] = halos.get(root, Halo()) | wanted
         return halos
 
     # ---- placements
-    def placement(self, name: str) -> Placement:
-        if name not in self._placements:
-            inside = self._parent.get(name)
-            self._placements[name] = inside.derive(self.placement(inside.parent)) if inside else self._new_buffer(name)
-        return self._placements[name]
+    def _placed(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
+        """Where a tensor lies; `known` takes this, and where those lie that it is a part of."""
+        path = []
+        while name not in known and name in self._parent:
+            path.append(name)
+            name = self._parent[name].parent
+        if name not in known:
+            known[name] = buffer(name)
+        placement = known[name]
+        for inner in reversed(path):
+            placement = known[inner] = self._parent[inner].derive(placement)
+        return placement
 
     def _new_buffer(self, name: str) -> Placement:
+        """A new buffer, with the halo that its group needs."""
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
         whole = dense_view(dtype, halo.around(shape) if halo else shape)

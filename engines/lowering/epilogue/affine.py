@@ -21,6 +21,7 @@ from engines.lowering.epilogue.program import ProgramBuilder, Ref
 
 Floats = NDArray[np.float64]
 _INF: Floats = np.array(np.inf)
+MOST_TERMS = 32         # of a form that is not settled: x = x + x, n times over, would have 2**n
 
 
 def _floats(number: Any) -> Floats:
@@ -61,6 +62,11 @@ class Affine:
         """Where the value is, if it is in a register just so."""
         plain = len(self.terms) == 1 and _is_one(self.terms[0][1]) and not np.any(self.offset) and not self.clipped
         return self.terms[0][0] if plain else None
+
+    @property
+    def size(self) -> int:
+        """The number of terms, including those of scales that are forms."""
+        return sum(1 + (scale.size if isinstance(scale, Affine) else 0) for _, scale in self.terms)
 
     @property
     def one_fma(self) -> bool:
@@ -146,7 +152,8 @@ class AffineWriter:
         if a.constant or b.constant:
             a, b = (b, a) if a.constant else (a, b)
             return a.scaled(1.0, b.offset)
-        a, b = (self.settled(v) if v.clipped else v for v in (a, b))
+        long = a.size + b.size > MOST_TERMS
+        a, b = (self.settled(v) if v.clipped or long else v for v in (a, b))
         return Affine(a.terms + b.terms, a.offset + b.offset, -_INF, _INF)
 
     def multiply(self, a: Affine, b: Affine) -> Affine:
@@ -156,6 +163,8 @@ class AffineWriter:
         a, b = (self.settled(v) if v.clipped else v for v in (a, b))
         if a.register is not None:
             a, b = b, a
+        if a.size >= MOST_TERMS:
+            a = self.settled(a)
         return Affine(((self.settle(b), a),), _floats(0.0), -_INF, _INF)
 
     def apply(self, op: str, *arguments: Affine) -> Affine:

@@ -91,8 +91,9 @@ class ProgramBuilder:
 
     def __init__(self, accumulator: bool) -> None:
         self._accumulator = accumulator
-        self._instructions: list[Instruction] = []
+        self._instructions: dict[Instruction, int] = {}     # in order, each with its number
         self._operands = 0
+        self._constants: dict[bytes, int] = {}
         self.constants: list[Floats] = []       # each [1] or [channels]
 
     @property
@@ -106,19 +107,16 @@ class ProgramBuilder:
 
     def constant(self, numbers: Any) -> Ref:
         array = np.atleast_1d(np.asarray(numbers, np.float32))
-        for i, known in enumerate(self.constants):
-            if known.tobytes() == array.tobytes():
-                return Ref("constant", i)
-        self.constants.append(array)
-        return Ref("constant", len(self.constants) - 1)
+        index = self._constants.setdefault(array.tobytes(), len(self.constants))
+        if index == len(self.constants):
+            self.constants.append(array)
+        return Ref("constant", index)
 
     def add(self, op: str, *args: Ref | float) -> Ref:
         refs = tuple(a if isinstance(a, Ref) else self.constant(a) for a in args)
         assert op in INSTRUCTIONS, f"no instruction named {op}"
-        instruction = Instruction(op, refs)
-        if instruction not in self._instructions:
-            self._instructions.append(instruction)
-        return Ref("value", self._instructions.index(instruction) + self._accumulator)
+        number = self._instructions.setdefault(Instruction(op, refs), len(self._instructions))
+        return Ref("value", number + self._accumulator)
 
     def program(self, result: Ref | None = None) -> EpilogueProgram:
         """The program as written; `result` is what it gives, if that is not what was written last."""

@@ -17,6 +17,7 @@ from engines.ir.counted import as_int
 from engines.ir.deferred import elementwise
 from engines.ir.graph import Array, Dim, Graph, Node
 from engines.passes.layout.permutations import axis_groups
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import ATTENTION, reader, scalar
 from engines.passes.rewriting.notes import Note, note
@@ -210,16 +211,19 @@ def _above(graph: Graph, node: Node, found: _Scores) -> str:
     raise _Refused(f"{node.op} stands between its scores and its softmax")
 
 
-def _leads_to_product(graph: Graph, name: str) -> bool:
-    """Whether the tensor is made by a product of two tensors, perhaps scaled or masked since."""
+@dataflow
+def _leads_to_product(graph: Graph, name: str) -> Walk[bool]:
+    """Return True if a product of two tensors makes the tensor, perhaps scaled or masked since."""
     node = graph.producer.get(name)
     if node is None:
         return False
     if node.op == "MatMul":
         return not any(graph.is_constant(factor) for factor in node.inputs)
-    return node.op in ("Mul", "Add", "Where", "Reshape") and any(
-        _leads_to_product(graph, above) for above in node.inputs
-        if node.op == "Reshape" or graph.shape(above) == graph.shape(name))
+    if node.op in ("Mul", "Add", "Where", "Reshape"):
+        for above in node.inputs:
+            if (node.op == "Reshape" or graph.shape(above) == graph.shape(name)) and (yield above):
+                return True
+    return False
 
 
 def _number(graph: Graph, node: Node) -> tuple[str, float] | None:

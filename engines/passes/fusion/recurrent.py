@@ -19,6 +19,7 @@ import numpy as np
 from engines.ir.counted import as_int
 from engines.ir.graph import Array, Dim, Graph, Node, TensorType, trimmed
 from engines.ops.recurrent import GATES, added_biases
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.editor import GraphEditor
 from engines.passes.rewriting.facts import moved_from
 from engines.passes.rewriting.notes import Note, note
@@ -34,8 +35,9 @@ def split_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
     return split.finish()
 
 
-def filled_with(graph: Graph, name: str) -> float | None:
-    """The value of every element of a tensor, if it is known before run time and only one."""
+@dataflow
+def filled_with(graph: Graph, name: str) -> Walk[float | None]:
+    """Return the value that all elements of a tensor have, or None if they differ or are known at run time only."""
     if name in graph.constants:
         array = graph.constants[name]
         return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
@@ -44,8 +46,12 @@ def filled_with(graph: Graph, name: str) -> float | None:
         return None
     if node.op == "ConstantOfShape":
         return float(np.asarray(node.attrs["value"]).reshape(-1)[0])
-    values = {filled_with(graph, part) for part in (node.inputs if node.op == "Cast" else moved_from(node))}
-    return values.pop() if len(values) == 1 else None
+    first, *others = (node.inputs if node.op == "Cast" else moved_from(node)) or ("",)
+    value = (yield first) if first else None
+    for part in others:
+        if value is None or (yield part) != value:
+            return None
+    return value
 
 
 class _Splitter(GraphEditor):

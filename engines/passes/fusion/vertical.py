@@ -62,7 +62,7 @@ def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
             groups[node.outputs[0]] = _Group([node], place, heavy=True)
         elif _is_epilogue(graph, node, heavy=False):
             group = _joined(graph, groups, node, places, seen)
-            seen.update(id(part) for part in group.nodes)
+            seen.update(id(part) for part in group.nodes[-1 - REGION:])     # those before are in it already
             groups[group.result] = group
     return list(groups.values())
 

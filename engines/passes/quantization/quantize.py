@@ -10,7 +10,7 @@ dequantisation and a quantisation.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -34,10 +34,10 @@ FLOAT_PRECISIONS = ("fp32", "fp16", "bf16")
 
 def edges_to_calibrate(graph: Graph) -> tuple[str, ...]:
     """The float tensors of an optimised graph that an int8 build may store in 8 bits."""
-    anchors = contractions(graph, ())
+    inputs = [node.anchor.inputs[0] for node in contractions(graph, ())]
+    read = set(inputs)
     names = [name for group in classes(graph, closed(graph, float_tensors(graph)))
-             if _is_worth_it(graph, group, anchors) for name in group]
-    inputs = [node.anchor.inputs[0] for node in anchors]
+             if _is_worth_it(graph, group, read) for name in group]
     return tuple(dict.fromkeys((*names, *inputs)))
 
 
@@ -104,9 +104,9 @@ def contractions(graph: Graph, keep_float: Collection[str]) -> list[Node]:
             and is_float(graph.types[node.anchor.inputs[0]]) and not graph.is_constant(node.anchor.inputs[0])]
 
 
-def _is_worth_it(graph: Graph, group: Collection[str], anchors: Collection[Node]) -> bool:
-    """Images are, for their bytes; a vector only if a contraction reads it. A gate of one pixel stays exact."""
-    read = {node.anchor.inputs[0] for node in anchors}
+def _is_worth_it(graph: Graph, group: Collection[str], read: Set[str]) -> bool:
+    """Return True for images, whose bytes matter, and for vectors that contractions read; a gate of one pixel stays
+    exact."""
     return any(name in read or is_image(graph, name) for name in group)
 
 
@@ -125,11 +125,12 @@ def _with_stored_types(graph: Graph, ranges: Ranges, kept: Collection[str]) -> G
     graph = parted(graph, ranges, kept)
     spans = _spans(graph, ranges)
     joined = with_conversions_at_joins(graph, spans, float_tensors(graph) | kept_tensors(graph, kept))
-    graph, anchors = joined.graph, contractions(joined.graph, kept)
+    graph = joined.graph
+    read = {node.anchor.inputs[0] for node in contractions(graph, kept)}
     types: dict[str, TensorType] = {}
     for group in classes(graph, joined.floats):
         known = [spans[name] for name in group if name in spans]
-        if known and _is_worth_it(graph, group, anchors):
+        if known and _is_worth_it(graph, group, read):
             quant = activation_params(min(low for low, _ in known), max(high for _, high in known))
             types |= {name: replace(graph.types[name], quant=quant) for name in group}
     return without_idle(graph.rebuild(graph.nodes, types=types), joined.conversions)

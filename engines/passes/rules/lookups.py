@@ -3,7 +3,7 @@
     x.reshape(N * S, ...)[n * S + s]  for every item n  =  x[:, s]          a lookup that stays inside each item
     x[n, s]  by GatherND of pairs (n, s)                =  x[:, s]
     x[n, i_n]  by GatherND of pairs (n, i_n)            =  GatherElements(x, i)     a row of each item: its last token
-    x.reshape(N * S, ...)[n * S + i_n]                  =  the same
+    x.reshape(N * S, ...)[n * S + i_n]                  =  GatherElements(x, i)     likewise, of one index or more
     table[expand(i)] = expand(table[i])
     (a number everywhere)[i] = the number everywhere
     GatherElements(x, expand(i)) = GatherElements(x, i, shape)      which reads i as often as it must
@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Array, Dim, Graph
 from engines.ir.shapes import Extent, extent
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.rewrite import Constant, Draft, Match, P, Rule, Value
 
 
@@ -83,38 +85,59 @@ class LookupOfPairs(Rule):
         return offsets[1]
 
 
-def by_item(graph: Graph, name: str) -> tuple[int, Array] | None:
-    """(step, offsets) of integers that are n * step + offsets for item n, which is counted along the first axis."""
+@dataflow
+def by_item(graph: Graph, name: str) -> Walk[tuple[int, Array] | None]:
+    """Return (step, offsets) if the tensor holds the integers n * step + offsets for item n, else None.
+
+    Items are counted along the first axis.
+    """
     if (constant := graph.constants.get(name)) is not None:
         return 0, constant
     node = graph.producer.get(name)
-    if node is None:
+    if node is None or graph.types[name].dtype.kind not in "iu":
         return None
     if node.op == "Range" and graph.shape(name) == (BATCH,):
         start, _, delta = (graph.constants.get(i) for i in node.inputs)
         counts = start is not None and delta is not None and start == 0 and delta == 1
         return (1, np.zeros(1, np.int64)) if counts else None
-    found = [part for name in node.inputs if (part := by_item(graph, name)) is not None]
-    if len(found) < len(node.inputs):
+    if (combine := _COUNTING.get(node.op)) is None:
         return None
-    if node.op == "Expand":
-        step, offsets = found[0]
-        shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
-                                           or offsets.ndim < len(shape) and not step)
-        return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
-    if node.op == "Reshape":
-        step, offsets = found[0]
-        shape = graph.shape(name)
-        alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
-        return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
-    if node.op == "Add":
-        (a, x), (b, y) = found
-        return a + b, np.asarray(x + y)
-    if node.op == "Mul" and 0 in (found[0][0], found[1][0]):
-        (a, x), (_, y) = sorted(found, key=lambda part: -part[0])
-        return (a * int(y.reshape(())), np.asarray(x * y)) if y.size == 1 else None
-    return None
+    parts: list[tuple[int, Array]] = []
+    for source in node.inputs:
+        if (part := (yield source)) is None:
+            return None
+        parts.append(part)
+    return combine(graph.shape(name), *parts)
+
+
+def _expanded(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of an Expand to `shape`."""
+    step, offsets = part
+    alone = shape[:1] == (BATCH,) and (offsets.ndim == len(shape) and offsets.shape[0] == 1
+                                       or offsets.ndim < len(shape) and not step)
+    return (step, np.broadcast_to(offsets, (1, *map(int, shape[1:])))) if alone else None
+
+
+def _reshaped(shape: tuple[Dim, ...], part: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of a Reshape to `shape`."""
+    step, offsets = part
+    alone = shape[:1] == (BATCH,) and offsets.size == math.prod(map(as_int, shape[1:]))
+    return (step, offsets.reshape(1, *map(int, shape[1:]))) if alone else None
+
+
+def _added(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array]:
+    """The integers of an Add."""
+    return left[0] + right[0], np.asarray(left[1] + right[1])
+
+
+def _multiplied(_: tuple[Dim, ...], left: tuple[int, Array], right: tuple[int, Array]) -> tuple[int, Array] | None:
+    """The integers of a Mul by one number."""
+    (step, x), (zero, y) = sorted((left, right), key=lambda part: -part[0])
+    return (step * int(y.reshape(())), np.asarray(x * y)) if not zero and y.size == 1 else None
+
+
+_COUNTING: Mapping[str, Callable[..., tuple[int, Array] | None]] = {
+    "Add": _added, "Expand": _expanded, "Mul": _multiplied, "Reshape": _reshaped}
 
 
 class LookupOfRow(Rule):
@@ -130,11 +153,12 @@ class LookupOfRow(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x = match.value("x")
-        _row_of_each(match, draft, x, as_int(match.shape(x)[1]), match.value("offsets"))
+        _rows_of_each(match, draft, x, as_int(match.shape(x)[1]), match.value("offsets"))
 
 
 class LookupOfFlatRow(Rule):
-    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + place of item n), which is taken to lie in the item"""
+    """Gather(Reshape(x [N, S, ...] -> [N * S, ...]), n * S + places [N, ...]), taken to lie in the item: detections
+    that a TopK of each item chose"""
     pattern = P("Gather", Value("flat"), Value("places"))
 
     def check(self, match: Match) -> bool:
@@ -146,28 +170,29 @@ class LookupOfFlatRow(Rule):
         place = self._place(match)
         assert place is not None
         x = match.graph.producer[match.value("flat")].inputs[0]
-        _row_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
+        _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
 
     @staticmethod
     def _place(match: Match) -> str | None:
-        """What is added to n * S."""
+        """The tensor that is added to n * S."""
         graph, places = match.graph, match.graph.producer.get(match.value("places"))
-        if places is None or places.op != "Add" or match.shape(places.outputs[0]) != (BATCH,):
+        if places is None or places.op != "Add" or match.shape(places.outputs[0])[:1] != (BATCH,):
             return None
         for start, place in (places.inputs, places.inputs[::-1]):
-            found = by_item(graph, start)
-            if (found is not None and found[0] and found[0] == _rows_of_item(match, match.value("flat"))
-                    and not found[1].any() and match.shape(place) == (BATCH,)):
+            numbers = by_item(graph, start)
+            if (numbers is not None and numbers[0] and numbers[0] == _rows_of_item(match, match.value("flat"))
+                    and not numbers[1].any() and match.shape(place) == match.shape(places.outputs[0])):
                 return place
         return None
 
 
-def _row_of_each(match: Match, draft: Draft, x: str, tokens: int, places: str) -> None:
-    """Finishes with x[n, places[n]], of x seen as so many rows an item."""
-    size = math.prod(map(as_int, match.shape(x)[1:])) // tokens
-    rows = draft.node("Reshape", [x], {"shape": (BATCH, tokens, size)})
-    index = draft.node("Reshape", [places], {"shape": (BATCH, 1, 1)})
-    picked = draft.node("GatherElements", [rows, index], {"axis": 1, "shape": (BATCH, 1, size)})
+def _rows_of_each(match: Match, draft: Draft, x: str, rows: int, places: str) -> None:
+    """Finish with x[n, places[n]], where x holds so many rows an item and places has one index or more an item."""
+    size = math.prod(map(as_int, match.shape(x)[1:])) // rows
+    count = math.prod(map(as_int, match.shape(places)[1:]))
+    data = draft.node("Reshape", [x], {"shape": (BATCH, rows, size)})
+    index = draft.node("Reshape", [places], {"shape": (BATCH, count, 1)})
+    picked = draft.node("GatherElements", [data, index], {"axis": 1, "shape": (BATCH, count, size)})
     draft.finish_view("Reshape", picked)
 
 

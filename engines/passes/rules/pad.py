@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from engines.ir.graph import Graph
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.facts import moved_from, pads, spatial
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
@@ -91,13 +92,17 @@ class PadMaxPool(_PadBefore):
         return value <= least or No(f"pads with {value}, which may exceed the values beside it")
 
 
-def never_negative(graph: Graph, name: str) -> bool:
-    """Whether no value of the tensor can be below zero, by what makes it."""
+@dataflow
+def never_negative(graph: Graph, name: str) -> Walk[bool]:
+    """Return True if no value of the tensor can be below zero, judging by the nodes that make it."""
     node = graph.producer.get(name)
     if node is None:
         return False
     if node.op == "Clip":
         return float(node.attrs.get("min", -np.inf)) >= 0
     if sources := node.inputs if node.op in _KEEP_SIGN else moved_from(node):
-        return all(never_negative(graph, name) for name in sources)
+        for source in sources:
+            if not (yield source):
+                return False
+        return True
     return node.op in _NEVER_NEGATIVE

@@ -20,6 +20,7 @@ from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Graph, Node
 from engines.ir.grid import grid_params, offset_grid
 from engines.ops import OPS, op_of
+from engines.passes.rewriting.dataflow import Walk, dataflow
 from engines.passes.rewriting.facts import output_axis, pads_with_zeros
 from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
@@ -142,13 +143,20 @@ class MoveFakeQuantized(Rule):
 
 
 class RoundRecurrent(MoveFakeQuantized):
-    """The same behind a recurrent layer that was split. Elsewhere what moves may be a kernel, which rounds as well."""
+    """Move a FakeQuantize to a recurrent layer that was split. Elsewhere what moves may be a kernel, which rounds as
+    well."""
 
     def check(self, match: Match) -> bool:
-        node: Node | None = match["move"]
-        while node is not None and node.op in _MOVES and len(_sources(node)) == 1:
-            node = match.graph.producer.get(_sources(node)[0])
-        return node is not None and node.op == "Recurrence" and super().check(match)
+        return _moved_from_recurrence(match.graph, match["move"].outputs[0]) and super().check(match)
+
+
+@dataflow
+def _moved_from_recurrence(graph: Graph, name: str) -> Walk[bool]:
+    """Return True if a Recurrence makes the elements of the tensor, and other nodes only move them."""
+    node = graph.producer.get(name)
+    if node is not None and node.op in _MOVES and len(_sources(node)) == 1:
+        return (yield _sources(node)[0])  # type: ignore[no-any-return]
+    return node is not None and node.op == "Recurrence"
 
 
 class QuantizedTwice(Rule):
@@ -161,8 +169,9 @@ class QuantizedTwice(Rule):
         draft.same_as(match.value("x"))
 
 
-def grid(graph: Graph, name: str) -> dict[str, float] | None:
-    """The attributes of the FakeQuantize that made all numbers of the tensor, if that is so."""
+@dataflow
+def grid(graph: Graph, name: str) -> Walk[dict[str, float] | None]:
+    """Return the attributes of the FakeQuantize that rounded all numbers of the tensor, or None if there is none."""
     node = graph.producer.get(name)
     if node is None:
         return None
@@ -170,8 +179,12 @@ def grid(graph: Graph, name: str) -> dict[str, float] | None:
         return dict(node.attrs)
     if node.op not in _MOVES or node.op == "Pad" and not pads_with_zeros(node):
         return None
-    first, *others = (grid(graph, source) for source in _sources(node))
-    return first if all(other == first for other in others) else None
+    first, *others = _sources(node)
+    attrs = yield first
+    for source in others:
+        if attrs is None or (yield source) != attrs:
+            return None
+    return attrs  # type: ignore[no-any-return]
 
 
 class ClampedTwice(Rule):
@@ -237,18 +250,16 @@ class DequantizedByArithmetic(Rule):
         return _rounding(*numbers) if _is_read_by_layer(match.graph, match.root.outputs[0]) else None
 
 
-def _is_read_by_layer(graph: Graph, name: str) -> bool:
-    """Whether a contraction by weights on a grid reads the tensor, or what only moves its elements."""
-    met, waiting = {name}, [name]
-    while waiting:
-        name = waiting.pop()
-        for node in graph.consumers[name]:
-            if node.op in _MOVES and name in _sources(node):
-                made = {*node.outputs} - met
-                met |= made
-                waiting += made
-            elif node.op in _LAYERS and node.inputs[0] == name and _is_on_grid(graph, node):
-                return True
+@dataflow
+def _is_read_by_layer(graph: Graph, name: str) -> Walk[bool]:
+    """Return True if a contraction by weights on a grid reads the tensor, or reads its elements moved elsewhere."""
+    for node in graph.consumers[name]:
+        if node.op in _MOVES and name in _sources(node):
+            for output in node.outputs:
+                if (yield output):
+                    return True
+        elif node.op in _LAYERS and node.inputs[0] == name and _is_on_grid(graph, node):
+            return True
     return False
 
 
