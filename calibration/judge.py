@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from calibration.accuracy.parts import parts_by_tensor
-from calibration.accuracy.sources import Sources, before_selection, sources_of
+from calibration.accuracy.sources import Sources, selections, sources_of
 from calibration.open_data import CalibrationData, Feed
 from calibration.search import Errors, compare
 from calibration.table import CalibrationTable
@@ -63,8 +63,9 @@ def watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Ite
 
 def judged_tensors(graph: Graph) -> tuple[str, ...]:
     """Name the tensors by which a model is judged: its outputs, or what enters the selections that decide these."""
-    before = before_selection(graph)
-    names = (name for output in graph.outputs for name in before.get(output, (output,)))
+    behind = selections(graph)
+    names = (name for output in graph.outputs
+             for name in (behind[output].tensors if output in behind else (output,)))
     return tuple(dict.fromkeys(names))
 
 

@@ -21,15 +21,12 @@ from engines.backends.device import Show
 from engines.capacity import bytes_of
 from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
-from engines.compiler.subject import KEPT, Subject
-from engines.errors import ConfigError
-from engines.ir.graph import Array, Graph
-from engines.passes.quantization.recipe import prepared
-from engines.passes.quantization.smoothing import smoothable, smoothed
-from engines.plan.plan import IoTensor, Plan
+from engines.compiler.subject import Subject
+from engines.errors import CalibrationError, ConfigError
+from engines.ir.graph import Array
+from engines.passes.quantization.smoothing import smoothable
+from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess, load_preprocess
-from engines.runtime.engine import Engine
-from engines.runtime.fallback import to_real
 
 # What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -138,7 +135,7 @@ class Calibration:
             notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "
                    "float")
         if not judged and builder.config.precision == "best" and self.data is not None:
-            judged.append(_Run(subject, self, notify, progress).errors(table))
+            judged.extend(filter(None, [_Run(subject, self, notify, progress).errors(table)]))
         report |= {"calibrator": table.calibrator, "calibration_items": table.items,
                    "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
         warnings = [f"INT8 loses what this model computes, as measured on the calibration items: {errors.fault}; "
@@ -214,13 +211,17 @@ class _Run:
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._wanted.calibrator:
             table = make_table(self._wanted.calibrator, model_hash(self._subject), watched.items, watched.histograms)
-            return table, report, None
+            return table, report, self.errors(table, watched)
         return self._searched(watched, report)
 
-    def errors(self, table: CalibrationTable) -> Errors:
-        """Measure the errors of ranges that are known already, on the fewest items."""
+    def errors(self, table: CalibrationTable, watched: _Watched | None = None) -> Errors | None:
+        """Measure the errors of ranges that were not searched for, on few items; None: no output can be compared."""
         self._trials = 1
-        return self._trial(self._judge(self._watched(), FEWEST_ITEMS), table)
+        judge = self._judge(watched or self._watched(), FEWEST_ITEMS)
+        try:
+            return self._trial(judge, table)
+        except CalibrationError:
+            return None
 
     def _watched(self) -> _Watched:
         subject, graph = self._subject, self._subject.graph

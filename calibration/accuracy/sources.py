@@ -1,7 +1,7 @@
 """Read from a graph what its outputs are made of: the sources of a Concat, and the tensors that feed a selection.
 
     sources_of(graph, "y")          # boxes and scores, and which elements of an item of y come from which
-    before_selection(graph)         # {"y": ("boxes", "scores")}: what a TopK selects by, and what it selects from
+    selections(graph)["y"].tensors  # ("boxes", "scores"): what a TopK selects by, and what it selects from
 """
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import reduce
 import numpy as np
 
 from engines.errors import EngineError
+from engines.frontend.onnx_file import OnnxModel, operators_within
 from engines.ir.dtypes import is_float
 from engines.ir.graph import Array, Graph, Node
 from engines.ir.shapes import bind
@@ -20,6 +21,7 @@ from engines.ops.reference import run_node
 
 SELECTIONS = frozenset({"TopK", "ArgMax", "ArgMin", "NonMaxSuppression", "BoundedNonMaxSuppression", "NonZero",
                         "Unique"})
+UNORDERED = frozenset({"ArgMax", "ArgMin"})
 BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh"})      # their channels share one scale by definition
 
 
@@ -61,24 +63,44 @@ def sources_of(graph: Graph, tensor: str) -> Sources:
     return Sources(found.names, found.labels, last is not None and last.op in BOUNDED)
 
 
-def before_selection(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Find the outputs that a selection decides, and the float tensors which that selection works on.
+@dataclass(frozen=True)
+class Selection:
+    """How an output depends on elements that were picked by comparing floats (TopK, ArgMax, NonMaxSuppression, ...).
 
-    A selection picks elements by comparing floats (TopK, ArgMax, NonMaxSuppression, ...). Behind it, two elements that
-    nearly tie may swap their places, so results cannot be compared element by element.
+    Behind a selection, two elements that nearly tie may swap their places, so results cannot be compared element by
+    element.
 
-    Returns
-    -------
-    dict
-        {output: float tensors that enter the selection, or are gathered by its result}. Outputs of models that select
-        nothing are left out. Graph inputs and constants are never among the tensors.
+    tensors     float tensors that enter the selection, or are gathered by its result; never graph inputs
+    ordered     the output has rows in the order of the selection; False behind ArgMax and ArgMin alone
+    counts      numbers of elements that are selected, where the graph knows them
     """
+    tensors: tuple[str, ...] = ()
+    ordered: bool = True
+    counts: frozenset[int] = frozenset()
+
+
+def selections(graph: Graph) -> dict[str, Selection]:
+    """Find the outputs of a graph that a selection decides. Outputs that none decides are left out."""
     behind: set[str] = set()
     for node in graph.nodes:
         if behind.intersection(node.inputs) or _selects(graph, node):
             behind.update(name for name in node.outputs if name)
-    return {output: tuple(dict.fromkeys(_entering(graph, output, behind)))
-            for output in graph.outputs if output in behind}
+    return {output: _selection(graph, output, behind) for output in graph.outputs if output in behind}
+
+
+def selections_of_model(model: OnnxModel) -> dict[str, Selection]:
+    """Find the outputs of an ONNX model that a selection decides: for models that do not become one Graph.
+
+    The inner tensors are not named, and a node with subgraphs counts as a selection if they contain one.
+    """
+    ordered: dict[str, bool] = {}
+    for node in model.proto.graph.node:
+        ops = SELECTIONS.intersection(operators_within(node))
+        if ops or not ordered.keys().isdisjoint(node.input):
+            rows = bool(ops - UNORDERED) or any(ordered.get(name, False) for name in node.input)
+            ordered.update(dict.fromkeys(node.output, rows))
+    return {value.name: Selection(ordered=ordered[value.name])
+            for value in model.proto.graph.output if value.name in ordered}
 
 
 def parts_of(graph: Graph) -> Iterator[Node]:
@@ -93,18 +115,25 @@ def _selects(graph: Graph, node: Node) -> bool:
                                          for name in node.inputs[:2])
 
 
-def _entering(graph: Graph, output: str, behind: Collection[str]) -> Iterator[str]:
-    """Yield the float tensors before the selection that the nodes behind it read, for one output."""
+def _selection(graph: Graph, output: str, behind: Collection[str]) -> Selection:
+    """Walk back from an output to the tensors before the selection."""
     waiting, seen = [output], {output}
+    tensors: list[str] = []
+    nodes: list[Node] = []
     while waiting:
-        for name in graph.producer[waiting.pop()].inputs:
+        node = graph.producer[waiting.pop()]
+        nodes += [node] if _selects(graph, node) else []
+        for name in node.inputs:
             if not name or name in seen:
                 continue
             seen.add(name)
             if name in behind:
                 waiting.append(name)
             elif name in graph.producer and is_float(graph.types[name]):
-                yield name
+                tensors.append(name)
+    counts = {graph.shape(node.outputs[0])[node.attrs.get("axis", -1)] for node in nodes if node.op == "TopK"}
+    return Selection(tuple(tensors), any(node.op not in UNORDERED for node in nodes),
+                     frozenset(extent for extent in counts if isinstance(extent, int)))
 
 
 # ---- sources
