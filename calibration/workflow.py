@@ -10,6 +10,7 @@ from typing import Any
 
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
+from calibration.checks import DataCheck
 from calibration.collect import collect
 from calibration.histogram import Histogram
 from calibration.judge import GraphEngines, Judge, judged_tensors, watching
@@ -105,20 +106,30 @@ class Calibration:
         return [] if self.data is None else list(self.open(inputs).limit(most).batches(1))
 
     def of(self, feeds: Sequence[Feed]) -> Calibration:
-        """The same for other data, which are not in the cache."""
-        return Calibration(list(feeds), self.calibrator)
+        """The same for other data, which are not in the cache: what a part of the model was fed."""
+        return _OfSegment(list(feeds), self.calibrator)
+
+    def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
+        """What is to find data that cannot be right; None: nothing is expected of them."""
+        declared = self._declared
+        if declared and data.preprocess is None and any(io.dtype == "uint8" for io in inputs):
+            declared = declared.of_pixels
+        return DataCheck(inputs, data.preprocess or declared)
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
         builder, graph = subject.builder, subject.graph
         report: dict[str, Any] = {}
         judged: list[Errors] = []
+        doubts: list[str] = []
 
         def make() -> CalibrationTable:
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
-            table, found, errors = _Run(subject, self, notify, progress).table()
+            run = _Run(subject, self, notify, progress)
+            table, found, errors = run.table()
+            doubts.extend(run.doubts)
             report.update(found)
             judged.extend(filter(None, [errors]))
             return table
@@ -143,7 +154,14 @@ class Calibration:
                     for errors in judged if errors.fault]
         for warning in warnings:
             notify(warning)
-        return Calibrated(table.recipe, report, tuple(warnings), any(errors.fault for errors in judged))
+        return Calibrated(table.recipe, report, (*doubts, *warnings), any(errors.fault for errors in judged))
+
+
+class _OfSegment(Calibration):
+    """A calibration on the values inside a program."""
+
+    def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
+        return None
 
 
 def model_hash(subject: Subject) -> str:
@@ -170,8 +188,8 @@ class _Watched:
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
 
-    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = ()) -> None:
-        """One pass over the data. peaking: the tensors whose channels' peaks are wanted."""
+    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = (), check: DataCheck | None = None) -> None:
+        """One pass over the data. peaking: the tensors whose channels' peaks are wanted. check: looks at the items."""
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items = 0
 
@@ -180,6 +198,8 @@ class _Watched:
                 for look in (means.observe, peaks.observe, count):
                     look(tensor, values)
 
+            if check:
+                check.observe(feed)
             self.engines.show(feed, observe)
             self.items += self.data.items_in(feed)
 
@@ -200,13 +220,18 @@ class _Run:
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
         self._data = wanted.open(subject.inputs, builder.config.pixels is not None)
         self._trials = self._spent = 0      # of the search, for its progress
+        self.doubts: tuple[str, ...] = ()
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any], Errors | None]:
         """The ranges, what the plan is to record of them, and their errors if they were measured."""
         if self._data.note:
             self._notify(self._data.note)
         watched = self._watched()
-        watched.watch(self._edges, self._uneven)
+        check = self._wanted.check(self._subject.inputs, self._data)
+        watched.watch(self._edges, self._uneven, check)
+        self.doubts = (*self._data.doubts, *check.doubts()) if check else ()
+        for doubt in self.doubts:
+            self._notify(doubt)
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._wanted.calibrator:
