@@ -1,9 +1,9 @@
 """The search for ranges: the best calibrator for the model, then better ranges for single tensors.
 
 No calibrator is the best for every model. `evaluate` builds and runs the quantised model on calibration items and
-compares its outputs with the float model's (`compare`). The score is the worst output's signal to noise ratio in the
-4-norm, which the peaks dominate; top-1 agreement moves in steps of 1 or 2 % with a few dozen items, and only breaks
-ties.
+compares its outputs with the float model's (`compare`), part by part (calibration.accuracy.parts). The score is the
+signal to noise ratio of the worst part in the 4-norm, which the peaks dominate; top-1 agreement moves in steps of 1 or
+2 % with a few dozen items, and only breaks ties.
 """
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from calibration.accuracy.measures import Powers, cosine, powers, top1_agreement, typical
+from calibration.accuracy.measures import Powers, cosine, fault_of_int8, powers, top1_agreement, typical, zeroed
+from calibration.accuracy.parts import Parts
 from calibration.calibrators import Range
 from calibration.histogram import Histogram
 from calibration.table import CalibrationTable, make_table
@@ -30,21 +31,26 @@ ALIKE = 0.01        # of its width: how far two ranges may differ and still be o
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of the worst quantised output against its float counterpart, over all items.
+    """The errors of the quantised outputs against their float counterparts, over all items; the worst part counts.
 
     peak_db     signal to noise ratio in the 4-norm: what choices go by
     sqnr_db     signal to quantisation noise ratio
     cosine      of the angle between them, mean over items
     top1        share of items with the same largest element, 0..1; None if no output looks like a classifier's
+    part        the part of an output that has the least peak_db, "boxes" of "y" as "y: boxes"; "" if there is one only
+    fault       why the outputs are too inexact to be used, with the part; "" if they are not
     """
     peak_db: float
     sqnr_db: float
     cosine: float
     top1: float | None
+    part: str = ""
+    fault: str = ""
 
     def __str__(self) -> str:
-        top1 = "" if self.top1 is None else f"  {100 * self.top1:5.1f} %"
-        return f"{self.peak_db:7.2f} dB  {self.sqnr_db:7.2f} dB  {self.cosine:.5f}{top1}"
+        top1 = " " * 9 * bool(self.part) if self.top1 is None else f"  {100 * self.top1:5.1f} %"
+        return (f"{self.peak_db:7.2f} dB  {self.sqnr_db:7.2f} dB  {self.cosine:.5f}{top1}"
+                + f"  {self.part}" * bool(self.part))
 
 
 Evaluate = Callable[[CalibrationTable], Errors]
@@ -60,33 +66,45 @@ class CalibratorChoice:
     def __str__(self) -> str:
         width = max(len("calibrator"), *map(len, self.errors))
         head = f"  {'calibrator':{width}}  {'peak SNR':>10}  {'SQNR':>10}  {'cosine':7}  {'top-1':>7}"
+        head += "  worst part" * any(errors.part for errors in self.errors.values())
         return "\n".join([head, *(f"{'*' if name == self.name else ' '} {name:{width}}  {errors}"
                                   for name, errors in self.errors.items())])
 
 
-def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]]) -> Errors:
-    """The errors of `outputs` against `reference`: runs of the same feeds in the same order.
+def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]],
+            parts: Mapping[str, Parts] = {}) -> Errors:      # noqa: B006
+    """Measure the errors of `outputs` against `reference`: runs of the same feeds in the same order.
 
-    Items lie on the leading axis of an output. Only floating point outputs count; CalibrationError if there is none,
-    or nothing but zeros in them.
+    Items lie on the leading axis of an output. Only floating point outputs count, and only what is in both runs;
+    CalibrationError if there is none, or nothing but zeros in them. parts: of outputs whose parts are judged apart.
     """
     items: dict[str, list[Powers]] = {}
     cosines: dict[str, list[float]] = {}
+    lost: dict[str, list[float]] = {}
     agreements: list[float] = []
-    for expected, found in zip(reference, outputs, strict=True):
-        for name in (name for name, array in expected.items() if array.dtype.kind == "f"):
-            a, b = (np.atleast_1d(run[name]) for run in (expected, found))
-            items.setdefault(name, []).extend(map(powers, a, b))
-            cosines.setdefault(name, []).extend(map(cosine, a, b))
+    for run, (expected, found) in enumerate(zip(reference, outputs, strict=True)):
+        for name in (name for name, array in expected.items() if array.dtype.kind == "f" and name in found):
+            a, b = (np.atleast_1d(run_[name]) for run_ in (expected, found))
+            for part, mask in parts.get(name, Parts()).masks(run, a.shape):
+                label = f"{name}: {part}" if part else name
+                pairs = [(x, y) if mask is None else (x[mask[i]], y[mask[i]])
+                         for i, (x, y) in enumerate(zip(a, b, strict=True))]
+                items.setdefault(label, []).extend(powers(x, y) for x, y in pairs)
+                cosines.setdefault(label, []).extend(cosine(x, y) for x, y in pairs)
+                lost.setdefault(label, []).extend(zeroed(x, y) for x, y in pairs)
             if a.ndim == 2 and a.shape[1] >= MIN_CLASSES:
                 agreements += [top1_agreement(row, other) for row, other in zip(a, b, strict=True)]
-    measured = [found for found in map(typical, items.values()) if found]
+    measured = {name: mean for name, each in items.items() if (mean := typical(each))}
     if not measured:
         raise CalibrationError("calibrators cannot be compared: the model has no floating point output, or only zeros "
                                "in it; choose one yourself (--calibrator)")
-    return Errors(min(found.peak_snr_db for found in measured), min(found.sqnr_db for found in measured),
-                  min(float(np.mean(values)) for values in cosines.values()),
-                  float(np.mean(agreements)) if agreements else None)
+    worst = min(measured, key=lambda name: measured[name].peak_snr_db)
+    faults = (f"'{name}': {fault}" for name, found in measured.items()
+              if (fault := fault_of_int8(found.sqnr_db, float(np.mean(lost[name])))))
+    return Errors(measured[worst].peak_snr_db, min(found.sqnr_db for found in measured.values()),
+                  min(float(np.mean(cosines[name])) for name in measured),
+                  float(np.mean(agreements)) if agreements else None, worst if len(measured) > 1 else "",
+                  "; ".join(faults))
 
 
 def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> CalibratorChoice:
@@ -156,6 +174,11 @@ class Search:
     @property
     def table(self) -> CalibrationTable:
         return self.refinement.table if self.refinement else self.choice.table
+
+    @property
+    def errors(self) -> Errors:
+        """The errors of that table."""
+        return self.refinement.after if self.refinement else self.choice.errors[self.choice.name]
 
     def __str__(self) -> str:
         return f"{self.choice}\n  refined: {self.refinement}" if self.refinement else str(self.choice)

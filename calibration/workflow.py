@@ -10,25 +10,24 @@ from typing import Any
 
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
+from calibration.checks import DataCheck
 from calibration.collect import collect
 from calibration.histogram import Histogram
+from calibration.judge import GraphEngines, Judge, judged_tensors, watching
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, Errors, compare, search
+from calibration.search import CANDIDATES, Errors, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.backends.device import Show
 from engines.capacity import bytes_of
 from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
-from engines.compiler.subject import KEPT, Subject
-from engines.errors import ConfigError
-from engines.ir.graph import Array, Graph
-from engines.passes.quantization.recipe import prepared
-from engines.passes.quantization.smoothing import smoothable, smoothed
-from engines.plan.plan import IoTensor, Plan
+from engines.compiler.subject import Subject
+from engines.errors import CalibrationError, ConfigError
+from engines.ir.graph import Array
+from engines.passes.quantization.smoothing import smoothable
+from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess, load_preprocess
-from engines.runtime.engine import Engine
-from engines.runtime.fallback import to_real
 
 # What the search may spend, in multiply-accumulates, so that it does not depend on the machine: about 25 s of AVX2.
 BUDGET_MACS = 1.5e12
@@ -107,20 +106,32 @@ class Calibration:
         return [] if self.data is None else list(self.open(inputs).limit(most).batches(1))
 
     def of(self, feeds: Sequence[Feed]) -> Calibration:
-        """The same for other data, which are not in the cache."""
-        return Calibration(list(feeds), self.calibrator)
+        """The same for other data, which are not in the cache: what a part of the model was fed."""
+        return _OfSegment(list(feeds), self.calibrator)
+
+    def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
+        """What is to find data that cannot be right; None: nothing is expected of them."""
+        declared = self._declared
+        if declared and data.preprocess is None and any(io.dtype == "uint8" for io in inputs):
+            declared = declared.of_pixels
+        return DataCheck(inputs, data.preprocess or declared)
 
     def calibrate(self, subject: Subject, notify: Notify, progress: Progress) -> Calibrated:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
         builder, graph = subject.builder, subject.graph
         report: dict[str, Any] = {}
+        judged: list[Errors] = []
+        doubts: list[str] = []
 
         def make() -> CalibrationTable:
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
-            table, found = _from_data(subject, self, notify, progress)
+            run = _Run(subject, self, notify, progress)
+            table, found, errors = run.table()
+            doubts.extend(run.doubts)
             report.update(found)
+            judged.extend(filter(None, [errors]))
             return table
 
         if self.cache:
@@ -134,9 +145,23 @@ class Calibration:
         if missing:
             notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "
                    "float")
+        if not judged and builder.config.precision == "best" and self.data is not None:
+            judged.extend(filter(None, [_Run(subject, self, notify, progress).errors(table)]))
         report |= {"calibrator": table.calibrator, "calibration_items": table.items,
                    "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
-        return Calibrated(table.recipe, report)
+        warnings = [f"INT8 loses what this model computes, as measured on the calibration items: {errors.fault}; "
+                    "calibrate on more and typical data, check --preprocess, or leave nodes in float with --keep-float"
+                    for errors in judged if errors.fault]
+        for warning in warnings:
+            notify(warning)
+        return Calibrated(table.recipe, report, (*doubts, *warnings), any(errors.fault for errors in judged))
+
+
+class _OfSegment(Calibration):
+    """A calibration on the values inside a program."""
+
+    def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
+        return None
 
 
 def model_hash(subject: Subject) -> str:
@@ -151,34 +176,10 @@ def model_hash(subject: Subject) -> str:
     return digest.hexdigest()[:32]
 
 
-class _Engines:
-    """Of a model's float graphs: an engine for each set of extents that data have, made when it is met."""
-
-    def __init__(self, subject: Subject, plan: Callable[[Graph], Plan]) -> None:
-        self._subject, self._plan = subject, plan
-        self._engines: dict[tuple[Any, ...], Engine] = {}
-        self.usual = self._engine(tuple(subject.usual.values()))
-
-    def show(self, feed: Feed, show: Show) -> None:
-        """Run a feed; show the outputs."""
-        extents = self._subject.extents_of(feed)
-        known = self._subject.deciding
-        read = {name: array for name, array in feed.items() if name not in known}
-        self._engine(tuple(extents.values())).show(read, show)
-
-    def _engine(self, extents: tuple[Any, ...]) -> Engine:
-        if extents not in self._engines:
-            if len(self._engines) > KEPT:       # the usual one stays
-                del self._engines[list(self._engines)[1]]
-            graph = self._subject.at(dict(zip(self._subject.usual, extents, strict=True)))
-            self._engines[extents] = Engine(self._plan(graph))
-        return self._engines[extents]
-
-
 @dataclass
 class _Watched:
     """The float model's outputs and edges, over the calibration data."""
-    engines: _Engines
+    engines: GraphEngines
     data: CalibrationData
     batch: int
     progress: Callable[[int, int], None]
@@ -187,8 +188,8 @@ class _Watched:
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
 
-    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = ()) -> None:
-        """One pass over the data. peaking: the tensors whose channels' peaks are wanted."""
+    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = (), check: DataCheck | None = None) -> None:
+        """One pass over the data. peaking: the tensors whose channels' peaks are wanted. check: looks at the items."""
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items = 0
 
@@ -197,6 +198,8 @@ class _Watched:
                 for look in (means.observe, peaks.observe, count):
                     look(tensor, values)
 
+            if check:
+                check.observe(feed)
             self.engines.show(feed, observe)
             self.items += self.data.items_in(feed)
 
@@ -208,113 +211,120 @@ class _Watched:
         return sum(step.macs for step in self.engines.usual.plan.machine.steps)
 
 
-def _watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}     # noqa: B006
-              ) -> _Engines:
-    """The float model, smoothed by these factors, which shows the tensors, as far as its graphs have them."""
-    def plan(graph: Graph) -> Plan:
-        able = set(smoothable(graph)) if factors else ()
-        graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
-        return subject.builder.watching(graph, [name for name in tensors if name in graph.types])
-    return _Engines(subject, plan)
+class _Run:
+    """One calibration: the float model is run over the data, then biases and ranges are chosen by measured error."""
 
+    def __init__(self, subject: Subject, wanted: Calibration, notify: Notify, progress: Progress) -> None:
+        self._subject, self._wanted, self._notify, self._progress = subject, wanted, notify, progress
+        builder, graph = subject.builder, subject.graph
+        self._edges, self._uneven = builder.edges(graph), smoothable(graph)
+        self._data = wanted.open(subject.inputs, builder.config.pixels is not None)
+        self._trials = self._spent = 0      # of the search, for its progress
+        self.doubts: tuple[str, ...] = ()
 
-def _from_data(subject: Subject, wanted: Calibration, notify: Notify,
-               progress: Progress) -> tuple[CalibrationTable, dict[str, Any]]:
-    """Run the float model over the data; correct biases and search for ranges, each if it lowers the error."""
-    builder, graph = subject.builder, subject.graph
-    edges, uneven = builder.edges(graph), smoothable(graph)
-    engines = _watching(subject, tuple(dict.fromkeys((*edges, *uneven))))
-    engine = engines.usual
-    data = wanted.open(subject.inputs, builder.config.pixels is not None)
-    if data.note:
-        notify(data.note)
-    batch = engine.plan.batch_slots if not engine.dependence else 1
-    batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in edges), 1)), 1)
-    watched = _Watched(engines, data, batch, lambda done, of: progress("calibrating", done, of, ""))
-    watched.watch(edges, uneven)
-    report: dict[str, Any] = {"preprocess": data.preprocess.to_json()} if data.preprocess is not None else {}
-    hash_, items = model_hash(subject), watched.items
-    if wanted.calibrator:
-        return make_table(wanted.calibrator, hash_, items, watched.histograms), report
+    def table(self) -> tuple[CalibrationTable, dict[str, Any], Errors | None]:
+        """The ranges, what the plan is to record of them, and their errors if they were measured."""
+        if self._data.note:
+            self._notify(self._data.note)
+        watched = self._watched()
+        check = self._wanted.check(self._subject.inputs, self._data)
+        watched.watch(self._edges, self._uneven, check)
+        self.doubts = (*self._data.doubts, *check.doubts()) if check else ()
+        for doubt in self.doubts:
+            self._notify(doubt)
+        preprocess = self._data.preprocess
+        report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
+        if self._wanted.calibrator:
+            table = make_table(self._wanted.calibrator, model_hash(self._subject), watched.items, watched.histograms)
+            return table, report, self.errors(table, watched)
+        return self._searched(watched, report)
 
-    judged, trials = _budget(watched.macs, sum(constant.size for constant in graph.constants.values()))
-    judge = Judge(subject, engines, data.limit(judged), watched.batch)
-    factors: dict[str, tuple[float, ...]] = {}
-    if uneven:
-        watched, factors = _smoothing(subject, judge, watched, notify)
-        trials -= 1 + len(ALPHAS)
-    usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
-    spare = trials - len(CANDIDATES) - 2        # 2: with biases corrected, and without
-    if spare < 0:
-        notify("a model of this size leaves the search few trials: biases are not corrected, and of the calibrators "
-               f"only {' and '.join(FEW_CANDIDATES)} are compared")
-    with_means = _bias_correction(judge, usual, watched.means, notify) if spare >= 0 else {}
-    found = search(watched.histograms, hash_, items,
-                   lambda table: judge.errors(replace(table, means=with_means, smoothing=factors)),
-                   min(max(spare, 0), MOST_TRIALS), CANDIDATES if spare >= 0 else FEW_CANDIDATES)
-    notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n{found}")
-    report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-    return replace(found.table, means=with_means, smoothing=factors), report
+    def errors(self, table: CalibrationTable, watched: _Watched | None = None) -> Errors | None:
+        """Measure the errors of ranges that were not searched for, on few items; None: no output can be compared."""
+        self._trials = 1
+        judge = self._judge(watched or self._watched(), FEWEST_ITEMS)
+        try:
+            return self._trial(judge, table)
+        except CalibrationError:
+            return None
+
+    def _watched(self) -> _Watched:
+        subject, graph = self._subject, self._subject.graph
+        shown = (*self._edges, *self._uneven, *judged_tensors(graph))
+        engines = watching(subject, tuple(dict.fromkeys(shown)))
+        engine = engines.usual
+        batch = engine.plan.batch_slots if not engine.dependence else 1
+        batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
+        return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
+
+    def _judge(self, watched: _Watched, items: int) -> Judge:
+        return Judge(self._subject, watched.engines, self._data.limit(items), watched.batch, self._tick)
+
+    def _tick(self) -> None:
+        self._progress("searching", min(self._spent, self._trials), self._trials, "")
+
+    def _trial(self, judge: Judge, table: CalibrationTable) -> Errors:
+        errors = judge.errors(table)
+        self._spent += 1
+        self._tick()
+        return errors
+
+    def _searched(self, watched: _Watched,
+                  report: dict[str, Any]) -> tuple[CalibrationTable, dict[str, Any], Errors | None]:
+        constants = self._subject.graph.constants
+        judged, trials = _budget(watched.macs, sum(constant.size for constant in constants.values()))
+        spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
+        single = min(max(spare, 0), MOST_TRIALS)                                            # and without
+        candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
+        self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + 2 * (spare >= 0) + len(candidates) + single)
+        judge = self._judge(watched, judged)
+        factors: dict[str, tuple[float, ...]] = {}
+        if self._uneven:
+            watched, factors = self._smoothing(judge, watched)
+        hash_, items = model_hash(self._subject), watched.items
+        usual = replace(make_table("percentile", hash_, items, watched.histograms), smoothing=factors)
+        if spare < 0:
+            self._notify("a model of this size leaves the search few trials: biases are not corrected, and of the "
+                         f"calibrators only {' and '.join(FEW_CANDIDATES)} are compared")
+        with_means = self._bias_correction(judge, usual, watched.means) if spare >= 0 else {}
+        found = search(watched.histograms, hash_, items,
+                       lambda table: self._trial(judge, replace(table, means=with_means, smoothing=factors)),
+                       single, candidates)
+        self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
+                     f"{found}")
+        report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
+        return replace(found.table, means=with_means, smoothing=factors), report, found.errors
+
+    def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
+        """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
+        edges = tuple(plain.histograms)
+        before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
+        best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
+        found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
+        for alpha in ALPHAS:
+            found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
+            factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
+            even = replace(plain, engines=watching(self._subject, edges, factors))
+            even.watch(edges)
+            table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
+            after = self._trial(judge, table).sqnr_db
+            measured.append(f"{after:.2f} dB with alpha {alpha}")
+            if after > best:
+                best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
+        self._notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
+        return found
+
+    def _bias_correction(self, judge: Judge, table: CalibrationTable, means: Mapping[str, Any]) -> dict[str, Any]:
+        """The means, if biases corrected by them lower the error; else none."""
+        plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
+        before, after = self._trial(judge, table), self._trial(judge, replace(table, means=plain_means))
+        better = after.sqnr_db > before.sqnr_db
+        self._notify(f"bias correction {'kept' if better else 'left out'}: "
+                     f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
+        return plain_means if better else {}
 
 
 def _budget(macs: int, weights: int) -> tuple[int, int]:
     """(items on which ranges are judged, trials in all) for a model of so many multiply-accumulates and weights."""
     items = int(min(max(BUDGET_MACS / max(macs, 1) // 20, FEWEST_ITEMS), MOST_ITEMS))
     return items, int(BUDGET_MACS / (items * macs + MACS_A_WEIGHT * weights + 1))
-
-
-def _smoothing(subject: Subject, judge: Judge, plain: _Watched,
-               notify: Notify) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
-    """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
-    edges = tuple(plain.histograms)
-    before = judge.errors(make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
-    best, kept, measured = before, "left out", [f"{before:.2f} dB without"]
-    found: tuple[_Watched, dict[str, tuple[float, ...]]] = (plain, {})
-    for alpha in ALPHAS:
-        found_factors = smoothing_factors(subject.graph, plain.peaks, alpha)
-        factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
-        even = replace(plain, engines=_watching(subject, edges, factors))
-        even.watch(edges)
-        after = judge.errors(replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)).sqnr_db
-        measured.append(f"{after:.2f} dB with alpha {alpha}")
-        if after > best:
-            best, kept, found = after, f"kept with alpha {alpha}", (even, factors)
-    notify(f"smoothing of {len(plain.peaks)} tensors {kept}: {', '.join(measured)}")
-    return found
-
-
-def _bias_correction(judge: Judge, table: CalibrationTable, means: Mapping[str, Any], notify: Notify) -> dict[str, Any]:
-    """The means, if biases corrected by them lower the error; else none."""
-    plain_means = {name: tuple(map(float, values)) for name, values in means.items()}
-    before, after = judge.errors(table), judge.errors(replace(table, means=plain_means))
-    better = after.sqnr_db > before.sqnr_db
-    notify(f"bias correction {'kept' if better else 'left out'}: "
-           f"{before.sqnr_db:.2f} dB without, {after.sqnr_db:.2f} dB with")
-    return plain_means if better else {}
-
-
-class Judge:
-    """Measures what a table does to a model's outputs."""
-
-    def __init__(self, subject: Subject, floats: _Engines, data: CalibrationData, batch: int) -> None:
-        self._subject = subject
-        self._feeds: list[Feed] = list(data.batches(batch))
-        self.items = sum(data.items_in(feed) for feed in self._feeds)
-        self._expected = [self._outputs(floats, feed) for feed in self._feeds]
-
-    def _outputs(self, engines: _Engines, feed: Feed) -> dict[str, Array]:
-        """The model's, as real numbers: bfloat16 comes as its bits."""
-        graph, outputs = self._subject.graph, {}
-
-        def keep(tensor: str, values: Array) -> None:
-            if tensor in graph.outputs:
-                outputs[tensor] = to_real(values, None, str(graph.types[tensor].dtype))
-
-        engines.show(feed, keep)
-        return {name: outputs[name] for name in graph.outputs}
-
-    def errors(self, table: CalibrationTable) -> Errors:
-        builder = self._subject.builder
-        engines = _Engines(self._subject, lambda graph: builder.trial(
-            prepared(graph, table.recipe, builder.config.keep_float), table.ranges))
-        return compare(self._expected, [self._outputs(engines, feed) for feed in self._feeds])

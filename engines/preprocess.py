@@ -10,7 +10,7 @@ TOML file says it on the command line; every key is optional:
     size = [224, 224]               # height, width; default: the model's
     crop = 0.875                    # the part of the resized picture, in each direction, that is kept
     interpolation = "bicubic"       # or "bilinear", "nearest", "lanczos", "box"
-    color = "RGB"                   # or "BGR", "GRAY"
+    color = "RGB"                   # or "BGR", "GRAY", "RGBA"
     layout = "auto"                 # or "NCHW", "NHWC"
     scale = 0.00392156862745098
     mean = [0.485, 0.456, 0.406]    # in the order of `color`, after `scale`; one number serves all channels
@@ -35,7 +35,9 @@ from engines.ir.pixels import Pixels
 
 USUAL_SIZE = (224, 224)         # of pictures for an input of any height and width
 _MOST_RESIZED = 1 << 24         # pixels of a picture that is resized whole: a row of 1000 would have four times as many
-CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1})
+CHANNELS = MappingProxyType({"RGB": 3, "BGR": 3, "GRAY": 1, "RGBA": 4})
+_MODES = MappingProxyType({"GRAY": "L", "RGBA": "RGBA"})        # of Pillow; "RGB" for the others
+PIXEL = 255.0                  # the largest value of a pixel
 INTERPOLATIONS = MappingProxyType({
     "nearest": Image.Resampling.NEAREST, "box": Image.Resampling.BOX, "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS})
@@ -118,22 +120,36 @@ class Preprocess:
         settled = self.fit(shape)
         if isinstance(image, Image.Image):
             return settled.normalised(settled.pixels_of(image))
-        return settled.normalised(settled.pixels_of(_read(image), str(image)))
+        return settled.normalised(settled.pixels_of(read_picture(image), str(image)))
 
-    def pixels_of(self, picture: Image.Image, origin: str = "the picture") -> NDArray[np.uint8]:
-        """A picture as a settled declaration has it before the normalisation: [H, W, C]. Raises CalibrationError,
-        naming the origin: the wrong size for "none"."""
+    def pixels_of(self, picture: Image.Image, origin: str = "the picture", float_scale: float = 0.0) -> NDArray[Any]:
+        """Resize and crop a picture to pixels of 0 to 255, before the normalisation.
+
+        float_scale: what the values of a picture of floats are multiplied by; 0: see `scale_of_floats`.
+        Returns uint8 [H, W, C], or float32 of a picture of floats. Raises CalibrationError, naming the origin: the
+        wrong size for "none"; floats that are no pixels.
+        """
         assert self.size is not None
         height, width = self.size
         if self.resize == "none" and (picture.height, picture.width) != (height, width):
             raise CalibrationError(f"{origin} is {picture.width}x{picture.height} and the model takes "
                                    f"{width}x{height}; set resize to 'shorter-side' or 'exact'")
-        pixels = np.asarray(self._resized(picture.convert("L" if self.color == "GRAY" else "RGB")))
+        if picture.mode == "F":
+            gray = np.asarray(self._resized(_of_floats(picture, origin, float_scale)), np.float32).clip(0, PIXEL)
+            return np.repeat(gray.reshape(height, width, 1), CHANNELS[self.color], axis=2)
+        pixels = np.asarray(self._resized(picture.convert(_MODES.get(self.color, "RGB"))))
         if self.color == "BGR":
             pixels = pixels[..., ::-1]
         return pixels.reshape(height, width, CHANNELS[self.color])
 
-    def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the largest value that pixels of 0 to 255 become."""
+        ends = [(pixel * self.scale - mean) / std for pixel in (0.0, PIXEL)
+                for mean, std in zip(*np.broadcast_arrays(self.mean, self.std), strict=True)]
+        return float(min(ends)), float(max(ends))
+
+    def normalised(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
         """Such pixels as the model takes them, float32 [1, C, H, W] or [1, H, W, C]."""
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         values = (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
@@ -212,6 +228,7 @@ PRESETS: Mapping[str, Preprocess] = MappingProxyType({
     "caffe": Preprocess(interpolation="bilinear", color="BGR", scale=1.0, mean=(103.939, 116.779, 123.68)),
     "unit": Preprocess(resize="exact", crop=1.0, interpolation="bilinear"),             # 0 to 1
     "gray": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", color="GRAY"),
+    "rgba": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", color="RGBA"),
     "raw": Preprocess(resize="exact", crop=1.0, interpolation="bilinear", scale=1.0),   # 0 to 255
 })
 
@@ -246,14 +263,38 @@ def opened(file: str | Path | BinaryIO, formats: tuple[str, ...] | None = None, 
                 raise ValueError(f"{image.width}x{image.height} are more than {most_pixels} pixels")
             image.load()
             if image.mode.startswith("I"):      # of 16 bits: Pillow's own conversion cuts off what is above 255
-                return Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
+                values = np.asarray(image)
+                if values.size and (values.min() < 0 or values.max() >= 1 << 16):
+                    raise ValueError(f"its pixels are integers of {values.min()} to {values.max()}, and more than 16 "
+                                     "bits are no picture")
+                return Image.fromarray((values >> 8).astype(np.uint8))
             # A palette with transparency becomes RGB by way of RGBA only.
             return image.convert("RGBA") if "transparency" in image.info else image.copy()
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error
 
 
-def _read(path: str | Path) -> Image.Image:
+def scale_of_floats(values: NDArray[Any], origin: str) -> float:
+    """Tell by what to multiply the values of pictures of floats, so that they are pixels of 0 to 255.
+
+    Values of 0 to 1 count as shares of 255, values of 0 to 255 as pixels. Raises CalibrationError: there are others.
+    """
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    if not (low >= 0.0 and high <= PIXEL):
+        raise CalibrationError(f"{origin} holds floats of {low:g} to {high:g}; pixels of 0 to 1 or of 0 to 255 can be "
+                               "read, give others as .npz files of what the model takes")
+    return PIXEL if high <= 1.0 else 1.0
+
+
+def _of_floats(picture: Image.Image, origin: str, scale: float) -> Image.Image:
+    values = np.asarray(picture, np.float32)
+    scale = scale or scale_of_floats(values, origin)
+    scale_of_floats(values * np.float32(scale), origin)
+    return Image.fromarray(values * np.float32(scale))
+
+
+def read_picture(path: str | Path) -> Image.Image:
+    """Decode a picture file. Raises CalibrationError that names it."""
     try:
         return opened(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How far a quantised model's outputs are from the float one's: SQNR, peak SNR, cosine, top-1 agreement."""
+"""Measure how far a quantised model's outputs are from the float one's: SQNR, peak SNR, cosine, top-1 agreement."""
 from __future__ import annotations
 
 import math
@@ -9,6 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.ir.graph import Array
+
+POOR_DB = 6.0           # an error half as large as the signal
+CLEAR_DB = 15.0         # at which values that became 0 do not matter
+MOST_ZEROED = 0.5       # share of the values that may become 0 below that
 
 
 def sqnr_db(reference: Array, value: Array) -> float:
@@ -29,6 +33,25 @@ def cosine(reference: Array, value: Array) -> float:
 def top1_agreement(reference: Array, value: Array) -> float:
     """The share (0..1) of vectors along the last axis whose largest element has the same index in both."""
     return float(np.mean(np.argmax(reference, axis=-1) == np.argmax(value, axis=-1)))
+
+
+def zeroed(reference: Array, value: Array) -> float:
+    """Return the share (0..1) of the elements other than 0 that have become exactly 0; 0 if all were 0."""
+    some = reference != 0
+    return float(np.count_nonzero(some & (value == 0)) / max(np.count_nonzero(some), 1))
+
+
+def fault_of_int8(sqnr: float, zeroed_share: float) -> str:
+    """Say why a quantised output, or a part of one, is too far from its float counterpart; "" if it is not.
+
+    Values that are small beside the step of their type become 0, while the few large ones keep the SQNR up: scores of
+    a detector that share a range with its boxes.
+    """
+    if not sqnr >= POOR_DB:
+        return f"its SQNR is {sqnr:.1f} dB; at least {POOR_DB:g} dB are wanted"
+    if zeroed_share > MOST_ZEROED and sqnr < CLEAR_DB:
+        return f"{100 * zeroed_share:.0f} % of its values that are not 0 have become 0, and its SQNR is {sqnr:.1f} dB"
+    return ""
 
 
 @dataclass(frozen=True)

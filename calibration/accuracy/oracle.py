@@ -12,6 +12,7 @@ import numpy as np
 from calibration.data.items import Feed
 from engines.compiler.specialise import Specialiser
 from engines.frontend.inputs import Value
+from engines.frontend.onnx_file import with_outputs
 from engines.frontend.onnx_import import graph_from_onnx, recurs_in_float16, values_of_inputs
 from engines.ir.dtypes import as_named
 from engines.ir.graph import Array, Dim, Graph
@@ -35,8 +36,10 @@ class Oracle:
 
 def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | None = None,
               constants: Mapping[str, Value] | None = None, *, keep_batch: bool = False,
-              pixels: Pixels | None = None, plan: Plan | None = None) -> Oracle:
+              pixels: Pixels | None = None, plan: Plan | None = None, shown: Sequence[str] = ()) -> Oracle:
     """The best there is for an ONNX file whose engine was built with these options.
+
+    shown: tensors inside the model that it is to give beside the outputs, as far as it can.
 
     ONNX Runtime takes the file as it is; what it refuses (a type, an operator), the reference computes, for a plan with
     open extents on the graphs of its own model. Raises
@@ -45,14 +48,15 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
     refused = ""
     if importlib.util.find_spec("onnxruntime") is not None:
         try:
-            return _onnx_runtime(Path(model), constants or {}, pixels)
+            return _onnx_runtime(Path(model), constants or {}, pixels, shown)
         except Exception as error:      # it raises a class of its own for each status
             refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
     if plan is not None and plan.open is not None:
         return replace(reference_of_specialisations(plan, stored=False), name=f"the NumPy reference{refused}")
     graph = graph_from_onnx(model, shapes=shapes, constants=constants, keep_batch=keep_batch)
     graph = take_pixels(graph, pixels) if pixels else graph
-    return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph)), slow=True)
+    watch = [*graph.outputs, *(name for name in shown if name in graph.types)]
+    return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph), watch), slow=True)
 
 
 def reference_of(graph: Graph) -> Oracle:
@@ -78,13 +82,16 @@ def _typed(feed: Feed, graph: Graph) -> dict[str, Array]:
     return {name: as_named(array, graph.types[name].dtype.name) for name, array in feed.items()}
 
 
-def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | None) -> Oracle:
+def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | None,
+                  shown: Sequence[str] = ()) -> Oracle:
     if recurs_in_float16(model):        # 1.31 ends the process as it opens one
         raise ValueError("it crashes on recurrent layers of float16")
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
-    session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
+    source = (with_outputs(model, shown) if shown else None) or str(model)
+    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     kinds = {value.type for value in (*session.get_inputs(), *session.get_outputs())}
     if strangers := sorted(kind for kind in kinds if kind.startswith(_STRANGERS)):
         raise ValueError(f"its Python interface has no {strangers[0]}")

@@ -6,7 +6,6 @@
 """
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.accuracy.measures import cosine, sqnr_db
+from calibration.accuracy.errors import LIMITS, Limits, OutputErrors
 from calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
+from calibration.accuracy.runs import Runs
+from calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.compiler.specialise import graph_at
 from engines.frontend.inputs import Value
-from engines.ir.dtypes import BITS, as_named
 from engines.ir.graph import Array, Dim, Graph
 from engines.ir.pixels import Pixels
 from engines.loading import load_engine
@@ -34,21 +34,6 @@ BATCHES = 4             # of so many items, where there are as many
 _QUANTISE = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest errors that a precision allows an output: as a share of its range, or as SQNR where single values
-    say little; of integers and booleans, the share of elements that differ."""
-    relative: float = math.inf
-    sqnr_db: float = -math.inf
-    differing: float = 0.01
-
-
-LIMITS = {
-    "fp32": Limits(relative=1e-3),                          # sums in another order: 1e-6 to 1e-4
-    "fp16": Limits(relative=2e-2, differing=0.1),           # 11 bits a tensor, over all layers
-    "bf16": Limits(relative=1e-1, differing=0.2),           # 8 bits
-    "int8": Limits(sqnr_db=6.0, differing=0.5),             # an error half as large as the signal
-}
 _ADVICE = {
     "fp32": "float32 leaves no room for that: it is a fault of the compiler, to be reported with the model, or the "
             "model makes much of the last bits of its sums on these inputs: give typical ones, --calib",
@@ -60,51 +45,19 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
-class OutputErrors:
-    """How far one output is from what it should be, over all items. Errors are of elements that are finite in both.
-
-    largest     absolute; `relative` is it as a share of the output's range, largest minus smallest value expected
-    item        the item that has it, counted from 0 in the order of the data
-    odd         elements that are NaN or infinite in one of the two, and not the same in the other
-    differing   share of the elements that are not equal
-    wrong       why there is nothing to compare: another dtype or shape, no finite value; "" if there is
-    """
-    name: str
-    largest: float = 0.0
-    relative: float = 0.0
-    mean: float = 0.0
-    median: float = 0.0
-    item: int = 0
-    sqnr_db: float = math.inf
-    cosine: float = 1.0
-    odd: int = 0
-    differing: float = 0.0
-    floating: bool = True
-    wrong: str = ""
-
-    def fault(self, limits: Limits) -> str:
-        """The first limit that the output exceeds, in words; "" if none."""
-        if self.wrong or self.odd:
-            return self.wrong or f"{self.odd} elements are NaN or infinite in one of the two only"
-        if not self.floating:
-            return (f"{100 * self.differing:.1f} % of the elements differ; at most {100 * limits.differing:g} % may"
-                    if self.differing > limits.differing else "")
-        if not self.relative <= limits.relative:
-            return (f"its largest error is {self.relative:.3g} of its range (item {self.item}); at most "
-                    f"{limits.relative:g} may be")
-        if not self.sqnr_db >= limits.sqnr_db:
-            return f"its SQNR is {self.sqnr_db:.1f} dB; at least {limits.sqnr_db:g} dB are wanted"
-        return ""
-
-
-@dataclass(frozen=True)
 class Verification:
-    """The errors of every output, and the verdict."""
+    """The errors of every output, and the verdict.
+
+    outputs     as a whole; behind a selection, of the rows that match
+    parts       of outputs whose parts are judged apart, and of the tensors that enter selections
+    together    the items in a batch beside each alone, both by the engine
+    """
     oracle: str
     items: int
     precision: str
     outputs: tuple[OutputErrors, ...]
-    together: tuple[OutputErrors, ...]      # the same items in a batch beside each alone, both by the engine
+    together: tuple[OutputErrors, ...]
+    parts: tuple[OutputErrors, ...] = ()
 
     @property
     def limits(self) -> Limits:
@@ -114,9 +67,15 @@ class Verification:
     def faults(self) -> tuple[str, ...]:
         """A line for each output that exceeds the limits of the precision."""
         limits = self.limits
-        alone = [f"output '{errors.name}': {fault}" for errors in self.outputs if (fault := errors.fault(limits))]
+        alone = [f"output '{errors.name}': {fault}" for errors in (*self.outputs, *self.parts)
+                 if (fault := errors.fault(limits))]
         return (*alone, *(f"output '{errors.name}' of an item depends on what else is in its batch: {fault}"
                           for errors in self.together if (fault := errors.fault(limits))))
+
+    @property
+    def worst(self) -> str:
+        """Name the part with the least SQNR; "" where no output is judged in parts."""
+        return min(self.parts, key=lambda part: part.sqnr_db).name if self.parts else ""
 
     @property
     def advice(self) -> str:
@@ -145,19 +104,20 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         context = engine.create_context()
         feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
         oracle = oracle_of(Path(model), shapes, constants)
-        return verify_engine(engine, oracle, [item for item in data.limit(1)] if data else [feed],
-                             _precision_of_program(engine.plan))
+        return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
+                             _precision_of_program(engine.plan), structure_of_program(Path(model)))
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
+    structure = structure_of(engine.plan, graph, tensor_names(Path(model)))
     if data is None and engine.plan.precision == "int8":
         oracle = reference_of(graph) if engine.plan.open is None else reference_of_specialisations(engine.plan)
     else:
         oracle = oracle_of(Path(model), shapes, constants, keep_batch=bool(engine.max_batch), pixels=pixels,
-                           plan=engine.plan)
+                           plan=engine.plan, shown=structure.tensors)
     feeds = feeds_of(data, engine.max_batch) if data else [
         {**feed, **usual_values(engine)} for inputs in tested_inputs(engine)
         for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
-    return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision)
+    return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision, structure)
 
 
 def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
@@ -182,26 +142,26 @@ def usual_values(engine: AnyEngine) -> dict[str, Array]:
     return engine.usual_values() if isinstance(engine, OpenEngine) else {}
 
 
-def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str) -> Verification:
-    """The same for a loaded engine and an oracle, on feeds at hand.
+def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str,
+                  structure: Structure | None = None) -> Verification:
+    """Verify a loaded engine by an oracle, on feeds at hand. structure: what is known of the model's outputs.
 
     The items of a batch are also run each alone, unless the plan says that they depend on each other.
     """
-    beside: dict[str, list[_Pair]] = {tensor.name: [] for tensor in engine.outputs}
-    alone: dict[str, list[_Pair]] = {tensor.name: [] for tensor in engine.outputs}
+    structure = structure or Structure()
+    runs = Runs(engine.outputs, structure, LIMITS[precision])
+    alone = Runs(engine.outputs, structure, LIMITS[precision])
     count = 0
     for feed in feeds:
         items, made, expected = _items(engine, feed), engine.run(feed), oracle.answer(feed)
         singles = [engine.run(single) for single in _singles(engine, feed, items)]
         count += items
-        for tensor in engine.outputs:
-            value = made[tensor.name]
-            beside[tensor.name].append(_pair(tensor, expected[tensor.name], value, items))
-            if tensor.batched and singles:
-                whole = np.concatenate([single[tensor.name] for single in singles], tensor.batch_axis)
-                alone[tensor.name].append(_pair(tensor, whole, value, items))
-    return Verification(oracle.name, count, precision, tuple(_errors(name, pairs) for name, pairs in beside.items()),
-                        tuple(_errors(name, pairs) for name, pairs in alone.items() if pairs))
+        runs.add(made, expected, structure.at(feed))
+        if singles:
+            batched = [tensor for tensor in engine.outputs if tensor.batched]
+            alone.add(made, {tensor.name: np.concatenate([single[tensor.name] for single in singles],
+                                                         tensor.batch_axis) for tensor in batched})
+    return Verification(oracle.name, count, precision, runs.outputs(), alone.outputs(), runs.parts())
 
 
 def precision_of(plan: Plan, graph: Graph) -> str:
@@ -235,15 +195,6 @@ def feeds_of(data: CalibrationData, max_batch: int) -> list[Feed]:
 
 
 # ---- one feed
-@dataclass(frozen=True)
-class _Pair:
-    """What is expected and what came, [items, elements of one]; `wrong` says why there are none."""
-    expected: Array
-    value: Array
-    floating: bool = True
-    wrong: str = ""
-
-
 def _items(engine: AnyEngine, feed: Feed) -> int:
     return next((len(feed[tensor.name]) for tensor in engine.inputs if tensor.batched), 1)
 
@@ -254,56 +205,3 @@ def _singles(engine: AnyEngine, feed: Feed, items: int) -> list[Feed]:
         return []
     batched = {tensor.name for tensor in engine.inputs if tensor.batched}
     return [{name: array[i:i + 1] if name in batched else array for name, array in feed.items()} for i in range(items)]
-
-
-def _pair(tensor: IoTensor, expected: Array, value: Array, items: int) -> _Pair:
-    expected, value = (_readable(array, tensor) for array in (expected, value))
-    if expected.shape != value.shape or expected.dtype != value.dtype:
-        return _Pair(expected, value, wrong=f"it is {value.dtype}{list(value.shape)}, and should be "
-                                            f"{expected.dtype}{list(expected.shape)}")
-    if tensor.batched:
-        expected, value = (np.moveaxis(array, tensor.batch_axis, 0) for array in (expected, value))
-    rows = items if tensor.batched else 1
-    columns = expected.size // max(rows, 1)
-    return _Pair(expected.reshape(rows, columns), value.reshape(rows, columns), expected.dtype.kind == "f")
-
-
-def _readable(array: Array, tensor: IoTensor) -> Array:
-    """What numpy lacks, or its bits as an engine gives them, as float32."""
-    return as_named(array, tensor.dtype).astype(np.float32) if tensor.dtype in BITS else array
-
-
-# ---- all feeds
-def _errors(name: str, pairs: Sequence[_Pair]) -> OutputErrors:
-    if wrong := next((pair.wrong for pair in pairs if pair.wrong), ""):
-        return OutputErrors(name, wrong=wrong)
-    expected, value = (np.concatenate([array.reshape(-1) for array in arrays])
-                       for arrays in ([p.expected for p in pairs], [p.value for p in pairs]))
-    same = (expected == value) | ((expected != expected) & (value != value))
-    differing = 1.0 - float(same.mean()) if same.size else 0.0
-    if not pairs[0].floating:
-        return OutputErrors(name, differing=differing, floating=False)
-    finite = np.isfinite(expected) & np.isfinite(value)
-    odd = int((~finite & ~same).sum())
-    if not finite.any():
-        nothing = f"none of its {expected.size} values is finite: nothing can be compared; give typical inputs, --calib"
-        return OutputErrors(name, odd=odd, wrong=nothing if expected.size else "")
-    wide = np.where(finite, expected, 0).astype(np.float64)
-    error = np.abs(np.where(finite, value, 0).astype(np.float64) - wide)
-    seen, largest = wide[finite], float(error.max())
-    range_ = float(seen.max() - seen.min()) or float(np.abs(seen).max()) or 1.0
-    return OutputErrors(
-        name, largest, largest / range_, float(error[finite].mean()), float(np.median(error[finite])),
-        _item(pairs, int(error.argmax())), sqnr_db(expected[finite], value[finite]),
-        cosine(expected[finite], value[finite]), odd, differing)
-
-
-def _item(pairs: Sequence[_Pair], element: int) -> int:
-    """The item that the element belongs to; items of different shapes have different numbers of elements."""
-    first = 0
-    for pair in pairs:
-        if element < pair.value.size:
-            return first + element // int(pair.value.shape[1])
-        element -= pair.value.size
-        first += len(pair.value)
-    return first

@@ -25,6 +25,7 @@ class CalibrationData:
     batched     the inputs with a symbolic batch axis; if there is none, items are never stacked
     preprocess  what images go through, settled for the input; None for arrays
     note        what was decided for the user and should be shown; "" if nothing
+    doubts      what may be wrong with the data, as far as that shows before they are read
     """
     source: str
     items: Callable[[], Iterator[Feed]]
@@ -32,6 +33,7 @@ class CalibrationData:
     batched: frozenset[str]
     preprocess: Preprocess | None = None
     note: str = ""
+    doubts: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Feed]:
         """The items in order. Raises CalibrationError if there is none."""
@@ -134,8 +136,18 @@ def split_items(where: str, arrays: Feed, inputs: Sequence[IoTensor]) -> Iterato
             array = arrays[tensor.name]
             array = array.reshape(_with_batch_axis(array.shape, tensor))
             part = array[item:item + 1] if holds_items(tensor) else array
-            feed[tensor.name] = np.require(part, tensor.dtype, "C")
+            feed[tensor.name] = np.require(_fitting(where, part, tensor), tensor.dtype, "C")
         yield feed
+
+
+def _fitting(where: str, array: Array, tensor: IoTensor) -> Array:
+    """The array, whose integers fit the input's type. Raises CalibrationError: some do not."""
+    if array.dtype.kind in "iu" and tensor.dtype not in BITS and not np.can_cast(array.dtype, tensor.dtype):
+        limits = np.iinfo(tensor.dtype)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise CalibrationError(f"{where}: '{tensor.name}' holds {array.min()} to {array.max()}; the model takes "
+                                   f"{tensor.dtype}, {limits.min} to {limits.max}")
+    return array
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:

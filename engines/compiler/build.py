@@ -18,13 +18,14 @@ from typing import Any
 from engines.compiler.builder import BuildConfig, Builder
 from engines.compiler.engine_cache import EngineCache, model_digest
 from engines.compiler.programs import plan_of
-from engines.compiler.ranges import Notify, Progress, RangeSource
+from engines.compiler.ranges import Calibrated, Notify, Progress, RangeSource
 from engines.compiler.segments import Watched
 from engines.compiler.specialise import compiled
 from engines.compiler.subject import Subject
 from engines.errors import ConfigError, ModelError
 from engines.frontend.onnx_file import Model, read_model
 from engines.ir.graph import Array, Graph
+from engines.ir.recipe import Recipe
 from engines.loading import engine_of
 from engines.passes.quantization.given import is_quantised
 from engines.passes.quantization.kept import check_kept
@@ -82,8 +83,8 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
     calibration  for precision "int8" (unless the model is quantised already), and for "best" if it may choose int8:
                  calibration.Calibration(...)
     cache        the engine cache: the user's, the one in a folder, or none (False)
-    progress     called with (stage, done, of, what): "calibrating" counts items, "compiling" kernels; `of` is 0 where
-                 their number is not known
+    progress     called with (stage, done, of, what): "calibrating" counts items, "searching" trials of ranges,
+                 "compiling" kernels; `of` is 0 where their number is not known
     notify       called with each notice when it comes; all are in the result
     options      fields of BuildConfig: precision, max_batch, opt_batch, target, shapes, keep_float, timing, ...
 
@@ -167,7 +168,8 @@ class _Build:
             self.say("the model is quantised already: it is compiled as it is, and not calibrated")
         elif calibration:
             found = calibration.calibrate(subject, self.say, self.progress)
-            recipe, metadata = found.recipe, {**metadata, **found.report}
+            recipe = self._usable(found, subject)
+            metadata = {"notices": [*metadata["notices"], *found.warnings], **found.report}
         return compiled(subject, recipe, metadata)
 
     def _check_kept(self, graph: Graph) -> None:
@@ -177,6 +179,13 @@ class _Build:
             raise ConfigError(f"keep_float is for int8 and best; this build is {config.precision}")
         check_kept(graph, config.keep_float, quantised)
 
+    def _usable(self, found: Calibrated, subject: Subject) -> Recipe | None:
+        """The recipe; None where "best" must not choose INT8, for it is too inexact."""
+        if not found.poor or subject.builder.config.precision != "best":
+            return found.recipe
+        self.say(f"{subject.source.name}: INT8 is too inexact, so the fastest float precision is taken")
+        return None
+
     def _watched(self) -> Watched | None:
         """How a program is calibrated, if it is to be."""
         if (calibration := self.calibration) is None:
@@ -185,7 +194,7 @@ class _Build:
         def plan(subject: Subject, feeds: Sequence[Mapping[str, Array]]) -> Plan:
             name = subject.source.name
             found = calibration.of(feeds).calibrate(subject, lambda note: self.say(f"{name}: {note}"), self.progress)
-            return compiled(subject, found.recipe, found.report)
+            return compiled(subject, self._usable(found, subject), found.report)
 
         return Watched(lambda inputs: calibration.items(inputs, MOST_ITEMS), plan)
 

@@ -26,6 +26,7 @@ from engines.ir.graph import BATCH, Graph
 from engines.ir.pixels import Pixels
 from engines.ir.serialize import graph_to_json
 from engines.machine.timing_cache import TimingCache
+from engines.passes.outputs import show_in_float
 from engines.passes.pipeline import optimise, simplify
 from engines.passes.pixels import take_pixels
 from engines.passes.quantization.given import is_quantised, quantize_as_given
@@ -254,9 +255,20 @@ class Builder:
         return ""
 
     @faults_named()
-    def trial(self, graph: Graph, ranges: Ranges) -> Plan:
-        """The same for this machine without timing: to measure what ranges do to the results."""
-        return self._compile_here(self.stored(graph, ranges))
+    def trial(self, graph: Graph, ranges: Ranges, tensors: Collection[str] = ()) -> Plan:
+        """Compile an optimised graph for this machine without timing, to measure what ranges do to the results.
+
+        tensors: inner ones to be shown beside the outputs; see `showing`.
+        """
+        return self.showing(self.stored(graph, ranges), tensors)
+
+    @faults_named()
+    def showing(self, graph: Graph, tensors: Collection[str]) -> Plan:
+        """Compile a graph whose stored types are decided for this machine, without timing.
+
+        The plan also shows the inner tensors that are asked for, in float, under engines.passes.outputs.shown_name.
+        """
+        return self._compile_here(show_in_float(graph, tensors))
 
     @faults_named()
     def watching(self, graph: Graph, tensors: Collection[str]) -> Plan:

@@ -18,9 +18,18 @@ Progress = Callable[[str, int, int, str], None]     # (stage, done, of, what): s
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration finds of a model, and what the plan's metadata is to say of it."""
+    """The result of a calibration.
+
+    recipe      how the model's tensors are quantised
+    report      fields for the plan's metadata
+    warnings    what is doubtful about the data or the result, a sentence each; they were notified, and the plan keeps
+                them
+    poor        the quantised model is too inexact to be used: "best" then builds in float
+    """
     recipe: Recipe
     report: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    poor: bool = False
 
 
 class RangeSource(Protocol):

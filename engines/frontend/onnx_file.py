@@ -24,6 +24,7 @@ from engines.frontend.names import check_branches, check_names, graphs_in, nodes
 from engines.frontend.opsets import check_opset, with_functions_of_its_opset
 from engines.ir.graph import Array, Dim, Node, TensorType
 
+MOST_IN_MEMORY = 1 << 30    # bytes of a model that is handed on in memory: a message may have 2 GiB
 INTEGER_STATES = "infer_server.integer_states"      # the property of a model that names recurrent layers
 
 
@@ -349,3 +350,24 @@ def _read_by(node: onnx.NodeProto) -> Iterator[str]:
         yield from (value.name for value in graph.output)
         for inner in graph.node:
             yield from _read_by(inner)
+
+
+def operators_within(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the operator of a node, and those of its subgraphs."""
+    yield node.op_type
+    for graph in graphs_in(node):
+        for inner in graph.node:
+            yield from operators_within(inner)
+
+
+def with_outputs(path: Path, tensors: Sequence[str]) -> bytes | None:
+    """Serialise an ONNX file with inner tensors as further outputs; None if it is too large for a message.
+
+    Weights in other files stay there, under paths relative to the file's folder.
+    """
+    proto = onnx.load(path, load_external_data=False)
+    if proto.ByteSize() > MOST_IN_MEMORY:
+        return None
+    known = {value.name for value in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in known)
+    return bytes(proto.SerializeToString())

@@ -54,7 +54,7 @@ def parse_constant(text: str) -> tuple[str, Value]:
 
 class Bar:
     """Progress on stderr, where that is a terminal: a bar for each stage of the build."""
-    UNITS = {"calibrating": "item", "compiling": "kernel"}
+    UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
 
     def __init__(self) -> None:
         self._stage, self._bar = "", tqdm(disable=True)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from calibration.accuracy.verify import OutputErrors, Verification, verify
+from calibration.accuracy.errors import OutputErrors
+from calibration.accuracy.verify import Verification, verify
 from calibration.data.items import Feed
 from calibration.workflow import Calibration
 from engines.backends import device_of
@@ -36,18 +37,22 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
 
 
 def listed(found: Verification) -> str:
-    """The errors of each output, a line each."""
-    return table([_row(errors, bool(errors.fault(found.limits))) for errors in found.outputs], HEADER)
+    """The errors of each output and of the parts that are judged apart, a line each; the worst part is marked."""
+    rows = [_row(errors, bool(errors.fault(found.limits))) for errors in (*found.outputs, *found.parts)]
+    for row in rows[len(found.outputs):]:
+        row[-1] += ", the worst part" * (row[0] == found.worst)
+    return table(rows, HEADER)
 
 
 def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
     verdict = "FAILED" if is_fault else "passed"
+    differing = errors.missing / max(errors.rows, 1) if errors.rows >= 0 else errors.differing
     if errors.wrong or not errors.floating:
         numbers = ["-"] * 7
     else:
         numbers = [f"{errors.largest:.3g}", f"{errors.relative:.2e}", str(errors.item), f"{errors.mean:.3g}",
                    f"{errors.median:.3g}", f"{errors.sqnr_db:.1f}", f"{errors.cosine:.6f}"]
-    return [errors.name, *numbers, f"{100 * errors.differing:.2f}", verdict]
+    return [errors.name, *numbers, f"{100 * differing:.2f}", verdict + f" ({errors.rows} rows)" * (errors.rows >= 0)]
 
 
 def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from calibration.data.items import CalibrationData, Feed, batched_inputs, holds_
 from engines.errors import CalibrationError, ConfigError
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor
-from engines.preprocess import PRESETS, Preprocess, shape_text
+from engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
+
+LOOKED_AT = 32      # pictures whose depth is looked at before they are read
 
 
 def is_image(path: Path) -> bool:
@@ -38,27 +41,72 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
                                "not take them one by one; give .npz files, or a model with a symbolic batch")
     note = ""
     if preprocess is None:
-        preset = default_preset(target)
-        preprocess = PRESETS[preset]
+        preset, preprocess = default_preset(target)
         note = f"no preprocessing given: images for '{target.name}' go through the '{preset}' preset"
     settled = preprocess.fit(target.shape)
+    depth = _Depth.of(files)
 
     def read() -> Iterator[Feed]:
         for file in files:
-            yield {target.name: _as_dtype(settled.apply(file, target.shape), np.dtype(target.dtype))}
+            pixels = settled.pixels_of(read_picture(file), str(file), depth.float_scale)
+            yield {target.name: _as_dtype(settled.normalised(pixels), np.dtype(target.dtype))}
 
-    return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, note)
+    return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, note, depth.doubts)
 
 
-def default_preset(target: IoTensor) -> str:
-    """By channels: 3 get ImageNet's normalised RGB (bytes as they are, for an integer input), 1 gets gray in 0..1."""
+def default_preset(target: IoTensor) -> tuple[str, Preprocess]:
+    """Choose a preset by the channels of an input.
+
+    3 get ImageNet's normalised RGB, 4 get RGBA of 0 to 1, 1 gets gray of 0 to 1; an integer input gets pixels as they
+    are.
+    """
     channels = {target.shape[1], target.shape[3]} if len(target.shape) == 4 else set()
-    if 3 in channels:
-        return "imagenet" if kind_of(np.dtype(target.dtype)) == "f" else "raw"
-    if 1 in channels:
-        return "gray"
-    raise ConfigError(f"'{target.name}' {shape_text(target.shape)} has neither 3 channels nor 1: "
+    floating = kind_of(np.dtype(target.dtype)) == "f"
+    for count, preset, color in ((3, "imagenet", "RGB"), (1, "gray", "GRAY"), (4, "rgba", "RGBA")):
+        if count in channels and (floating or count == 1):
+            return preset, PRESETS[preset]
+        if count in channels:
+            return "raw", replace(PRESETS["raw"], color=color)
+    raise ConfigError(f"'{target.name}' {shape_text(target.shape)} has neither 3 channels nor 1, nor 4: "
                       "there is no default preprocessing for it; give one, or .npz files")
+
+
+@dataclass(frozen=True)
+class _Depth:
+    """How pictures of more than 8 bits become pixels of 8.
+
+    float_scale     what pictures of floats are multiplied by; one for all of them
+    doubts          what their user should know
+    """
+    float_scale: float = 0.0
+    doubts: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(files: Sequence[Path]) -> _Depth:
+        """Look at some of the files. Raises CalibrationError: floats that are no pixels."""
+        step = max(len(files) // LOOKED_AT, 1)
+        modes = {file: _mode(file) for file in files[::step][:LOOKED_AT]}
+        floats = [file for file, mode in modes.items() if mode == "F"]
+        wide = [file for file, mode in modes.items() if mode.startswith("I")]
+        doubts, scale = [], 0.0
+        if floats:
+            ends = np.array([end for file in floats for end in read_picture(file).getextrema()])
+            scale = scale_of_floats(ends, f"{floats[0]} and others like it" if len(floats) > 1 else str(floats[0]))
+            doubts.append(f"pictures of floats ({floats[0].name}, ...) are read as {ends.min():g} to {ends.max():g} of "
+                          f"{PIXEL / scale:g}")
+        if wide:
+            doubts.append(f"pictures of 16 bits ({wide[0].name}, ...) are read as 8 bits, their values divided by 256; "
+                          "give .npz files of what the model takes where it needs more")
+        return _Depth(scale, tuple(doubts))
+
+
+def _mode(file: Path) -> str:
+    """Pillow's mode of a picture, from its header; "" if it cannot be read, which reading it will say."""
+    try:
+        with Image.open(file) as image:
+            return image.mode
+    except (OSError, SyntaxError, Image.DecompressionBombError):
+        return ""
 
 
 def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:

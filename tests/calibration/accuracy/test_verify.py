@@ -14,8 +14,9 @@ import pytest
 from onnx import TensorProto
 
 from calibration import Calibration
+from calibration.accuracy.errors import LIMITS, OutputErrors
 from calibration.accuracy.oracle import Oracle, oracle_of
-from calibration.accuracy.verify import LIMITS, OutputErrors, verify, verify_engine
+from calibration.accuracy.verify import verify, verify_engine
 from calibration.data.generated import generated, index_bound
 from calibration.open_data import open_calibration_data
 from engines import build_engine

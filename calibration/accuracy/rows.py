@@ -1,0 +1,143 @@
+"""Compare the rows that a selection gave (detections, sorted elements), whatever their order.
+
+Rows that nearly tie swap their places for a difference in the last bit, and of candidates that nearly tie with the last
+selected one, either may be selected. So each right row is matched with the most alike row that came, and rows at the
+end of the ranking are not counted.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibration.accuracy.sources import Selection
+from engines.ir.graph import Array
+
+PAIRS = 1 << 22         # of rows that are compared at most: of many rows, only with those of a near rank
+MOST_COLUMNS = 64       # of a row by which it is matched: of an image for each row, some pixels
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The rows that came, in the order of the right ones.
+
+    value       in the shape of the right array; a row without a match is the right one
+    matched     elements whose row has a match, in that shape
+    missing     rows that should be there and are not, or should not be there
+    rows        rows that are counted: those which a selection surely picks
+    """
+    value: Array
+    matched: NDArray[np.bool_]
+    missing: int
+    rows: int
+
+
+Decided = Mapping[tuple[int, int], NDArray[np.bool_]]       # (sets, rows) -> the rows that are surely selected
+
+
+def match_rows(expected: Array, value: Array, selection: Selection, tolerance: float, decided: Decided) -> Matched:
+    """Match the rows of two arrays.
+
+    Parameters
+    ----------
+    expected, value : arrays of one dtype and rank, [items, ...]
+        They may differ in the number of rows.
+    tolerance : float
+        How far elements of a row may be apart, as a share of their column's range. Columns of whole numbers, such as
+        class numbers, must be equal.
+    decided : see `decided_rows`
+    """
+    axis = _row_axis(expected.shape, selection)
+    right, came = _rows(expected, axis), _rows(value, axis)
+    if right.shape[0] != came.shape[0] or right.shape[2] != came.shape[2]:
+        count = right.shape[0] * right.shape[1]
+        return Matched(expected, np.zeros(expected.shape, bool), count, count)
+    result, matched = right.copy(), np.zeros(right.shape[:2], bool)
+    limits = _limits(right, tolerance)
+    if not selection.ordered:
+        matched = (np.abs(came.astype(np.float64) - right) <= limits)[:, :, 0]
+        result = np.where(matched[:, :, None], came, right)
+    for number, (wanted, rows) in enumerate(zip(right, came, strict=True) if selection.ordered else ()):
+        for i, j in _pairs(wanted, rows, limits):
+            result[number, i], matched[number, i] = rows[j], True
+    counted = decided.get(right.shape[:2], np.ones(right.shape[:2], bool))
+    missing = int((counted & ~matched).sum()) + right.shape[0] * max(came.shape[1] - right.shape[1], 0)
+    whole = np.broadcast_to(matched[:, :, None], right.shape)
+    return Matched(result.reshape(expected.shape), whole.reshape(expected.shape), missing, int(counted.sum()))
+
+
+def decided_rows(outputs: Iterable[tuple[Array, Selection]], tolerance: float) -> Decided:
+    """Tell which rows of an item are surely selected: those further than the tolerance above the last one.
+
+    Rows are ranked by a column that falls from row to row in every item, in any of the outputs: the scores may be an
+    output of their own. Outputs for which there is no such ranking are left out.
+    """
+    found: dict[tuple[int, int], NDArray[np.bool_]] = {}
+    for array, selection in outputs:
+        if array.dtype.kind != "f" or not selection.ordered:
+            continue
+        rows = _rows(array, _row_axis(array.shape, selection))
+        for column in range(min(rows.shape[2], MOST_COLUMNS) if rows.shape[1] > 1 else 0):
+            ranked = rows[:, :, column].astype(np.float64)
+            if np.isfinite(ranked).all() and (np.diff(ranked, axis=1) <= 0).all():
+                found[rows.shape[:2]] = np.asarray(ranked > ranked[:, -1:] + tolerance * np.abs(ranked).max())
+                break
+    return found
+
+
+# ---- rows of an array
+def _row_axis(shape: tuple[int, ...], selection: Selection) -> int:
+    """Find the axis along which the selected elements stand: by their number, else the first behind the items."""
+    if not selection.ordered:
+        return len(shape)
+    named = [axis for axis in range(1, len(shape)) if shape[axis] in selection.counts]
+    first = 2 if len(shape) > 3 and shape[1] == 1 else 1
+    return named[0] if named else min(first, len(shape))
+
+
+def _rows(array: Array, axis: int) -> Array:
+    """View an array as [sets, rows, columns]; without a row axis, every element is a row in a set of its own."""
+    shape = array.shape
+    rows = shape[axis] if axis < len(shape) else 1
+    return array.reshape(math.prod(shape[:axis]), rows, math.prod(shape[axis + 1:]))
+
+
+# ---- what is alike
+def _limits(right: Array, tolerance: float) -> Array:
+    """Say for each column how far elements may be apart; 0 where they are whole numbers."""
+    if right.dtype.kind != "f" or not right.size:
+        return np.zeros(right.shape[2])
+    columns = right.reshape(-1, right.shape[2]).astype(np.float64)
+    finite = np.where(np.isfinite(columns), columns, 0)
+    range_ = finite.max(axis=0) - finite.min(axis=0)
+    range_ = np.where(range_ > 0, range_, np.abs(finite).max(axis=0))
+    whole = (finite == np.rint(finite)).all(axis=0) & (range_ > 0) & (right.shape[2] > 1)
+    return np.where(whole, 0.0, tolerance * range_)
+
+
+def _pairs(right: Array, came: Array, limits: Array) -> Iterator[tuple[int, int]]:
+    """Yield pairs of rows that are alike, each row once: in the order of the right ones, the nearest first."""
+    columns = np.unique(np.linspace(0, right.shape[1] - 1, min(right.shape[1], MOST_COLUMNS)).astype(int))
+    a, b, limit = right[:, columns], came[:, columns], limits[columns]
+    if a.dtype.kind == "f":
+        a, b = (np.nan_to_num(array.astype(np.float64)) for array in (a, b))
+    window = max(PAIRS // max(len(a), 1), 64)
+    free = np.ones(len(b), bool)
+    for i, row in enumerate(a):
+        low, high = max(i - window, 0), min(i + window, len(b))
+        if high <= low or not columns.size:
+            continue
+        if a.dtype.kind == "f":
+            apart = np.abs(b[low:high] - row)
+            alike = free[low:high] & (apart <= limit).all(axis=1)
+            distance = (apart / np.where(limit > 0, limit, 1)).max(axis=1)
+        else:
+            alike = free[low:high] & (b[low:high] == row).all(axis=1)
+            distance = np.abs(np.arange(low, high) - i)
+        if alike.any():
+            j = low + int(np.where(alike, distance, np.inf).argmin())
+            free[j] = False
+            yield i, j

@@ -1,0 +1,68 @@
+"""Collect what a model and an engine give in several runs, and measure the errors of each output over all of them."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from calibration.accuracy.errors import Limits, OutputErrors, Pair, errors_of, errors_of_parts, pair_of
+from calibration.accuracy.rows import decided_rows, match_rows
+from calibration.accuracy.sources import Sources
+from calibration.accuracy.structure import Inner, Structure
+from engines.ir.graph import BATCH, Array
+from engines.plan.plan import IoTensor
+
+
+class Runs:
+    """The outputs of several runs, beside the right ones."""
+
+    def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: Limits) -> None:
+        self._outputs, self._structure, self._limits = outputs, structure, limits
+        self._pairs: dict[str, list[Pair]] = {}
+        self._sources: dict[str, list[Sources]] = {}
+
+    def add(self, made: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
+        """Add a run. inner: the tensors before selections that the engine's graph gives, and where elements are from.
+
+        Outputs that are not in `expected` are passed over.
+        """
+        pairs = {io.name: pair_of(io, expected[io.name], made[io.name], io.name in self._structure.selections)
+                 for io in self._outputs if io.name in expected}
+        selections = self._structure.selections
+        decided = decided_rows([(pair.expected, selections[name]) for name, pair in pairs.items()
+                                if name in selections and not pair.wrong], self._limits.rows)
+        for name, pair in pairs.items():
+            selection = selections.get(name)
+            if selection and not pair.wrong and (selection.ordered or pair.floating):
+                found = match_rows(pair.expected, pair.value, selection, self._limits.rows, decided)
+                pair = replace(pair, value=found.value, counted=found.matched, rows=found.rows, missing=found.missing)
+            self._keep(name, pair, inner)
+        for name, value in inner.values.items() if inner else ():
+            if name in expected and expected[name].shape == value.shape:
+                io = IoTensor(name, value.dtype.name, (BATCH, *value.shape[1:]))
+                self._keep(name, pair_of(io, np.asarray(expected[name], value.dtype), value), inner)
+
+    def _keep(self, name: str, pair: Pair, inner: Inner | None) -> None:
+        self._pairs.setdefault(name, []).append(pair)
+        if inner and name in inner.sources:
+            found = inner.sources[name]
+            labels = found.labels if found.labels.ndim == pair.expected.ndim else found.labels[None]
+            axis = next((io.batch_axis for io in self._outputs if io.name == name), 0)
+            self._sources.setdefault(name, []).append(replace(found, labels=np.moveaxis(labels, axis, 0)))
+
+    def outputs(self) -> tuple[OutputErrors, ...]:
+        """The errors of each output as a whole."""
+        return tuple(errors_of(io.name, self._pairs[io.name]) for io in self._outputs if io.name in self._pairs)
+
+    def parts(self) -> tuple[OutputErrors, ...]:
+        """The errors of the parts of outputs, and of the tensors that enter selections and their parts."""
+        names = {io.name for io in self._outputs}
+        found = []
+        for name, pairs in self._pairs.items():
+            sources = self._sources.get(name, [])
+            if name not in names:
+                found.append(replace(errors_of(name, pairs), name=f"{name}, before a selection"))
+            if len(sources) == len(pairs):
+                found += errors_of_parts(name, pairs, sources)
+        return tuple(found)

@@ -1,0 +1,116 @@
+"""What is known of a plan's outputs before they are compared: their sources, and the selections that decide them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from calibration.accuracy.sources import Selection, Sources, selections, selections_of_model, sources_of
+from calibration.data.items import Feed
+from engines.compiler.builder import BuildConfig, Builder
+from engines.errors import EngineError
+from engines.frontend.onnx_file import read_model
+from engines.ir.graph import Array, Graph
+from engines.ops import op_of
+from engines.passes.outputs import shown_name
+from engines.plan.extents import extents_of_feed
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+from engines.runtime.fallback import to_real
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What a run shows beside the outputs.
+
+    values      tensors before selections, as the engine's graph computes them
+    sources     of outputs and of those tensors
+    """
+    values: Mapping[str, Array] = field(default_factory=dict)
+    sources: Mapping[str, Sources] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the outputs of a model are to be compared.
+
+    selections  of the outputs that one decides
+    tensors     that enter selections, under names which the ONNX file has, too
+    at          gives what a run on a feed shows beside the outputs
+    """
+    selections: Mapping[str, Selection] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+    at: Callable[[Feed], Inner] = lambda feed: Inner()
+
+
+def structure_of_program(model: Path) -> Structure:
+    """Read the structure of a model that has no one graph from the ONNX file."""
+    return Structure(selections_of_model(read_model(model)))
+
+
+def tensor_names(model: Path) -> frozenset[str]:
+    """Name the tensors that the nodes of an ONNX file make."""
+    return frozenset(name for node in read_model(model).proto.graph.node for name in node.output)
+
+
+def structure_of(plan: Plan, graph: Graph, known: Collection[str]) -> Structure:
+    """Find the structure of a plan from the graph that it was lowered from.
+
+    known: tensors of the ONNX file. The tensors before selections are run by another plan of the same graph, which
+    shows them; it is compiled when the first feed comes, and for the shapes of that graph alone.
+    """
+    found = selections(graph)
+    entering = (_known(graph, name, known) for one in found.values() for name in one.tensors)
+    inside = _Inside(plan, graph, tuple(dict.fromkeys(filter(None, entering))))
+    return Structure(found, inside.tensors, inside)
+
+
+def _known(graph: Graph, name: str, known: Collection[str]) -> str:
+    """Go back through moves to a tensor that the ONNX file has; "" if there is none."""
+    while name not in known:
+        node = graph.producer.get(name)
+        if node is None or not op_of(node.op).moves or len(op_of(node.op).data(node)) != 1:
+            return ""
+        name, = op_of(node.op).data(node)
+    return name
+
+
+class _Inside:
+    """Runs a plan's graph to show the tensors before selections."""
+
+    def __init__(self, plan: Plan, graph: Graph, tensors: tuple[str, ...]) -> None:
+        self._plan, self._graph, self.tensors = plan, graph, tensors
+
+    def __call__(self, feed: Feed) -> Inner:
+        if not self._fits(feed):
+            return Inner()
+        return Inner(dict(self._values(feed)) if self.tensors else {}, self._sources)
+
+    def _fits(self, feed: Feed) -> bool:
+        """True if the feed has the shapes, and the deciding values, that the graph is for."""
+        part = self._plan.open
+        return part is None or extents_of_feed(self._plan.name, part.inputs, part.deciding, feed) == self._plan.extents
+
+    @cached_property
+    def _sources(self) -> Mapping[str, Sources]:
+        names = (*self._graph.outputs, *self.tensors)
+        return {name: sources_of(self._graph, name) for name in names if name in self._graph.producer}
+
+    @cached_property
+    def _engine(self) -> Engine | None:
+        """The engine of that plan; None if the graph cannot be compiled once more."""
+        try:
+            return Engine(Builder(BuildConfig(timing=False)).showing(self._graph, self.tensors))
+        except EngineError:
+            return None
+
+    def _values(self, feed: Feed) -> Iterator[tuple[str, Array]]:
+        shown: dict[str, Array] = {}
+        read = {name: feed[name] for name in self._graph.inputs}
+        items = next((len(feed[io.name]) for io in self._plan.inputs if io.batched), 1)
+        if self._engine is not None and items <= self._engine.plan.batch_slots:
+            self._engine.show(read, lambda name, array: shown.__setitem__(name, array.copy()))
+        for name in self.tensors:
+            if (array := shown.get(shown_name(name))) is not None:
+                yield name, to_real(array, None, str(self._graph.types[name].dtype))

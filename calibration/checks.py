@@ -1,0 +1,117 @@
+"""Find calibration data that cannot be right: ranges of zeros, or of pictures that were read wrongly, ruin an INT8 plan.
+
+    check = DataCheck(inputs, preprocess)
+    check.observe(feed)             # each feed of one pass over the data
+    check.doubts()                  # a sentence each; () if nothing is wrong
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engines.ir.dtypes import BITS
+from engines.ir.graph import Array
+from engines.plan.plan import IoTensor
+from engines.preprocess import Preprocess
+
+FEWEST_ITEMS = 8
+LEAST_SPAN = 0.1        # of the declared range, that pictures should use
+BEYOND = 0.05           # of it, by which they may leave it
+FLOAT16_MOST = 65504.0
+
+
+@dataclass
+class _Input:
+    """What was seen of one input."""
+    low: float = np.inf
+    high: float = -np.inf
+    varies: bool = False        # within an item
+    most: int = 0               # elements of an item
+    rank: int = 0
+
+
+@dataclass
+class DataCheck:
+    """What was seen of calibration items.
+
+    preprocess  what was declared of pictures, for the input that takes them; None: nothing
+    """
+    inputs: Sequence[IoTensor]
+    preprocess: Preprocess | None = None
+    items: int = 0
+    _seen: dict[str, _Input] = field(default_factory=dict)
+    _digests: set[bytes] = field(default_factory=set)
+
+    def observe(self, feed: Mapping[str, Array]) -> None:
+        """Look at a feed of one or more items."""
+        items = next((len(feed[io.name]) for io in self.inputs if io.batched and io.name in feed), 1)
+        self.items += items
+        for io in self.inputs:
+            array = feed.get(io.name)
+            if array is None or not array.size or array.dtype.kind not in "fiu" or io.dtype in BITS:
+                continue
+            seen = self._seen.setdefault(io.name, _Input())
+            rows = array.reshape(items if io.batched else 1, -1)
+            lows, highs = rows.min(axis=1), rows.max(axis=1)
+            seen.low, seen.high = min(seen.low, float(lows.min())), max(seen.high, float(highs.max()))
+            seen.varies |= bool((lows < highs).any())
+            seen.most, seen.rank = max(seen.most, rows.shape[1]), array.ndim
+        for item in range(items):
+            if len(self._digests) < 2:
+                self._digests.add(_digest(self.inputs, feed, item))
+
+    def doubts(self) -> tuple[str, ...]:
+        """Say what cannot be right, a sentence each."""
+        return tuple(self._doubts())
+
+    def _doubts(self) -> Iterator[str]:
+        if self.items < FEWEST_ITEMS:
+            yield (f"there are {self.items} calibration items: ranges of fewer than {FEWEST_ITEMS} are hardly those of "
+                   "other data; give some hundred that are typical")
+        floats = {io.name: self._seen[io.name] for io in self.inputs if io.name in self._seen
+                  and self._seen[io.name].most > 1 and (np.dtype(io.dtype).kind == "f" or io.dtype == "uint8")}
+        some_vary = any(seen.low < seen.high for seen in floats.values())
+        for name, seen in floats.items():
+            if seen.low == seen.high and not (some_vary and seen.rank < 4):     # beside others: a state, a mask
+                yield (f"calibration input '{name}' is {seen.low:g} everywhere in all items, so the ranges mean "
+                       "nothing; check how the data are loaded")
+            elif not seen.varies and not some_vary:
+                yield f"calibration input '{name}' is constant within each item; check how the data are loaded"
+        if self.items > 1 and len(self._digests) == 1 and some_vary:
+            yield f"all {self.items} calibration items are equal; check how the data are loaded"
+        yield from self._contradictions(floats)
+
+    def _contradictions(self, floats: Mapping[str, _Input]) -> Iterator[str]:
+        """Compare the values of a picture input with what the declared preprocessing makes of pixels."""
+        if self.preprocess is None:
+            return
+        low, high = self.preprocess.range
+        for name, seen in floats.items():
+            if seen.rank != 4 or seen.low == seen.high:
+                continue
+            said = (f"calibration input '{name}' holds {seen.low:.4g} to {seen.high:.4g}, and the declared "
+                    f"preprocessing makes {low:.4g} to {high:.4g} of pixels")
+            if seen.high - seen.low < LEAST_SPAN * (high - low):
+                yield f"{said}: the pictures use little of the range of 0 to 255; check how they were stored"
+            elif seen.low < low - BEYOND * (high - low) or seen.high > high + BEYOND * (high - low):
+                yield f"{said}: the items do not come from it; check --preprocess, and how the items were made"
+
+
+def _digest(inputs: Sequence[IoTensor], feed: Mapping[str, Array], item: int) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    for io in inputs:
+        if (array := feed.get(io.name)) is not None and not array.dtype.hasobject:
+            hasher.update(np.ascontiguousarray(array[item:item + 1] if io.batched else array).tobytes())
+    return hasher.digest()
+
+
+def float16_doubt(peaks: Mapping[str, float]) -> str:
+    """Say which tensors leave the range of float16; "" if none. peaks: the largest magnitude of each."""
+    over = sorted((name for name, peak in peaks.items() if not peak <= FLOAT16_MOST), key=lambda name: -peaks[name])
+    if not over:
+        return ""
+    return (f"{len(over)} tensors hold more than {FLOAT16_MOST:g}, the most that float16 has: '{over[0]}' reaches "
+            f"{peaks[over[0]]:.4g}; they become infinite in this plan, build with --bf16 or --fp32")

@@ -1,0 +1,114 @@
+"""Run a model in float, and quantised by trial ranges, on calibration items; measure what quantising costs its outputs.
+
+Outputs are judged part by part (calibration.accuracy.parts). Where a selection such as TopK decides an output, the
+tensors that enter the selection are judged in its place: behind it, near ties swap rows, whatever the ranges are.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from calibration.accuracy.parts import parts_by_tensor
+from calibration.accuracy.sources import Sources, selections, sources_of
+from calibration.open_data import CalibrationData, Feed
+from calibration.search import Errors, compare
+from calibration.table import CalibrationTable
+from engines.backends.device import Show
+from engines.compiler.subject import KEPT, Subject
+from engines.ir.graph import Array, Graph
+from engines.passes.outputs import shown_name
+from engines.passes.quantization.recipe import prepared
+from engines.passes.quantization.smoothing import smoothable, smoothed
+from engines.plan.plan import Plan
+from engines.runtime.engine import Engine
+from engines.runtime.fallback import to_real
+
+Tick = Callable[[], None]       # called whenever a batch has run, or a plan was compiled
+
+
+class GraphEngines:
+    """The engines of a model's graphs: one for each set of extents that the data have, made when it is met."""
+
+    def __init__(self, subject: Subject, plan: Callable[[Graph], Plan], tick: Tick = lambda: None) -> None:
+        self._subject, self._plan, self._tick = subject, plan, tick
+        self._engines: dict[tuple[Any, ...], Engine] = {}
+        self.usual = self._engine(tuple(subject.usual.values()))
+
+    def show(self, feed: Feed, show: Show) -> None:
+        """Run a feed; show the outputs."""
+        extents = self._subject.extents_of(feed)
+        known = self._subject.deciding
+        read = {name: array for name, array in feed.items() if name not in known}
+        self._engine(tuple(extents.values())).show(read, show)
+
+    def _engine(self, extents: tuple[Any, ...]) -> Engine:
+        if extents not in self._engines:
+            if len(self._engines) > KEPT:       # the usual one stays
+                del self._engines[list(self._engines)[1]]
+            graph = self._subject.at(dict(zip(self._subject.usual, extents, strict=True)))
+            self._engines[extents] = Engine(self._plan(graph))
+            self._tick()
+        return self._engines[extents]
+
+
+def watching(subject: Subject, tensors: Iterable[str], factors: Mapping[str, Iterable[float]] = {}      # noqa: B006
+             ) -> GraphEngines:
+    """Compile the float model, smoothed by these factors, to show the tensors, as far as its graphs have them."""
+    def plan(graph: Graph) -> Plan:
+        able = set(smoothable(graph)) if factors else ()
+        graph = smoothed(graph, {name: values for name, values in factors.items() if name in able})
+        return subject.builder.watching(graph, [name for name in tensors if name in graph.types])
+    return GraphEngines(subject, plan)
+
+
+def judged_tensors(graph: Graph) -> tuple[str, ...]:
+    """Name the tensors by which a model is judged: its outputs, or what enters the selections that decide these."""
+    behind = selections(graph)
+    names = (name for output in graph.outputs
+             for name in (behind[output].tensors if output in behind else (output,)))
+    return tuple(dict.fromkeys(names))
+
+
+class Judge:
+    """Measures what a table does to a model's outputs."""
+
+    def __init__(self, subject: Subject, floats: GraphEngines, data: CalibrationData, batch: int,
+                 tick: Tick = lambda: None) -> None:
+        """floats: engines that show `judged_tensors`. tick: called whenever a batch has run."""
+        self._subject, self._tick = subject, tick
+        self._tensors = judged_tensors(subject.graph)
+        self._feeds: list[Feed] = list(data.batches(batch))
+        self.items = sum(data.items_in(feed) for feed in self._feeds)
+        self._expected = [self._values(floats, feed) for feed in self._feeds]
+        self._parts = parts_by_tensor(self._expected, list(self._sources()))
+
+    def _sources(self) -> Iterator[Mapping[str, Sources]]:
+        """Trace the judged tensors back in the graph of each feed."""
+        known: dict[tuple[Any, ...], Mapping[str, Sources]] = {}
+        for feed in self._feeds:
+            extents = self._subject.extents_of(feed) if self._subject.usual else {}
+            key = tuple(extents.values())
+            if key not in known:
+                graph = self._subject.at(extents)
+                known[key] = {name: sources_of(graph, name) for name in self._tensors if name in graph.producer}
+            yield known[key]
+
+    def _values(self, engines: GraphEngines, feed: Feed) -> dict[str, Array]:
+        """Run a feed; the judged tensors as real numbers (bfloat16 comes as its bits)."""
+        graph, values = self._subject.graph, {}
+        names = {name: name for name in self._tensors} | {shown_name(name): name for name in self._tensors}
+
+        def keep(shown: str, array: Array) -> None:
+            if (name := names.get(shown)) is not None:
+                values[name] = to_real(array, None, str(graph.types[name].dtype))
+
+        engines.show(feed, keep)
+        self._tick()
+        return {name: values[name] for name in self._tensors if name in values}
+
+    def errors(self, table: CalibrationTable) -> Errors:
+        """Quantise the model by the table and measure its errors on the items."""
+        builder = self._subject.builder
+        engines = GraphEngines(self._subject, lambda graph: builder.trial(
+            prepared(graph, table.recipe, builder.config.keep_float), table.ranges, self._tensors), self._tick)
+        return compare(self._expected, (self._values(engines, feed) for feed in self._feeds), self._parts)
