@@ -13,6 +13,7 @@ from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
 from infer_server.batching.cache import ResponseCache
+from infer_server.config.fields import check_threads
 from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
@@ -85,6 +86,7 @@ class Loader:
     def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
         """Its groups name the devices that it executes on, among these GPUs."""
         threads = int(source.config.build.threads or self.threads)
+        check_threads(source.config.instances, threads)
         used = [gpu for gpu in gpus if gpu.number in devices(source.message)]
         loaded: dict[int | None, LoadedEngine] = {}
         for target in dict.fromkeys(gpu.target for gpu in used):

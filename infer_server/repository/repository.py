@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 
 from infer_server.config.kinds import Kind
+from infer_server.config.steps import Step, called_models
 from infer_server.errors import (
     FetchError,
     InvalidRequestError,
@@ -255,27 +256,24 @@ class Repository:
 
     def _with_steps(self, name: str, read: Callable[[], Sequence[Source]], seen: set[str]
                     ) -> tuple[Sequence[Source], list[str]]:
-        """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
-        sources = told(read)
-        return sources, self._steps_of(name, sources, (), seen)
+        """Return the versions of a model, and the models that an ensemble calls, those first that others call. Blocks.
+        seen: is given those that were read, whether they are loaded or not.
 
-    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...], seen: set[str]) -> list[str]:
-        """The models that an ensemble calls, each after those that it calls itself. Blocks. seen: is given those that
-        were read, whether they are loaded or not.
-
-        Raises RepositoryError: it calls itself. Which of them cannot be read is found out when they are loaded.
+        Raises RepositoryError. Which of the called models cannot be read is found out when they are loaded.
         """
-        if name in above:
-            raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
-        needed: list[str] = []
-        for step in sources[0].config.steps if sources else ():
-            seen.add(step.model)
+        sources = told(read)
+
+        def steps_of(model: str) -> Sequence[Step]:
+            if model == name:
+                return sources[0].config.steps if sources else ()
+            seen.add(model)
             try:
-                called = told(partial(self._read, step.model))
+                called = told(partial(self._read, model))
             except RepositoryError:
-                called = []
-            needed += [*self._steps_of(step.model, called, (*above, name), seen), step.model]
-        return list(dict.fromkeys(needed))
+                return ()
+            return called[0].config.steps if called else ()
+
+        return sources, called_models(name, steps_of)
 
     async def _load_needed(self, name: str, at_once: bool) -> None:
         """Loads what an ensemble calls, unless it is there or on its way; it says itself what is wrong with it."""
