@@ -312,6 +312,12 @@ def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:
     return VersionPolicy(latest=policy.latest.num_versions or 1)
 
 
+def complete_policy(message: model_config.ModelConfig) -> None:
+    """Have a configuration without a version_policy say the default: the highest version."""
+    if not message.version_policy.WhichOneof("policy_choice"):
+        message.version_policy.latest.num_versions = 1
+
+
 def _filename(name: str) -> str:
     """A path from the version's folder, as it lies in what a hub's download makes: "all-MiniLM/onnx/model.onnx"."""
     if name and {"", ".", ".."} & set(name.split("/")):

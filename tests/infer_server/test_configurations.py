@@ -113,6 +113,7 @@ def test_equal_requests_are_executed_once_where_responses_are_cached(tmp_path: P
         stats = client.get_inference_statistics("m").model_stats[0]
         assert (stats.execution_count, stats.inference_stats.success.count) == (2, 4)
         assert (stats.inference_stats.cache_hit.count, stats.inference_stats.cache_miss.count) == (2, 2)
+        (tmp_path / "m" / "1" / "model.plan").touch()
         client.load_model("m")
         ask(client, "m", np.ones((1, 4), np.float32))
         assert client.get_inference_statistics("m").model_stats[0].execution_count == 1, "nothing of before"

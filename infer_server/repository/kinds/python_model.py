@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from infer_server.batching.request import Arrays, InSequence, Outcome, Request, parameters_of
 from infer_server.batching.statistics import BatchExecution
-from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.config import ModelConfig, complete_policy, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, Signature
@@ -251,8 +251,7 @@ def complete(message: model_config.ModelConfig, name: str) -> model_config.Model
     if not completed.instance_group:
         completed.instance_group.add(name=f"{name}_0")
     settle(completed)
-    if not completed.version_policy.WhichOneof("policy_choice"):
-        completed.version_policy.latest.num_versions = 1
+    complete_policy(completed)
     return completed
 
 
