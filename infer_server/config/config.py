@@ -108,6 +108,7 @@ class ModelConfig:
     kind: Kind = Kind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
+    max_inflight: int = 0                   # responses of a decoupled step at a time in the steps behind it; 0: any
     sequences: SequenceConfig | None = None
     ragged: Ragged | None = None            # requests become one tensor, one behind the other
     cached: bool = False                    # its responses are kept
@@ -165,6 +166,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         decoupled=message.model_transaction_policy.decoupled,
         parameters={name: given.string_value for name, given in message.parameters.items()},
         steps=steps_of(message),
+        max_inflight=message.ensemble_scheduling.max_inflight_requests,
         sequences=sequences_of(message, folder),
         ragged=ragged_of(message) if kind is Kind.ENGINE else None,
         cached=_is_cached(message),

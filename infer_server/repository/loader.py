@@ -25,7 +25,7 @@ from infer_server.repository.folders import Source, no_such_file, read_labels
 from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
-from infer_server.repository.kinds.local import Control, Find
+from infer_server.repository.kinds.local import UNCOUNTED, Control, Find, TensorMemory
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
 
@@ -48,6 +48,7 @@ class Loader:
     kind_auto: str = "cpu"                      # what a model.onnx is built for whose groups leave the kind open; "gpu"
     limiter: RateLimiter | None = None          # None: every instance executes when it is free
     custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
+    memory: TensorMemory = UNCOUNTED            # of the tensors between the steps of ensembles
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
@@ -62,7 +63,7 @@ class Loader:
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
         if source.config.kind is Kind.ENSEMBLE:
-            return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find)))
+            return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find, self.memory)))
         if not source.file.exists():
             raise RepositoryError(no_such_file(source, source.file))
         if source.config.kind is Kind.PYTHON:

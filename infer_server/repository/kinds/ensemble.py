@@ -21,7 +21,7 @@ from infer_server.errors import ModelConfigError, RepositoryError, ServeError, U
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ensemble_check import check_ensemble
 from infer_server.repository.kinds.ensemble_run import Run
-from infer_server.repository.kinds.local import Find
+from infer_server.repository.kinds.local import UNCOUNTED, Find, TensorMemory
 from infer_server.repository.model import Model
 from protos import model_config
 
@@ -29,7 +29,7 @@ from protos import model_config
 class EnsembleModel(Model):
     """Its steps' models are loaded when it is constructed, and found anew for each request."""
 
-    def __init__(self, source: Source, find: Find) -> None:
+    def __init__(self, source: Source, find: Find, memory: TensorMemory = UNCOUNTED) -> None:
         """Raises RepositoryError: a step's model is not ready, or has no such tensors."""
         message = _complete(source.message, source.name)
         config = from_message(message)
@@ -37,7 +37,7 @@ class EnsembleModel(Model):
             raise ModelConfigError("input and output: an ensemble needs them in its config.pbtxt")
         super().__init__(source.name, source.version, message, config,
                          Signature(config, Items(config.batched, config.batching.max_batch_size)))
-        self._find = find
+        self._find, self._memory = find, memory
         self._runs: dict[Request, Run] = {}
         self._closed = False
         models = [_found(number, step, find) for number, step in enumerate(config.steps)]
@@ -110,7 +110,7 @@ class EnsembleModel(Model):
         if self._cached and self._is_answered(request, self._cached):
             return
         request.enqueued_ns = time.monotonic_ns()
-        run = self._runs[request] = Run(request, self.config, self._find, self._finish)
+        run = self._runs[request] = Run(request, self.config, self._find, self._finish, self._memory)
         run.begin()
 
     def _is_answered(self, request: Request, cached: CachedResponses) -> bool:

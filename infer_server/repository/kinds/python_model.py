@@ -317,15 +317,17 @@ class _Asked:
         self._answer(refusal(error), {})
 
     def withdraw(self) -> None:
+        submitted = self._submitted
         self.fail(CancelledError("the request was cancelled by the model that made it"))
-        if self._submitted:
-            model, request = self._submitted
+        if submitted:
+            model, request = submitted
             model.cancel(request)
 
     def _end(self) -> None:
         self.gone = True
         self._open.pop(self._message.head["number"], None)
-        if self._submitted and (trace := self._submitted[1].trace):
+        submitted, self._submitted = self._submitted, None      # whose reply this is: a circle
+        if submitted and (trace := submitted[1].trace):
             trace.ended()
 
     def _submit(self) -> None:
