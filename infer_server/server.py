@@ -42,6 +42,7 @@ from infer_server.observing.trace_settings import TraceSettings
 from infer_server.observing.traces import Tracer
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
+from infer_server.repository.kinds.local import TensorMemory
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.places import LocalFolder, Place
@@ -53,6 +54,8 @@ from infer_server.workers import in_daemon_thread, wait_until
 from protos.version import NAME
 
 log = logging.getLogger(__name__)
+
+_WINDOWS = 32           # that fit into max_inflight_bytes: see TensorMemory
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ class Server:
                         ResponseCache(options.response_cache_bytes), options.threads, load_engine,
                         options.cores, options.kind_gpu, options.kind_auto,
                         None if options.rate_limit is None else RateLimiter(options.rate_limit),
-                        custom_metrics=self._custom_metrics)
+                        custom_metrics=self._custom_metrics, memory=TensorMemory(
+                            lambda size: self._inflight.lend(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository())
         self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)

@@ -37,7 +37,7 @@ class ResponseCache:
     def put(self, key: bytes, outputs: Arrays) -> None:
         """Keeps copies of the outputs, if they are not larger than all of the cache."""
         kept = {name: np.array(array) for name, array in outputs.items()}
-        size = sum(map(_bytes_of, kept.values())) + _OVERHEAD_BYTES
+        size = sum(map(bytes_of, kept.values())) + _OVERHEAD_BYTES
         if size > self._limit_bytes:
             return
         with self._lock:
@@ -108,5 +108,5 @@ def key_of(prefix: bytes, request: Request) -> bytes:
     return prefix + digest.digest()
 
 
-def _bytes_of(array: NDArray[Any]) -> int:
+def bytes_of(array: NDArray[Any]) -> int:
     return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes

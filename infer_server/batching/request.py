@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -65,6 +65,12 @@ class InSequence:
     end: bool = False
 
 
+class Window(NamedTuple):
+    """How far the responses to a request may run ahead of who takes them."""
+    responses: int                              # 0: any number
+    size: int                                   # bytes
+
+
 class AwaitedReply:
     """A reply that a coroutine awaits: (await reply.response) returns what is sent, or raises the error."""
 
@@ -100,6 +106,9 @@ class Request:
     rooms: Mapping[str, GpuRoom] = field(default_factory=dict)      # on GPUs, where outputs are to lie
     outputs: tuple[str, ...] = ()               # those asked for; none: all
     early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
+    window: Window | None = None                # of a decoupled model; None: its responses come as it makes them
+    taken: Callable[[], None] | None = None     # with a window, for the reply to call for each response, in order, once
+                                                # that holds nothing any more
     trace: Trace | None = None                 # told of its execution, where requests are traced
     lengthy: bool = False                       # encode() does what may take longer than its batch: see Call
 

@@ -93,6 +93,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def up_to(most: int) -> Callable[[str], int]:
+    """Return an argparse type: a whole number from 1 to `most`."""
+    def read(text: str) -> int:
+        number = positive(text)
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{number} is more than the limit of {most}")
+        return number
+    return read
+
+
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")

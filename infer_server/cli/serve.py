@@ -16,8 +16,16 @@ from typing import Any
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access, option_of
-from infer_server.cli.common import add_version, boolean, positive, seconds
-from infer_server.cli.triton_options import add_triton_options, forwarded_of, log_level, ports_of, without_effect
+from infer_server.cli.common import add_version, boolean, positive, seconds, up_to
+from infer_server.cli.triton_options import (
+    add_triton_options,
+    cache_bytes,
+    forwarded_of,
+    log_level,
+    ports_of,
+    without_effect,
+)
+from infer_server.config.fields import MOST_THREADS
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
 from infer_server.listeners import address
@@ -27,6 +35,8 @@ from infer_server.repository.remote import is_remote
 from infer_server.server import Server, ServerOptions, places_of
 
 log = logging.getLogger(__name__)
+
+_MOST_WORKERS = 256
 
 
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
@@ -69,7 +79,7 @@ def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
         places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
         # Of another backend's plans nothing is known but by its loader.
         describe = describe_plan if load_engine is load_plan else partial(load_engine, threads=1)
-        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe))
+        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe, parsed.threads))
     except RepositoryError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -226,7 +236,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
     parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
                                                                                    "(default %(default)s)")
-    parser.add_argument("--workers", type=positive, default=1, metavar="N",
+    parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write answers, beside the one that executes models "
                              "where there is more than one; see docs/serving.md (default %(default)s)")
     parser.add_argument("--grpc-front", choices=("grpcio", "fast"), default="grpcio",
@@ -255,7 +265,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, metavar="BOOL",
                         help="true: exit with status 1 if a model cannot be loaded at start; false: go on even where a "
                              "repository is not there (default: end for the latter only)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N",
+    parser.add_argument("--threads", type=up_to(MOST_THREADS), default=1, metavar="N",
                         help="threads for one batch; instance_group says how many batches run at a time "
                              "(default %(default)s)")
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
@@ -307,7 +317,7 @@ def _cache_bytes(text: str) -> int:
     size = text.removeprefix("local,size=")
     if size == text or not size.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not local,size=N: the one cache is the server's own, of N bytes")
-    return int(size)
+    return cache_bytes(size)
 
 
 def _resource(text: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines.capacity import memory_limit
 from infer_server.cli.common import boolean, positive
 from infer_server.config.paths import is_name
 from protos.version import NAME
@@ -27,6 +28,7 @@ _REFUSED = {
     "allow-vertex-ai": ("false", "Vertex AI's own routes are not served; it can call /v2"),
     "model-namespacing": ("false", "names of models are unique over all repositories"),
 }
+_DIGITS = 20
 PORTS = ("grpc", "http", "metrics")
 _PROTOCOLS = ("gRPC", "HTTP")           # see serving.Call
 
@@ -51,13 +53,23 @@ def add_triton_options(parser: argparse.ArgumentParser) -> None:
     for name in ("log-info", "log-warning", "log-error"):
         parser.add_argument(f"--{name}", type=boolean, nargs="?", const=True, default=True, help=argparse.SUPPRESS)
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="the log is appended to it (default: stderr)")
-    parser.add_argument("--response-cache-byte-size", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--response-cache-byte-size", type=cache_bytes, help=argparse.SUPPRESS)
     parser.add_argument("--http-max-input-size", type=positive, metavar="BYTES",
                         help="largest body of a request over HTTP (default: as --max-message-mib)")
     for protocol in _PROTOCOLS:
         parser.add_argument(f"--{protocol.lower()}-header-forward-pattern", type=_pattern, metavar="REGEX",
                             help=f"headers over {protocol} whose names it finds become parameters of their request, in "
                                  "whatever case they are written; (?-i) in front: as they are written")
+
+
+def cache_bytes(text: str) -> int:
+    """An argparse type: the bytes of the response cache, as many as this process may have."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes")
+    if len(text) > _DIGITS or int(text) > memory_limit():
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]} bytes are more than the limit of {memory_limit()}, the "
+                                         "memory that this process may have")
+    return int(text)
 
 
 def without_effect(given: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer_server.backend import BATCH, Described, Gpu, Tensor, is_mixed
+from infer_server.config.config import complete_policy
 from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
 from infer_server.config.paths import check_name
@@ -60,8 +61,7 @@ def complete(message: model_config.ModelConfig, name: str, engine: Described, fi
     if not whole:
         _complete_batching(completed, engine.dependence if not ragged else "")
     settle(completed, gpus, instances)
-    if not completed.version_policy.WhichOneof("policy_choice"):
-        completed.version_policy.latest.num_versions = 1
+    complete_policy(completed)
     return completed
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from infer_server.config.fields import MOST_ITEMS, MOST_THREADS
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import ModelConfigError
 from protos import model_config
 
 PRECISIONS = ("int8", "fp16", "bf16", "fp32", "best")
+_DIGITS = 20
 _TRUTHS = ("timing", "retune", "uint8_input", "pin", "split_requests")
 
 
@@ -42,10 +44,12 @@ class BuildOptions:
         for name in _TRUTHS:
             if getattr(self, name) not in ("", "true", "false"):
                 raise ModelConfigError(f"parameter {name}: expected true or false, got '{getattr(self, name)}'")
-        for name, of in (("threads", "threads"), ("max_batch", "items")):
+        for name, of, most in (("threads", "threads", MOST_THREADS), ("max_batch", "items", MOST_ITEMS)):
             given = getattr(self, name)
-            if given and not (given.isdecimal() and int(given) > 0):
+            if given and not (given.isascii() and given.isdecimal() and given.strip("0")):
                 raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{given}'")
+            if given and (len(given) > _DIGITS or int(given) > most):       # of more digits int() may refuse it
+                raise ModelConfigError(f"parameter {name}: {given[:_DIGITS]} is more than the limit of {most}")
 
 
 _OURS = tuple(option.name for option in fields(BuildOptions))
@@ -65,7 +69,7 @@ def build_options(message: model_config.ModelConfig) -> tuple[BuildOptions, list
         if hint := nearest(name, _OURS, _MISSPELT):
             raise ModelConfigError(f"parameters: unknown key '{name}'; known are {', '.join(_OURS)}.{hint}")
         if name in _THREADS and "threads" not in given:
-            if value.isdecimal() and int(value):
+            if value.isascii() and value.isdecimal() and value.strip("0"):
                 options["threads"] = value
             notices.append(f"parameters.{name}: taken as the parameter threads")
         else:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.build import BuildOptions, build_options
-from infer_server.config.fields import Finding, Verdict, findings
+from infer_server.config.fields import (
+    MOST_INSTANCES,
+    MOST_PROCESSES,
+    Finding,
+    Verdict,
+    check_limits,
+    check_threads,
+    findings,
+)
 from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
 from infer_server.config.kinds import Kind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
@@ -100,6 +108,7 @@ class ModelConfig:
     kind: Kind = Kind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()            # of an ensemble
+    max_inflight: int = 0                   # responses of a decoupled step at a time in the steps behind it; 0: any
     sequences: SequenceConfig | None = None
     ragged: Ragged | None = None            # requests become one tensor, one behind the other
     cached: bool = False                    # its responses are kept
@@ -127,6 +136,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
     is_complete: all is said that will be; else a tensor of a Python model without a data_type is left out, too, for
     its auto_complete_config may say it.
     """
+    check_limits(message)
     kind = kind_of(message)
     unsaid = kind is Kind.PYTHON and not is_complete
     found = _findings(message, kind)
@@ -144,6 +154,8 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")
+    instances = _devices(message, MOST_PROCESSES if kind is Kind.PYTHON else MOST_INSTANCES)
+    check_threads(len(instances), int(build.threads or 1))
     return ModelConfig(
         name=message.name,
         inputs=_tensors("input", message.input, unsaid),
@@ -154,11 +166,12 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         decoupled=message.model_transaction_policy.decoupled,
         parameters={name: given.string_value for name, given in message.parameters.items()},
         steps=steps_of(message),
+        max_inflight=message.ensemble_scheduling.max_inflight_requests,
         sequences=sequences_of(message, folder),
         ragged=ragged_of(message) if kind is Kind.ENGINE else None,
         cached=_is_cached(message),
         batched=message.max_batch_size > 0,
-        devices=_devices(message),
+        devices=instances,
         rate_limits=rate_limits_of(message),
         versions=_version_policy(message.version_policy),
         build=build,
@@ -168,14 +181,8 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
                  *_notices(message, kind)))
 
 
-_LEVELS = 64                    # of priorities, at most
-_INSTANCES = 1024               # likewise: each has a thread, and memory
-
-
 def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
     levels, default = dynamic.priority_levels or 1, dynamic.default_priority_level
-    if levels > _LEVELS:
-        raise ModelConfigError(f"priority_levels: {levels} are more than the {_LEVELS} that are served; write fewer")
     if dynamic.priority_levels and not 1 <= default <= levels:
         raise ModelConfigError(f"default_priority_level: {default} is not within 1..{levels}, the priority_levels; "
                                f"write default_priority_level: {levels}")
@@ -277,7 +284,8 @@ def _runs(extents: tuple[int, ...]) -> list[int]:
     return runs
 
 
-def _devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
+def _devices(message: model_config.ModelConfig, most: int) -> tuple[int | None, ...]:
+    """Return the device of each instance. most: instances that the model may have."""
     for group in message.instance_group:
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
@@ -285,9 +293,9 @@ def _devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
             raise ModelConfigError("instance_group: KIND_CPU has no gpus; remove them, or write kind: KIND_GPU")
         if any(number < 0 for number in group.gpus):
             raise ModelConfigError(f"instance_group.gpus: GPUs count from 0, got {min(group.gpus)}")
-    if (count := sum(group.count * max(1, len(group.gpus)) for group in message.instance_group)) > _INSTANCES:
-        raise ModelConfigError(f"instance_group: {count} instances are more than the {_INSTANCES} that a model may "
-                               "have; write a lower count")
+    if (count := sum(group.count * max(1, len(group.gpus)) for group in message.instance_group)) > most:
+        raise ModelConfigError(f"instance_group.count: {count} instances are more than the limit of {most}; write a "
+                               "lower count")
     found = devices(message)
     if message.dynamic_batching.preserve_ordering and len(found) > 1:
         raise ModelConfigError(f"preserve_ordering: {len(found)} instances answer in the order in which they are done; "
@@ -304,6 +312,12 @@ def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:
             raise ModelConfigError("version_policy: specific names no versions")
         return VersionPolicy(latest=0, specific=tuple(policy.specific.versions))
     return VersionPolicy(latest=policy.latest.num_versions or 1)
+
+
+def complete_policy(message: model_config.ModelConfig) -> None:
+    """Have a configuration without a version_policy say the default: the highest version."""
+    if not message.version_policy.WhichOneof("policy_choice"):
+        message.version_policy.latest.num_versions = 1
 
 
 def _filename(name: str) -> str:

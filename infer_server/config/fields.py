@@ -1,17 +1,21 @@
 """What becomes of every field that a config.pbtxt may have: served, mapped to something of ours, advisory, or refused.
 
 The table has a line for each field, or for a message whose fields are all alike; a test walks the descriptor, so that
-none is ever ignored.
+none is ever ignored. A second table has the limit of every number, which is checked before anything is allocated.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+
+from infer_server.errors import ModelConfigError
 
 
 class Verdict(Enum):
@@ -95,7 +99,6 @@ TREATMENTS: dict[str, Treatment] = {
                                                      "Python model asks for it again, and this one is none: remove it"),
     "ensemble_scheduling": _SERVED,
     "ensemble_scheduling.step.model_namespace": _refused("names of models are unique; rename it, and remove this"),
-    "ensemble_scheduling.max_inflight_requests": _advisory("the queues of its models bound it: max_queue_size"),
     "instance_group.name": _SERVED,
     "instance_group.kind": _SERVED,                     # what no GPU runs is served on the CPU: see --kind-gpu
     "instance_group.count": _SERVED,
@@ -118,6 +121,79 @@ TREATMENTS: dict[str, Treatment] = {
     "response_cache": _SERVED,
     "model_metrics": _advisory("the metrics' buckets are fixed"),
 }
+
+MOST_INSTANCES = 1024           # of a model; each has a thread and a context
+MOST_PROCESSES = 256            # instances of a Python model; each is a process
+MOST_THREADS = 256              # of an instance
+MOST_WORKING_THREADS = 1024     # of all instances of a model together
+MOST_ITEMS = 1 << 20            # of a batch
+MOST_ARRAY_BYTES = 1 << 30      # of what the server makes of a configuration: the inputs of a warm-up, a state
+_EXTENT = (1 << 31) - 1
+
+# The largest value of each number, by path; None: any value costs the same.
+LIMITS: dict[str, int | None] = {
+    "max_batch_size": MOST_ITEMS,
+    "version_policy.latest.num_versions": None,
+    "version_policy.specific.versions": None,
+    "input.dims": _EXTENT,
+    "input.reshape.shape": _EXTENT,
+    "output.dims": _EXTENT,
+    "output.reshape.shape": _EXTENT,
+    "optimization.graph.level": None,
+    "optimization.cuda.graph_spec.batch_size": None,
+    "optimization.cuda.graph_spec.graph_lower_bound.batch_size": None,
+    "optimization.gather_kernel_buffer_threshold": None,
+    "dynamic_batching.preferred_batch_size": MOST_ITEMS,
+    "dynamic_batching.max_queue_delay_microseconds": None,
+    "dynamic_batching.priority_levels": 64,
+    "dynamic_batching.default_priority_level": None,    # compared with priority_levels
+    "dynamic_batching.default_queue_policy.default_timeout_microseconds": None,
+    "dynamic_batching.default_queue_policy.max_queue_size": None,
+    "sequence_batching.max_sequence_idle_microseconds": None,
+    "sequence_batching.control_input.control.int32_false_true": None,
+    "sequence_batching.control_input.control.fp32_false_true": None,
+    "sequence_batching.state.dims": _EXTENT,
+    "sequence_batching.state.initial_state.dims": _EXTENT,
+    "sequence_batching.direct.max_queue_delay_microseconds": None,
+    "sequence_batching.direct.minimum_slot_utilization": None,
+    "sequence_batching.oldest.max_candidate_sequences": 1 << 16,
+    "sequence_batching.oldest.preferred_batch_size": MOST_ITEMS,
+    "sequence_batching.oldest.max_queue_delay_microseconds": None,
+    "ensemble_scheduling.step.model_version": None,
+    "ensemble_scheduling.max_inflight_requests": None,
+    "instance_group.count": MOST_INSTANCES,
+    "instance_group.gpus": None,                        # compared with those of the machine
+    "instance_group.rate_limiter.resources.count": None,
+    "instance_group.rate_limiter.priority": None,
+    "instance_group.secondary_devices.device_id": None,
+    "model_warmup.batch_size": MOST_ITEMS,
+    "model_warmup.count": 10_000,
+    "model_metrics.metric_control.histogram_options.buckets": None,
+}
+
+
+def check_limits(message: Message) -> None:
+    """Raise ModelConfigError with every number of a configuration that is above its limit."""
+    excesses = [f"{path}: {number} is more than the limit of {most}"
+                for path, value in _fields(message, "") if (most := LIMITS.get(path)) is not None
+                for number in ([value] if isinstance(value, int | float) else value) if number > most]
+    if excesses:
+        raise ModelConfigError(*excesses)
+
+
+def check_threads(instances: int, threads: int) -> None:
+    """Raise ModelConfigError if the instances of a model, of so many threads each, have too many threads together."""
+    if (total := instances * threads) > MOST_WORKING_THREADS:
+        raise ModelConfigError(f"instance_group.count: {instances} instances of {threads} threads are {total} threads, "
+                               f"more than the limit of {MOST_WORKING_THREADS}; write a lower count, or fewer threads")
+
+
+def check_array(where: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+    """Raise ModelConfigError for an array that takes more than MOST_ARRAY_BYTES, before it is allocated."""
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_ARRAY_BYTES:
+        raise ModelConfigError(f"{where}: an array of the dims {list(shape)} takes {size} bytes, more than the limit "
+                               f"of {MOST_ARRAY_BYTES}")
 
 
 def treatment(path: str) -> Treatment:
@@ -149,11 +225,16 @@ def _line(path: str) -> str:
 
 def _given(message: Message, above: str) -> Iterator[str]:
     """The paths of all fields that are set, messages before what is in them."""
+    return (path for path, _ in _fields(message, above))
+
+
+def _fields(message: Message, above: str) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of all fields that are set, messages before what is in them."""
     for field, value in message.ListFields():
         path = f"{above}{field.name}"
-        yield path
+        yield path, value
         for part in _messages(field, value):
-            yield from _given(part, f"{path}.")
+            yield from _fields(part, f"{path}.")
 
 
 def _messages(field: FieldDescriptor, value: Any) -> list[Message]:

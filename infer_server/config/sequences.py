@@ -1,6 +1,7 @@
 """sequence_batching: requests that belong together, what the model is told of it, and the state between them."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from infer_server.batching.policy import BatchPolicy
 from infer_server.batching.request import InSequence
 from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
+from infer_server.config.fields import check_array
 from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
@@ -50,6 +52,10 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     if oldest and oldest.max_candidate_sequences < 0:
         raise ModelConfigError("sequence_batching.oldest.max_candidate_sequences: expected 0 or more, got "
                                f"{oldest.max_candidate_sequences}")
+    for size in oldest.preferred_batch_size if oldest else ():
+        if size < 1 or (message.max_batch_size > 0 and size > message.max_batch_size):
+            raise ModelConfigError(f"sequence_batching.oldest.preferred_batch_size: {size} is not within 1..{batch}, "
+                                   "the max_batch_size")
     datatypes: dict[str, Datatype] = {}
     controls = tuple(_control(each.name, control, datatypes) for each in given.control_input
                      for control in each.control)
@@ -105,19 +111,21 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
 
 def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -> NDArray[Any]:
     shape = tuple(initial.dims)
+    check_array(f"state '{name}': initial_state", shape, datatype.array)
     if FROM_CONFIG.get(initial.data_type) != datatype or any(extent < 1 for extent in shape):
         raise ModelConfigError(f"state '{name}': initial_state must have the state's data_type, and numbers as "
                                "dims")
     if initial.WhichOneof("state_data") == "data_file" and folder:
         file = inside(folder, folder / INITIAL_STATE, initial.data_file, f"state '{name}': initial_state")
         try:
-            return np.fromfile(file, datatype.array).reshape(shape)
+            return np.fromfile(file, datatype.array, math.prod(shape) + 1).reshape(shape)
         except (OSError, ValueError) as error:
             raise ModelConfigError(f"state '{name}': initial_state: {file}: {error}") from error
     return _zeros(name, shape, datatype)
 
 
 def _zeros(name: str, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
+    check_array(f"state '{name}'", shape, datatype.array)
     try:
         return np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
     except (MemoryError, ValueError) as error:      # too many extents, or too large ones

@@ -1,12 +1,19 @@
 """The steps of an ensemble: models, and the tensors that pass between them."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from infer_server.errors import ModelConfigError
 from protos import model_config
+
+MOST_NESTED = 16                # ensembles, each called by the one before it
+MOST_STEPS = 1024               # of an ensemble, with those of the ensembles that it calls
+
+
+class CircleError(ModelConfigError):
+    """An ensemble calls itself."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,9 @@ def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
     """Raises ModelConfigError: a tensor that no step makes, or two do, or steps that wait for each other."""
     if not message.HasField("ensemble_scheduling"):
         return ()
+    if wrong := [step.model_version for step in message.ensemble_scheduling.step if step.model_version < -1]:
+        raise ModelConfigError(f"ensemble_scheduling.step.model_version: {wrong[0]} is no version; write -1 for the "
+                               "highest")
     steps = tuple(Step(step.model_name, str(step.model_version) if step.model_version > 0 else "",
                        dict(step.input_map), dict(step.output_map)) for step in message.ensemble_scheduling.step)
     if not steps:
@@ -40,6 +50,47 @@ def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
         raise ModelConfigError(f"ensemble_scheduling: output '{missing[0]}' is made by no step")
     _refuse_circles(steps, makers)
     return steps
+
+
+def called_models(name: str, steps_of: Callable[[str], Sequence[Step]]) -> list[str]:
+    """Return the models that an ensemble calls, each behind those that it calls itself.
+
+    Parameters
+    ----------
+    name : str
+        The ensemble.
+    steps_of : callable
+        Returns the steps of a model by name; none for one that is no ensemble. It is called once for each model.
+
+    Raises
+    ------
+    CircleError
+        An ensemble calls itself.
+    ModelConfigError
+        More than MOST_NESTED ensembles call each other, or a request takes more than MOST_STEPS steps.
+    """
+    counts: dict[str, int] = {}         # steps by model, in the order of the result
+    depths: dict[str, int] = {}         # ensembles that call each other, by the first of them
+
+    def visit(model: str, above: tuple[str, ...]) -> None:
+        if model in above:
+            raise CircleError(f"ensemble_scheduling: {' -> '.join((*above[above.index(model):], model))} is a circle")
+        if model in counts:
+            return
+        steps = steps_of(model) if len(above) <= MOST_NESTED else ()        # of too many, the first has an error
+        for step in steps:
+            visit(step.model, (*above, model))
+        depths[model] = max((1 + depths[step.model] for step in steps), default=0)
+        counts[model] = sum(1 + counts[step.model] for step in steps)
+        if depths[model] > MOST_NESTED:
+            raise ModelConfigError(f"ensemble_scheduling: {depths[model]} ensembles call each other, more than the "
+                                   f"limit of {MOST_NESTED}")
+        if counts[model] > MOST_STEPS:
+            raise ModelConfigError(f"ensemble_scheduling: '{model}' has {counts[model]} steps with those of the "
+                                   f"ensembles that it calls, more than the limit of {MOST_STEPS}")
+
+    visit(name, ())
+    return [model for model in counts if model != name]
 
 
 def _makers(steps: Sequence[Step], inputs: Sequence[str]) -> dict[str, int]:

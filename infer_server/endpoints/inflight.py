@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
@@ -87,6 +88,13 @@ class Inflight:
     def is_looking(self) -> bool:
         """Whether the event loop is not to sleep yet, for calls have come soon after each other."""
         return self._lookout.is_looking
+
+    def lend(self, size: int) -> Callable[[], None]:
+        """Count bytes that belong to no call, until the function that is returned is called. Raises
+        MemoryLimitError."""
+        lent = OpenCall(None)
+        self.hold(lent, size)
+        return partial(self.end, lent)
 
     def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
         """Reserves the bytes of a call's answer and of what its files become, before the call is executed. Raises

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
@@ -49,6 +49,7 @@ class ModelProcess:
         self.launch = launch                            # its configuration may be completed once
         self._asked, self._deliver, self._post, self._tell_end = asked, deliver, post, ended
         self._numbers = itertools.count()
+        self._responded_secs = 0.0                      # when the last response came
         self._lock = threading.Lock()
         self._open: dict[int, Request] = {}             # their last response has not come; who pops one ends it
         self._executing: tuple[int, ...] = ()           # those that execute() answers for; the others the reader
@@ -117,6 +118,9 @@ class ModelProcess:
                 _described(number, request) for number, request in zip(numbers, batch, strict=True)]},
                 [self._typed(request.inputs) for request in batch])
             sent_ns = time.monotonic_ns()
+            if self.launch.is_decoupled and not self.launch.is_iterative:
+                for request in batch:
+                    request.inputs = {}         # which the process has; its last response may come much later
             for number, request in zip(numbers, batch, strict=True):
                 # Since it was taken from its queue: cancel() may not have found it here. A warm-up was in none.
                 if request.reply.gone and request.enqueued_ns:
@@ -170,7 +174,10 @@ class ModelProcess:
                 ended.append((request, ExecutionError(
                     f"{self.launch.name}: its process ended between two executions of the request")))
             else:
-                begun[next(self._numbers) if number is None else number] = request
+                number = next(self._numbers) if number is None else number
+                begun[number] = request
+                if request.window:
+                    request.taken = partial(self._tell, {"kind": "taken", "request": number})
         self._open.update(begun)
         return tuple(begun), [*begun.values()], ended
 
@@ -238,11 +245,15 @@ class ModelProcess:
         self._channel.close()
 
     def _reply(self, seconds: float, what: str) -> Message:
-        try:
-            message = self._replies.get(timeout=seconds)
-        except queue.Empty:
-            raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process was "
-                                 "killed") from None
+        self._responded_secs = time.monotonic()
+        while True:
+            try:
+                message = self._replies.get(timeout=seconds)
+                break
+            except queue.Empty:                 # a response that is held back may come late, the next one later still
+                if time.monotonic() - self._responded_secs >= seconds:
+                    raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process "
+                                         "was killed") from None
         if message is None:
             raise self._ended_in(what)
         if message.head["kind"] == "failed":
@@ -274,6 +285,7 @@ class ModelProcess:
                     log.log(_LEVELS[message.head["level"]], "%s: %s", self.launch.name, message.head["text"])
                 else:
                     self._replies.put(message)
+                del message                     # its tensors would wait for the next message
         except ClosedError:
             how = self._how_it_ended()
         except Exception as error:      # whoever waits for it is told
@@ -325,6 +337,7 @@ class ModelProcess:
     def _respond(self, message: Message) -> None:
         """A response that was sent by itself."""
         number, final = message.head["request"], message.head["final"]
+        self._responded_secs = time.monotonic()
         request = self._open.get(number)
         if request is None:
             return                              # it has ended with an error
@@ -361,7 +374,7 @@ class ModelProcess:
         if "error" in head:
             return error_of(head)
         try:
-            tensors = {**tensors, **{name: self._as_declared(name, tensors[name])
+            tensors = {**tensors, **{name: self.launch.as_declared(name, tensors[name])
                                      for name in tensors.keys() & set(request.outputs)}}
             is_plain = not head.get("parameters") and tensors.keys() >= set(request.outputs)
             return request.encode(tensors if is_plain else Outputs(tensors, head.get("parameters", {})))
@@ -370,23 +383,6 @@ class ModelProcess:
         except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
             log.exception("%s: a response cannot be sent", self.launch.name)
             return ExecutionError(f"{self.launch.name}: its response cannot be sent: {legible(error)}")
-
-    def _as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises
-        ExecutionError: it is of another kind, or a number does not fit."""
-        datatype = self.launch.outputs[name]
-        if array.dtype == datatype.array:
-            return array
-        if array.dtype.kind == datatype.array.kind and array.dtype.kind in "iuf" and datatype.name != "BF16":
-            with np.errstate(over="ignore"):
-                converted = array.astype(datatype.array)
-            as_large = np.isinf if array.dtype.kind == "f" else np.asarray     # floats are rounded, integers exact
-            if np.array_equal(as_large(converted), as_large(array)):
-                return converted
-            raise ExecutionError(f"{self.launch.name}: output '{name}' is of {array.dtype}, and has numbers that are "
-                                 f"too large for {datatype.name}, which its configuration says")
-        raise ExecutionError(f"{self.launch.name}: output '{name}' is of {array.dtype}, but its configuration says "
-                             f"{datatype.name}")
 
     def _typed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Typed]:
         return {name: Typed(self.launch.inputs[name].name, array) for name, array in arrays.items()}
@@ -397,4 +393,5 @@ def _described(number: int, request: Request) -> dict[str, Any]:
     return {"number": number, "request_id": request.id, "requested_output_names": request.outputs,
             "correlation_id": sequence.id if sequence else 0,
             "flags": (sequence.start | sequence.end << 1) if sequence else 0,
-            "timeout": request.timeout_us, "priority": request.priority, "parameters": dict(request.parameters)}
+            "timeout": request.timeout_us, "priority": request.priority, "parameters": dict(request.parameters),
+            "window": request.window}

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 
 from infer_server.python_backend import pb_utils
 from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed, typed
+from infer_server.python_backend.window import OpenRequests
 
+_RESPONSE_BYTES = 4096          # of a response in the server, beside its tensors
 _NONE: Tensors = MappingProxyType({})
 _Responses = queue.SimpleQueue[Message | None]
 
@@ -39,8 +41,7 @@ class Process:
         self._channel = channel
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._open: dict[int, bool] = {}                # requests without their last response: whether one is cancelled
-        self._opening = threading.Lock()
+        self._open = OpenRequests()
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
         self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
         self._numbers = itertools.count()
@@ -76,16 +77,16 @@ class Process:
     # ---- what pb_utils asks for
     def respond(self, request: int, response: pb_utils.InferenceResponse | None, final: bool) -> None:
         head = {"kind": "response", "request": request, "final": final, **_beside(response)}
-        self._channel.send(head, [self._outputs(response)] if response else [])
+        tensors = [self._outputs(response)] if response else []
+        if tensors and pb_utils.is_decoupled:
+            size = sum(tensor.array.nbytes for tensor in tensors[0].values())
+            self._open.wait_for_room(request, _RESPONSE_BYTES + size)
+        self._channel.send(head, tensors)
         if final:
-            self._end(request)
-
-    def _end(self, request: int) -> None:
-        with self._opening:
-            self._open.pop(request, None)
+            self._open.end(request)
 
     def is_cancelled(self, request: int) -> bool:
-        return self._open.get(request, False)
+        return self._open.is_cancelled(request)
 
     def log(self, level: str, text: str) -> None:
         self._channel.send({"kind": "log", "level": level, "text": str(text)})
@@ -150,11 +151,11 @@ class Process:
                 message = self._channel.receive()
                 kind = message.head["kind"]
                 if kind == "cancel":
-                    with self._opening:         # it may have ended meanwhile
-                        if message.head["request"] in self._open:
-                            self._open[message.head["request"]] = True
+                    self._open.cancel(message.head["request"])
+                elif kind == "taken":
+                    self._open.taken(message.head["request"])
                 elif kind == "forget":          # it is not executed again: what its model has kept of it alone knows
-                    self._end(message.head["request"])
+                    self._open.end(message.head["request"])
                     if sender := self._senders.pop(message.head["request"], None):
                         sender.is_forgotten = True
                 elif kind == "check":
@@ -163,7 +164,8 @@ class Process:
                     if answers := self._asked.get(message.head["number"]):
                         answers.put(message)
                 else:
-                    self._open.update((each["number"], False) for each in message.head.get("requests", ()))
+                    for each in message.head.get("requests", ()):
+                        self._open.open(each["number"], each.pop("window"))
                     self._work.put(message)
         except ClosedError:
             os._exit(0)                 # whatever the model does: nobody will ever ask again
@@ -231,7 +233,7 @@ class Process:
             answers = [_failed(error, failed)] * len(requests)
         for request, answer in zip(requests, answers, strict=True):
             if answer:                                  # this was its last response
-                self._end(request.number)
+                self._open.end(request.number)
                 if request.sender:
                     request.sender.is_closed = True
             if request.is_rescheduled and request.sender and not request.sender.is_closed:

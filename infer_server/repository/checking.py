@@ -10,11 +10,13 @@ from typing import NamedTuple
 from engines.errors import EngineError
 from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
+from infer_server.config.fields import check_threads
 from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
 from infer_server.config.kinds import Kind
 from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
+from infer_server.config.steps import CircleError, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
 from infer_server.repository.kinds.described import completed
@@ -42,9 +44,10 @@ class _Version(NamedTuple):
 
 
 def check(places: Sequence[Place], kind_gpu: str, config_name: str = "",
-          describe: Callable[[Path], Described] = describe_plan) -> Iterator[Remark]:
+          describe: Callable[[Path], Described] = describe_plan, threads: int = 1) -> Iterator[Remark]:
     """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
-    without any, that it is well. config_name: see read_model. describe: what a plan file says of itself."""
+    without any, that it is well. config_name: see read_model. describe: what a plan file says of itself. threads: of
+    an instance whose model does not say it."""
     found: dict[Place, list[str]] = {}
     for place in places:
         try:
@@ -59,6 +62,7 @@ def check(places: Sequence[Place], kind_gpu: str, config_name: str = "",
             of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu, config_name, describe)
             if name in owner:
                 of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
+            of_model += _of_threads(served.get(name, ()), threads)
             owner[name] = place
     of_steps = _of_ensembles(served, {
         remark.model for each in remarks.values() for remark in each if remark.is_error})
@@ -118,23 +122,16 @@ def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) 
         unserved = unserved | more
 
 
-def _circle(served: Mapping[str, Sequence[_Version]], above: tuple[str, ...], seen: set[str]) -> tuple[str, ...]:
-    """How the first of these ensembles comes to call itself, or (). Each of them calls the next one. seen: those that
-    were looked at, and are given more."""
-    for step in served[above[-1]][0].source.config.steps if above[-1] in served else ():
-        if step.model == above[0]:
-            return *above, step.model
-        if step.model not in seen:
-            seen.add(step.model)
-            if found := _circle(served, (*above, step.model), seen):
-                return found
-    return ()
-
-
 def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set[str]) -> Iterator[Remark]:
     """Of an ensemble: what it asks for that no model of the repository has, and what its models differ about."""
-    if circle := _circle(served, (name,), set()):
-        yield Remark(name, f"ensemble_scheduling: {' -> '.join(circle)} is a circle", True)
+    try:
+        called_models(name, lambda model: served[model][0].source.config.steps if model in served else ())
+    except CircleError as error:
+        if f" {name} " in str(error):       # others only call an ensemble of the circle, of which that is said
+            yield Remark(name, str(error), True)
+            return
+    except ModelConfigError as error:
+        yield Remark(name, str(error), True)
         return
     known: list[ModelConfig | None] = []
     for number, step in enumerate(served[name][0].source.config.steps):
@@ -181,6 +178,14 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
         yield Remark(name, NOT_BUILT)
 
 
+def _of_threads(versions: Sequence[_Version], threads: int) -> Iterator[Remark]:
+    for config in [version.source.config for version in versions[:1] if version.source.config.kind is Kind.ENGINE]:
+        try:
+            check_threads(config.instances, int(config.build.threads or threads))
+        except ModelConfigError as error:
+            yield Remark(config.name or versions[0].source.name, str(error), True)
+
+
 def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:
     try:
         for spec in source.config.outputs:
@@ -188,6 +193,6 @@ def _missing_files(source: Source, folder: Path) -> Iterator[Remark]:
                 yield Remark(source.name, f"output '{spec.name}': label_filename: {spec.labels}: no such file", True)
         sequences_of(source.message, folder)
         for sample in source.message.model_warmup:
-            inputs_of(sample, source.config.batched, folder)
+            inputs_of(sample, source.config, folder)
     except ServeError as error:
         yield Remark(source.name, str(error), True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from engines.capacity import memory_limit
+from infer_server.config.fields import MOST_WORKING_THREADS
 from infer_server.errors import ModelConfigError
 
 ARENA_BUDGET_BYTES = 2 << 30        # of one model's instances together, where nobody said how many they shall be
@@ -15,7 +17,27 @@ def default_instances(cores: int, threads: int, arena_bytes: int) -> int:
     When requests queue, contexts side by side answer more of them than the same cores on one request after the other.
     """
     affordable = ARENA_BUDGET_BYTES // max(arena_bytes, 1)
-    return max(1, min(cores // threads, affordable))
+    return max(1, min(cores // threads, affordable, MOST_WORKING_THREADS // threads))
+
+
+def check_memory(instances: int, threads: int, arena_bytes: int) -> None:
+    """Raise ModelConfigError if the contexts of a model's instances take more memory than there is.
+
+    Parameters
+    ----------
+    instances : int
+        Instances on the CPU.
+    threads : int
+        Threads of each; a context has an arena for each of its threads.
+    arena_bytes : int
+        Size of an arena.
+    """
+    needed, limit = instances * threads * arena_bytes, memory_limit()
+    if needed > limit:
+        raise ModelConfigError(
+            f"instance_group.count: {instances} instances of {threads} threads take {needed >> 20} MiB of memory for "
+            f"their tensors ({arena_bytes >> 20} MiB each), more than the limit of {limit >> 20} MiB; write a lower "
+            "count or max_batch_size, or fewer threads")
 
 
 class CpuDealer:

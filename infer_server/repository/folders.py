@@ -6,8 +6,10 @@
 """
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,7 @@ from protos import model_config
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Fingerprint = Mapping[str, Hashable]                    # what differs when one of the files is another, by path
 FILENAMES = ("model.plan", "model.onnx", "model.py")    # the first that is there is served
 
 
@@ -33,6 +36,7 @@ class Source:
     file: Path
     message: model_config.ModelConfig           # as given, not completed
     config: ModelConfig                         # the same, read
+    is_of_request: bool = False                 # its files came with the request to load it
 
     @property
     def folder(self) -> Path:
@@ -129,6 +133,74 @@ def _filename(folder: Path, config: ModelConfig, message: model_config.ModelConf
     plan, onnx, _ = FILENAMES
     return next((name for name in (plan, onnx) if (folder / name).exists()),
                 onnx if "onnx" in message.backend + message.platform else plan)
+
+
+def fingerprints(sources: Sequence[Source]) -> dict[int, Fingerprint]:
+    """Return what each version is loaded from: its files, those of the model that belong to no version, and the
+    configuration but for its version_policy. Blocks. Raises OSError.
+
+    A file is told by size, times and inode; one that came with the request, by its contents.
+    """
+    if not sources:
+        return {}
+    folder, config = sources[0].folder, sources[0].config
+    told_by = _content if sources[0].is_of_request else _status
+    common: dict[str, Hashable] = {"": (str(folder) if told_by is _status else "", _message_of(sources[0]))}
+    versions: dict[str, dict[str, Hashable]] = {str(source.version): {} for source in sources}
+    for path in _files(folder):
+        first, _, rest = os.path.relpath(path, folder).partition(os.sep)
+        if rest and first in versions:
+            versions[first][path[len(str(folder)):]] = told_by(path)
+        elif first not in (CONFIG, CONFIGS) and not (rest and _is_version(first)):
+            common[path[len(str(folder)):]] = told_by(path)
+    for given in (config.build.calib, config.build.preprocess):
+        outside = os.path.normpath(folder / given.partition(":")[0]) if given else str(folder)
+        if not Path(outside).is_relative_to(folder):
+            common |= {path: told_by(path) for path in _files(outside)}
+    return {source.version: {**common, **versions[str(source.version)]} for source in sources}
+
+
+def after_load(source: Source, before: Fingerprint) -> Fingerprint:
+    """Return the fingerprint of a version that was loaded, whose build may have written the calib_cache."""
+    path = str(source.folder / source.config.build.calib_cache)
+    if not source.config.build.calib_cache or not os.path.isfile(path):
+        return before
+    return {**before, path[len(str(source.folder)):]: (_content if source.is_of_request else _status)(path)}
+
+
+def _message_of(source: Source) -> bytes:
+    message = model_config.ModelConfig()
+    message.CopyFrom(source.message)
+    message.ClearField("version_policy")
+    return message.SerializeToString(deterministic=True)
+
+
+def _files(path: str | Path) -> Iterator[str]:
+    """Yield the files in a folder and in those below it, or the file itself; none that Python compiles."""
+    if os.path.isfile(path):
+        yield str(path)
+    seen = set[tuple[int, int]]()               # folders: a link may lead back
+    for folder, folders, files in os.walk(path, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (os.path.join(folder, name) for name in files)
+
+
+def _status(path: str) -> Hashable:
+    try:
+        status = os.stat(path)
+    except OSError:                             # it is gone meanwhile, or a link to nothing
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _content(path: str) -> Hashable:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def no_such_file(source: Source, file: Path) -> str:

@@ -13,6 +13,7 @@ from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
 from infer_server.batching.cache import ResponseCache
+from infer_server.config.fields import check_threads
 from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
 from infer_server.config.kinds import Kind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
@@ -24,7 +25,7 @@ from infer_server.repository.folders import Source, no_such_file, read_labels
 from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
-from infer_server.repository.kinds.local import Control, Find
+from infer_server.repository.kinds.local import UNCOUNTED, Control, Find, TensorMemory
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
 
@@ -47,6 +48,7 @@ class Loader:
     kind_auto: str = "cpu"                      # what a model.onnx is built for whose groups leave the kind open; "gpu"
     limiter: RateLimiter | None = None          # None: every instance executes when it is free
     custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
+    memory: TensorMemory = UNCOUNTED            # of the tensors between the steps of ensembles
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
@@ -61,7 +63,7 @@ class Loader:
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
         if source.config.kind is Kind.ENSEMBLE:
-            return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find)))
+            return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find, self.memory)))
         if not source.file.exists():
             raise RepositoryError(no_such_file(source, source.file))
         if source.config.kind is Kind.PYTHON:
@@ -85,6 +87,7 @@ class Loader:
     def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
         """Its groups name the devices that it executes on, among these GPUs."""
         threads = int(source.config.build.threads or self.threads)
+        check_threads(source.config.instances, threads)
         used = [gpu for gpu in gpus if gpu.number in devices(source.message)]
         loaded: dict[int | None, LoadedEngine] = {}
         for target in dict.fromkeys(gpu.target for gpu in used):

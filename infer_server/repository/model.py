@@ -7,6 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +22,7 @@ from infer_server.batching.queue import RequestQueue
 from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
-from infer_server.config.config import ModelConfig
+from infer_server.config.config import ModelConfig, complete_policy
 from infer_server.config.signature import Signature
 from infer_server.errors import (
     DeadlineExceededError,
@@ -32,6 +34,7 @@ from infer_server.errors import (
 )
 from infer_server.observing.closing import why_closed
 from infer_server.rate_limiter import RateLimiter
+from infer_server.repository.folders import Fingerprint
 from infer_server.workers import post
 from protos import model_config
 
@@ -40,6 +43,36 @@ log = logging.getLogger(__name__)
 _LOADS = count()                    # so that a model that is loaded again finds nothing of before
 
 _RESCHEDULED_SECS = 30.0            # that a model which is let go of may yet reschedule requests
+
+
+class State(Enum):
+    """Triton's names of them, as RepositoryIndex answers."""
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of one version of a model, and the reason for it."""
+    state: State
+    reason: str = ""                    # why it is not ready
+    model: Model | None = None          # while it is ready
+    replaces: bool = False              # a version that is still served, and so is no failure
+    fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # of what the model was loaded from
+
+    def is_of(self, fingerprint: Fingerprint) -> bool:
+        """Return whether loading again would give the model that is loaded."""
+        return self.model is not None and self.model.is_current and self.fingerprint == fingerprint
+
+    def kept(self, message: model_config.ModelConfig) -> Status:
+        """Return the status of a version that stays loaded. message: its configuration now, of which only the
+        version_policy may have changed."""
+        if self.model:
+            self.model.config_message.version_policy.CopyFrom(message.version_policy)
+            complete_policy(self.model.config_message)
+        return replace(self, reason="")
 
 
 class Model(ABC):
@@ -83,6 +116,11 @@ class Model(ABC):
     def revision(self) -> bytes:
         """What is another one when the model is loaded again."""
         return self._key
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the models that it calls are those that it was loaded with."""
+        return True
 
     @property
     def is_decoupled(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
@@ -54,7 +55,7 @@ def _write(file: Path, content: bytes, failed: str) -> None:
 def read_written(folder: Path, name: str, message: model_config.ModelConfig | None) -> Sequence[Source]:
     """The versions of a model in such a repository. Raises InvalidRequestError: what would execute one is code that
     came with the request, whatever its file is called; otherwise as read_model()."""
-    sources = read_model(folder, name, message)
+    sources = [replace(source, is_of_request=True) for source in read_model(folder, name, message)]
     for source in sources:
         if source.config.kind is not Kind.ENSEMBLE and not source.is_onnx:
             raise InvalidRequestError(f"'{PREFIX}{source.version}/{source.file.name}': code is not taken from "

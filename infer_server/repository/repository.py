@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 
 from infer_server.config.kinds import Kind
+from infer_server.config.steps import Step, called_models
 from infer_server.errors import (
     FetchError,
     InvalidRequestError,
@@ -24,8 +24,8 @@ from infer_server.errors import (
     UnknownModelError,
 )
 from infer_server.protocol.parameters import digits
-from infer_server.repository.folders import Source, read_model, told
-from infer_server.repository.model import Model
+from infer_server.repository.folders import Fingerprint, Source, after_load, fingerprints, read_model, told
+from infer_server.repository.model import Model, State, Status
 from infer_server.repository.overrides import read_written, written
 from infer_server.repository.places import AMBIGUOUS, Place, names_in, place_of
 from infer_server.workers import Turns, Waits, in_daemon_thread
@@ -37,23 +37,6 @@ LOAD_FAILED = "load failed for model"       # Triton's words for what was found,
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
 _LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
 _READS = 16             # likewise, of folders, or copies of them: of thousands of models, not thousands of threads
-
-
-class State(Enum):
-    """Triton's names of them, as RepositoryIndex answers."""
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of one version of a model, and the reason for it."""
-    state: State
-    reason: str = ""                    # why it is not ready
-    model: Model | None = None          # while it is ready
-    replaces: bool = False              # a version that is still served, and so is no failure
 
 
 @dataclass(frozen=True)
@@ -201,17 +184,18 @@ class Repository:
                          turn: AbstractAsyncContextManager[None]) -> None:
         async with self._alone(name):
             with ExitStack() as until_loaded:
-                sources = await self._ready_to_load(name, read, turn, until_loaded)
-                await self._load_versions(name, sources, turn)
+                sources, prints = await self._ready_to_load(name, read, turn, until_loaded)
+                await self._load_versions(name, sources, prints, turn)
 
     async def _ready_to_load(self, name: str, read: Callable[[], Sequence[Source]],
-                             turn: AbstractAsyncContextManager[None], until_loaded: ExitStack) -> Sequence[Source]:
-        """The versions of a model, when what an ensemble calls is there, which stays there until it is loaded. Raises
-        RepositoryError."""
+                             turn: AbstractAsyncContextManager[None], until_loaded: ExitStack
+                             ) -> tuple[Sequence[Source], Mapping[int, Fingerprint]]:
+        """Return the versions of a model and their fingerprints, when what an ensemble calls is there, which stays
+        there until it is loaded. Raises RepositoryError."""
         seen = set[str]()
         try:
             async with self._reads:
-                sources, steps = await in_daemon_thread(lambda: self._with_steps(name, read, seen))
+                sources, prints, steps = await in_daemon_thread(lambda: self._with_steps(name, read, seen))
             self.unfetched.discard(name)
             until_loaded.enter_context(self._needing(steps))
             for step in steps:
@@ -228,18 +212,24 @@ class Repository:
         finally:
             for other in seen - self._users.keys():     # else who has begun to load it does that
                 self._release(other)
-        return sources
+        return sources, prints
 
-    async def _load_versions(self, name: str, sources: Sequence[Source],
+    async def _load_versions(self, name: str, sources: Sequence[Source], prints: Mapping[int, Fingerprint],
                              turn: AbstractAsyncContextManager[None]) -> None:
+        """Load the versions that changed; those whose files and configuration are the same stay loaded."""
         self._reasons.pop(name, None)
         ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
         wanted = {source.version: Status(State.LOADING, replaces=bool(ready)) for source in sources}
         self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
         failures = []
         for source in sources:
+            fingerprint = prints[source.version]
+            if (before := ready.get(source.version)) and before.is_of(fingerprint):
+                self._versions[name][source.version] = before.kept(source.message)
+                log.info("model '%s' version %d did not change, and stays loaded", name, source.version)
+                continue
             try:
-                await self._load_version(source, turn)
+                await self._load_version(source, fingerprint, turn)
             except RepositoryError as error:
                 failures.append(f"version {source.version} is at UNAVAILABLE state: {error}")
         if len(failures) < len(sources):        # else what was there before is all there is
@@ -254,28 +244,25 @@ class Repository:
         return read_model(place.path, name, message, self._config_name)
 
     def _with_steps(self, name: str, read: Callable[[], Sequence[Source]], seen: set[str]
-                    ) -> tuple[Sequence[Source], list[str]]:
-        """The versions of a model, and the models that an ensemble calls. Blocks. Raises RepositoryError."""
-        sources = told(read)
-        return sources, self._steps_of(name, sources, (), seen)
+                    ) -> tuple[Sequence[Source], Mapping[int, Fingerprint], list[str]]:
+        """Return the versions of a model, their fingerprints, and the models that an ensemble calls, those first that
+        others call. Blocks. seen: is given those that were read, whether they are loaded or not.
 
-    def _steps_of(self, name: str, sources: Sequence[Source], above: tuple[str, ...], seen: set[str]) -> list[str]:
-        """The models that an ensemble calls, each after those that it calls itself. Blocks. seen: is given those that
-        were read, whether they are loaded or not.
-
-        Raises RepositoryError: it calls itself. Which of them cannot be read is found out when they are loaded.
+        Raises RepositoryError. Which of the called models cannot be read is found out when they are loaded.
         """
-        if name in above:
-            raise RepositoryError(f"ensemble_scheduling: {' -> '.join((*above, name))} is a circle")
-        needed: list[str] = []
-        for step in sources[0].config.steps if sources else ():
-            seen.add(step.model)
+        sources = told(read)
+
+        def steps_of(model: str) -> Sequence[Step]:
+            if model == name:
+                return sources[0].config.steps if sources else ()
+            seen.add(model)
             try:
-                called = told(partial(self._read, step.model))
+                called = told(partial(self._read, model))
             except RepositoryError:
-                called = []
-            needed += [*self._steps_of(step.model, called, (*above, name), seen), step.model]
-        return list(dict.fromkeys(needed))
+                return ()
+            return called[0].config.steps if called else ()
+
+        return sources, told(lambda: fingerprints(sources)), called_models(name, steps_of)
 
     async def _load_needed(self, name: str, at_once: bool) -> None:
         """Loads what an ensemble calls, unless it is there or on its way; it says itself what is wrong with it."""
@@ -342,7 +329,8 @@ class Repository:
             for place in self._places:
                 place.release(name)
 
-    async def _load_version(self, source: Source, turn: AbstractAsyncContextManager[None]) -> None:
+    async def _load_version(self, source: Source, fingerprint: Fingerprint,
+                            turn: AbstractAsyncContextManager[None]) -> None:
         statuses = self._versions[source.name]
         before = statuses[source.version]
         try:
@@ -365,7 +353,7 @@ class Repository:
                 statuses[source.version] = replace(before, reason=f"serves what was loaded before: {error}")
             log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)
             raise
-        statuses[source.version] = Status(State.READY, model=model)
+        statuses[source.version] = Status(State.READY, model=model, fingerprint=after_load(source, fingerprint))
         log.info("model '%s' version %d is ready", source.name, source.version)
         self._changed()                         # the other versions may take long
         if before.model is not None:

@@ -70,8 +70,11 @@ def half_open(ports: Sequence[int], rng: random.Random, kept: deque[socket.socke
     return accident
 
 
-def reload(channel: Channel) -> Accident:
+def reload(channel: Channel, repository: Path) -> Accident:
+    """Load a model again whose file has another time: one that did not change would stay loaded."""
     async def accident() -> None:
+        for file in (repository / RELOADED / "1").iterdir():
+            file.touch()
         await channel.call("RepositoryModelLoad", inference.RepositoryModelLoadRequest(model_name=RELOADED))
     return accident
 

@@ -42,7 +42,7 @@ class Soak:
                 accidents.half_open((server.grpc_port, server.http_port), self._rng, left), 0.02)}
         async with (grpc.aio.insecure_channel(server.address) as channel,
                     clients(server.address, server.http_port, repository, self._rng, self.seen) as asking):
-            happening["reloads"] = accidents.reload(Channel(channel)), 0.02
+            happening["reloads"] = accidents.reload(Channel(channel), repository), 0.02
             happening["models that came and went"] = accidents.passing_by(Channel(channel)), 0.02
             self.clients = Counter(what for what, _ in asking)
             await asyncio.gather(

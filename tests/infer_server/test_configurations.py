@@ -113,6 +113,7 @@ def test_equal_requests_are_executed_once_where_responses_are_cached(tmp_path: P
         stats = client.get_inference_statistics("m").model_stats[0]
         assert (stats.execution_count, stats.inference_stats.success.count) == (2, 4)
         assert (stats.inference_stats.cache_hit.count, stats.inference_stats.cache_miss.count) == (2, 2)
+        (tmp_path / "m" / "1" / "model.plan").touch()
         client.load_model("m")
         ask(client, "m", np.ones((1, 4), np.float32))
         assert client.get_inference_statistics("m").model_stats[0].execution_count == 1, "nothing of before"
@@ -136,7 +137,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'one' } }", ""),
     ("inputs { key: 'z' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': unexpected inference input 'z'"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: [4611686018427387904, 4] zero_data: true } }",
-     "model_warmup 'w': input 'x': there is no array of the dims"),
+     "model_warmup 'w': its inputs take 73786976294838206464 bytes, more than the limit of 1073741824"),
     ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*must be <= 8"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'two' } }", "warmup/two: No such file"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are numbers"),

@@ -63,6 +63,8 @@ class _Stream:
     async def serve(self) -> None:
         parts = [asyncio.ensure_future(part) for part in (self._read_all(), self._send_all())]
         work = asyncio.gather(*parts)
+        done: set[asyncio.Future[Any]] = set()
+        task: asyncio.Future[Any] | None = None
         try:
             done, _ = await asyncio.wait((work, self._failure), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -74,6 +76,10 @@ class _Stream:
                 part.cancel()
             self._failure.cancel()
             self._drop()
+            # What refers to this object in a circle would keep its memory until the cycle collector runs.
+            self.client.forget_stream()
+            done.clear()
+            task = None
 
     async def _read_all(self) -> None:
         while (data := await self.context.read()) is not grpc.aio.EOF:
@@ -165,11 +171,16 @@ class _StreamClient(Client):
     def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None],
                  end: Callable[[Exception], None]) -> None:
         super().__init__(context, disconnect)
-        self._end = end
+        self._end: Callable[[Exception], None] | None = end
 
     def disconnect(self) -> None:
         super().disconnect()
-        self._end(UnavailableError("the answers of this stream are not read"))
+        if self._end:
+            self._end(UnavailableError("the answers of this stream are not read"))
+
+    def forget_stream(self) -> None:
+        """To be called when the stream has ended."""
+        self._end = None
 
 
 class _Answer:
@@ -236,12 +247,13 @@ class _Answer:
         self._stream.leave(self)
 
     def cancel(self) -> None:
-        if self._submitted and not self.complete:
-            self._submitted.cancel()
+        submitted, self._submitted = self._submitted, None
+        if submitted and not self.complete:
+            submitted.cancel()
         self._release()
 
     def send_kept(self) -> None:
-        kept, held, self._held = self._kept, self._held, None
+        kept, held, self._kept, self._held, self._submitted = self._kept, self._held, None, None, None
         if isinstance(kept, Exception):
             if not self._stream.fails_with(kept, held):
                 response = self._about()

@@ -19,7 +19,7 @@ from infer_server.config.config import ModelConfig, from_message
 from infer_server.config.signature import ANY_ITEMS, Items, Signature
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateLimiter
-from infer_server.repository.cores import CpuDealer
+from infer_server.repository.cores import CpuDealer, check_memory
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ragged import RaggedExecutor, alone
 from infer_server.repository.kinds.warmup import warmup_requests
@@ -62,6 +62,9 @@ class EngineModel(QueuedModel):
         signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None,
                                    defaults_of(config, engine))
         super().__init__(source.name, source.version, message, config, signature, loop)
+        if None in engines.loaded:
+            cpu = engines.loaded[None].engine
+            check_memory(config.devices.count(None), cpu.threads, cpu.arena_bytes)
         own = [engines.loaded[device].engine for device in config.devices]
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]

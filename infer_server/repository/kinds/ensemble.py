@@ -13,7 +13,7 @@ from typing import Any
 from infer_server.batching.cache import CachedResponses
 from infer_server.batching.request import Request
 from infer_server.batching.statistics import BatchExecution, Failure
-from infer_server.config.config import from_message
+from infer_server.config.config import complete_policy, from_message
 from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, Signature
 from infer_server.config.steps import Step
@@ -21,7 +21,7 @@ from infer_server.errors import ModelConfigError, RepositoryError, ServeError, U
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ensemble_check import check_ensemble
 from infer_server.repository.kinds.ensemble_run import Run
-from infer_server.repository.kinds.local import Find
+from infer_server.repository.kinds.local import UNCOUNTED, Find, TensorMemory
 from infer_server.repository.model import Model
 from protos import model_config
 
@@ -29,7 +29,7 @@ from protos import model_config
 class EnsembleModel(Model):
     """Its steps' models are loaded when it is constructed, and found anew for each request."""
 
-    def __init__(self, source: Source, find: Find) -> None:
+    def __init__(self, source: Source, find: Find, memory: TensorMemory = UNCOUNTED) -> None:
         """Raises RepositoryError: a step's model is not ready, or has no such tensors."""
         message = _complete(source.message, source.name)
         config = from_message(message)
@@ -37,7 +37,7 @@ class EnsembleModel(Model):
             raise ModelConfigError("input and output: an ensemble needs them in its config.pbtxt")
         super().__init__(source.name, source.version, message, config,
                          Signature(config, Items(config.batched, config.batching.max_batch_size)))
-        self._find = find
+        self._find, self._memory = find, memory
         self._runs: dict[Request, Run] = {}
         self._closed = False
         models = [_found(number, step, find) for number, step in enumerate(config.steps)]
@@ -53,6 +53,7 @@ class EnsembleModel(Model):
         if config.cached and not all(model.is_repeatable for model in models):
             what = "a decoupled model" if self.config.decoupled else "a sequence"
             raise ModelConfigError(f"response_cache: {what}'s responses are not cached, and a step has such; remove it")
+        self._loaded_with = b"".join(model.revision for model in models)
         self.labels = labels                # where the ensemble has no file of its own, as in Triton
 
     async def is_ready(self) -> bool:
@@ -73,7 +74,19 @@ class EnsembleModel(Model):
     @property
     def revision(self) -> bytes:
         """What is another one when it, or a model that it calls, is loaded again. Raises ServeError: one is not."""
-        return self._key + b"".join(model.revision for model in self._models())
+        return self._key + self._called
+
+    @property
+    def _called(self) -> bytes:
+        """The revisions of the models that it calls. Raises ServeError: one is not ready."""
+        return b"".join(model.revision for model in self._models())
+
+    @property
+    def is_current(self) -> bool:
+        try:
+            return self._called == self._loaded_with
+        except ServeError:
+            return False
 
     @property
     def is_decoupled(self) -> bool:
@@ -97,7 +110,7 @@ class EnsembleModel(Model):
         if self._cached and self._is_answered(request, self._cached):
             return
         request.enqueued_ns = time.monotonic_ns()
-        run = self._runs[request] = Run(request, self.config, self._find, self._finish)
+        run = self._runs[request] = Run(request, self.config, self._find, self._finish, self._memory)
         run.begin()
 
     def _is_answered(self, request: Request, cached: CachedResponses) -> bool:
@@ -147,6 +160,5 @@ def _complete(message: model_config.ModelConfig, name: str) -> model_config.Mode
     check_name(completed.name, name)
     completed.name, completed.platform, completed.backend = name, "ensemble", ""
     completed.max_batch_size = completed.max_batch_size     # 0 is said, too
-    if not completed.version_policy.WhichOneof("policy_choice"):
-        completed.version_policy.latest.num_versions = 1
+    complete_policy(completed)
     return completed

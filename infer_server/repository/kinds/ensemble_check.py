@@ -85,8 +85,7 @@ def _is_of_files(maker: _End, reader: _End) -> bool:
 
 
 def _same_shape(maker: _End, reader: _End) -> bool:
-    """Whether there is a shape that fits both; ensemble_run's `_with_batch` has what becomes of those that differ about
-    the batch."""
+    """Return whether a shape fits both; ensemble_tensors' `_with_batch` converts those that differ about the batch."""
     if _is_of_files(maker, reader):
         return True
     one, other = maker.spec.dims, reader.spec.dims

@@ -7,45 +7,53 @@ What a step leaves out is left out of the inputs of those behind it, and of the 
 are the ensemble's, and where they say another place in a sequence (sequence_id, sequence_start, sequence_end), that is
 the place of the steps that read its tensors.
 
-Models that have a batch axis and models that have none may follow each other: see `_with_batch`.
+Models that have a batch axis and models that have none may follow each other: see ensemble_tensors.
+
+Tensors are counted from when a step makes them, or begins to, until their flow ends. A decoupled step is held back
+while the flows of its responses hold too much, or are more than max_inflight_requests.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, parameters_of
-from infer_server.config.config import ModelConfig, TensorSpec
+from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, Window, parameters_of
+from infer_server.config.config import ModelConfig
 from infer_server.config.sequences import sequence_of
-from infer_server.config.signature import fits
 from infer_server.config.steps import Step
 from infer_server.errors import ExecutionError, NotServedError, ServeError
-from infer_server.protocol.parameters import Parameters
-from infer_server.repository.kinds.local import Find, request_of
+from infer_server.repository.kinds.ensemble_tensors import Tensors, size_of
+from infer_server.repository.kinds.local import Find, TensorMemory, request_of
 from infer_server.repository.model import Model
+
+_RESPONSE_BYTES = 4096          # of a response, beside its tensors
 
 
 class Run:
     """Belongs to the event loop."""
 
     def __init__(self, request: Request, config: ModelConfig, find: Find,
-                 finish: Callable[[Request, Any], None]) -> None:
+                 finish: Callable[[Request, Any], None], memory: TensorMemory) -> None:
         """config: the ensemble's. finish: takes the response, an error, or NO_MORE."""
-        self.request, self.find = request, find
+        self.request, self.find, self.memory = request, find, memory
         self._config = config
         self.ended = False
         self._finish = finish
         self._flows: dict[_Flow, None] = {}             # in the order of their responses
         self._split: set[_Flow] = set()                 # those whose last step is decoupled, and has not ended
         self._streams = False                           # there was one
+        self._alive: dict[_Flow, None] = {}             # that hold tensors, those above among them
+        self._untaken: deque[_Flow] = deque()           # whose responses were handed on, and are not taken yet
+        if request.window:                              # it is a step of another ensemble
+            request.taken = self._taken
 
     def begin(self) -> None:
         """Begins with the inputs, and the steps that the outputs asked for need."""
         inputs = dict(self.request.inputs)
-        tensors = _Tensors(inputs, {spec.name for spec in self._config.inputs} - inputs.keys(),
+        tensors = Tensors(inputs, {spec.name for spec in self._config.inputs} - inputs.keys(),
                            dict.fromkeys(inputs, self._config.batched))
         steps = dict(enumerate(self._config.steps))
         if len(self.request.outputs) < len(self._config.outputs):       # who asks for all has all of them executed
@@ -54,13 +62,33 @@ class Run:
 
     def add(self, flow: _Flow) -> None:
         if not self.ended:
-            self._flows[flow] = None
+            self._flows[flow] = self._alive[flow] = None
             flow.advance()
 
     def cancel(self) -> None:
-        self.ended = True
-        for flow in (*self._flows, *self._split):
+        """End it, and let go of all tensors: nothing may refer to it in a circle."""
+        self.ended, self.request.taken = True, None
+        for flow in self._alive:
             flow.cancel()
+        for flows in (self._flows, self._split, self._alive, self._untaken):
+            flows.clear()
+
+    @property
+    def window(self) -> Window:
+        """How far its decoupled steps may run ahead: as far as the ensemble says, and no further than it may itself."""
+        asked, own = self.request.window, Window(self._config.max_inflight, self.memory.window_bytes)
+        if asked is None:
+            return own
+        return Window(min(filter(None, (asked.responses, own.responses)), default=0), min(asked.size, own.size))
+
+    def _taken(self) -> None:
+        """Let go of the oldest response that was handed on."""
+        if self._untaken:
+            self._untaken.popleft().end()
+
+    def forget(self, flow: _Flow) -> None:
+        """To be called when a flow holds no tensors any more."""
+        self._alive.pop(flow, None)
 
     def split(self, flow: _Flow) -> None:
         """The flow's last step is decoupled: flows for its responses take its place. Raises NotServedError."""
@@ -89,7 +117,12 @@ class Run:
             if not self._streams:
                 self._end(result)
                 return
-            self.request.part(result)
+            if self.request.window:
+                self._untaken.append(first)
+                self.request.part(result)
+            else:
+                self.request.part(result)
+                first.end()
         if not self.ended and not self._flows and not self._split:
             self._end(NO_MORE)
 
@@ -103,56 +136,6 @@ class Run:
             self._finish(self.request, result)
 
 
-class _Tensors:
-    """Those that are there, by the ensemble's names, and what the responses with them said."""
-
-    def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str], batched: dict[str, bool]) -> None:
-        """absent: those that there will not be. batched: whether each of the arrays has a batch axis."""
-        self._arrays, self._absent, self._batched = arrays, absent, batched
-        self._makers: dict[str, int] = {}               # the step that made each
-        self._said: dict[int, Parameters] = {}          # by the steps
-
-    def has(self, names: Iterable[str]) -> bool:
-        """Whether all are there that will be."""
-        return self._arrays.keys() | self._absent >= set(names)
-
-    def add(self, number: int, step: Step, outputs: Arrays, batched: bool) -> None:
-        """A step's response. batched: its model has a batch axis."""
-        for name, tensor in step.outputs.items():
-            if name in outputs:
-                self._arrays[tensor], self._makers[tensor], self._batched[tensor] = outputs[name], number, batched
-            else:
-                self._absent.add(tensor)
-        if parameters := parameters_of(outputs):
-            self._said[number] = parameters
-
-    def added(self, number: int, step: Step, outputs: Arrays, batched: bool) -> _Tensors:
-        """Others, with those of a response."""
-        others = _Tensors(dict(self._arrays), set(self._absent), dict(self._batched))
-        others._makers, others._said = dict(self._makers), dict(self._said)
-        others.add(number, step, outputs, batched)
-        return others
-
-    def read(self, names: Mapping[str, str], specs: Sequence[TensorSpec], batched: bool) -> dict[str, NDArray[Any]]:
-        """Those that are there, by the names that their reader has for them, and with a batch axis if it has one."""
-        return {name: self._arrays[tensor] if self._batched[tensor] == batched
-                else _with_batch(self._arrays[tensor], batched,
-                                 next((spec.dims for spec in specs if spec.name == name), ()))     # it may have none
-                for name, tensor in names.items() if tensor in self._arrays}
-
-    def said_with(self, names: Iterable[str]) -> Parameters:
-        """The parameters that came with these; of steps that differ, the last one's."""
-        makers = {self._makers[name] for name in names if name in self._makers}
-        return _merged({number: said for number, said in self._said.items() if number in makers})
-
-    def outputs(self, config: ModelConfig, asked: Sequence[str]) -> Arrays:
-        """The ensemble's."""
-        specs = [spec.in_model for spec in config.outputs]
-        arrays = self.read({name: name for name in asked}, specs, config.batched)
-        left_out = not self._absent.isdisjoint(asked)
-        return Outputs(arrays, _merged(self._said)) if self._said or left_out else arrays
-
-
 def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step]:
     """The steps that make these tensors, and those that make what they read."""
     needed, wanted = set[int](), set(tensors)
@@ -163,28 +146,45 @@ def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step
     return {number: step for number, step in steps.items() if number in needed}
 
 
-def _with_batch(array: NDArray[Any], batched: bool, dims: tuple[int, ...]) -> NDArray[Any]:
-    """A tensor as its reader has it, where only one of its maker and its reader has a batch axis, as in Triton.
-
-    A whole tensor that fits is one item of a batch; one that has an axis more is a batch already. A batch that fits is
-    a whole tensor; else one of a single item is that item. What does not fit then is refused by the reader.
-    """
-    if fits(array.shape, dims):
-        return array[None] if batched else array
-    return array[0] if not batched and array.shape[:1] == (1,) else array
-
-
-def _merged(said: Mapping[int, Parameters]) -> Parameters:
-    return {name: value for number in sorted(said) for name, value in said[number].items()}
-
-
 class _Flow:
     """Tensors, and the steps that wait for them."""
 
-    def __init__(self, run: Run, tensors: _Tensors, waiting: dict[int, Step]) -> None:
+    def __init__(self, run: Run, tensors: Tensors, waiting: dict[int, Step], parent: _Flow | None = None,
+                 taken: Callable[[], None] | None = None) -> None:
+        """parent: the flow whose decoupled step made the response that this one begins with. taken: has that step go
+        on; see Request."""
         self.is_complete = False
         self._run, self._tensors, self._waiting = run, tensors, waiting
+        self._parent, self._on_taken = parent, taken
+        self._children = 0                              # that hold tensors
+        self._has_split = False                         # its last step has ended, which is decoupled
         self._asked: dict[int, tuple[Model, Request]] = {}
+        self._releases: list[Callable[[], None]] = []   # of the bytes that it holds
+
+    def hold(self, size: int) -> None:
+        """Count bytes until it ends. Raises MemoryLimitError."""
+        if size > 0:
+            self._releases.append(self._run.memory.hold(size))
+
+    def _release(self) -> None:
+        for release in self._releases:
+            release()
+        self._releases.clear()
+
+    def end(self) -> None:
+        """Let go of the tensors; the step that made the first of them may make more."""
+        self._release()
+        self._run.forget(self)
+        parent, taken, self._parent, self._on_taken = self._parent, self._on_taken, None, None
+        if taken:
+            taken()
+        if parent:
+            parent.child_ended()
+
+    def child_ended(self) -> None:
+        self._children -= 1
+        if self._has_split and not self._children:
+            self.end()
 
     def outputs(self, config: ModelConfig, asked: Sequence[str]) -> Arrays:
         return self._tensors.outputs(config, asked)
@@ -218,11 +218,16 @@ class _Flow:
     def answered(self, number: int, step: Step, outputs: Arrays) -> None:
         if self._run.has_split(self):           # the step is an ensemble that has become one of single responses
             self.part(number, step, outputs)
-            self.end(number, step)
+            self.step_ended(number, step)
             return
         model, request = self._asked.pop(number)
         if request.trace:
             request.trace.ended()
+        try:
+            self.hold(size_of(outputs) - _expected_bytes(model, step, request.items))
+        except ServeError as error:
+            self._run.fail(number, step, error)
+            return
         self._tensors.add(number, step, outputs, model.config.batched)
         self.advance()
 
@@ -230,15 +235,26 @@ class _Flow:
         """Of a response of the decoupled step: a flow of its own, through the steps behind it."""
         if not self._is_split(number, step):
             return
-        tensors = self._tensors.added(number, step, outputs, self._asked[number][0].config.batched)
-        self._run.add(_Flow(self._run, tensors, dict(self._waiting)))
+        model, request = self._asked[number]
+        tensors = self._tensors.added(number, step, outputs, model.config.batched)
+        flow = _Flow(self._run, tensors, dict(self._waiting), self, request.taken)
+        try:
+            flow.hold(_RESPONSE_BYTES + size_of(outputs))
+        except ServeError as error:
+            self._run.fail(number, step, error)
+            return
+        self._children += 1
+        self._run.add(flow)
 
-    def end(self, number: int, step: Step) -> None:
+    def step_ended(self, number: int, step: Step) -> None:
         if not self._is_split(number, step):
             return
         if trace := self._asked[number][1].trace:
             trace.ended()
         self._asked.clear()
+        self._has_split = True
+        if not self._children:
+            self.end()
         self._run.ended_split(self)
 
     def _is_split(self, number: int, step: Step) -> bool:
@@ -256,6 +272,8 @@ class _Flow:
         for model, request in self._asked.values():
             model.cancel(request)
         self._asked.clear()
+        self._release()
+        self._parent = self._on_taken = None
 
     @property
     def gone(self) -> bool:
@@ -270,6 +288,10 @@ class _Flow:
             model, inputs, list(step.outputs), _kept, _StepReply(self, number, step), deadline_ns=asked.deadline_ns,
             timeout_us=asked.timeout_us, priority=asked.priority, sequence=sequence, request_id=asked.id,
             parameters=asked.parameters)
+        if model.is_decoupled:
+            request.window = self._run.window
+        else:
+            self.hold(_expected_bytes(model, step, request.items))
         self._asked[number] = (model, request)
         if asked.trace:
             request.follow(asked.trace.step(), model.name, model.version)
@@ -296,7 +318,13 @@ class _StepReply:
         self._flow.part(self._number, self._step, response)
 
     def end(self) -> None:
-        self._flow.end(self._number, self._step)
+        self._flow.step_ended(self._number, self._step)
+
+
+def _expected_bytes(model: Model, step: Step, items: int) -> int:
+    """Return the bytes of a step's outputs, as far as their shapes are known before it is executed."""
+    return sum((items if model.config.batched else 1) * spec.item_bytes
+               for spec in model.config.outputs if spec.name in step.outputs)
 
 
 def _kept(computed: Arrays) -> Arrays:

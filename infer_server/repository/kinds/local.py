@@ -4,7 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -15,6 +15,23 @@ from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 
 Find = Callable[[str, str], Model]      # a ready model, by name and version. Raises ServeErrors
+
+
+class TensorMemory(NamedTuple):
+    """The memory of the tensors that pass from step to step of an ensemble.
+
+    Attributes
+    ----------
+    hold : callable
+        Counts bytes until the function that it returns is called. Raises MemoryLimitError. On the event loop.
+    window_bytes : int
+        Of the responses of a decoupled step that the steps behind it have not done with; then it is held back.
+    """
+    hold: Callable[[int], Callable[[], None]]
+    window_bytes: int
+
+
+UNCOUNTED = TensorMemory(lambda size: lambda: None, 64 << 20)
 
 
 class Control(Protocol):

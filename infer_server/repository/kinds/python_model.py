@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from infer_server.batching.request import Arrays, InSequence, Outcome, Request, parameters_of
 from infer_server.batching.statistics import BatchExecution
-from infer_server.config.config import ModelConfig, from_message
+from infer_server.config.config import ModelConfig, complete_policy, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
 from infer_server.config.signature import Items, Signature
@@ -251,8 +251,7 @@ def complete(message: model_config.ModelConfig, name: str) -> model_config.Model
     if not completed.instance_group:
         completed.instance_group.add(name=f"{name}_0")
     settle(completed)
-    if not completed.version_policy.WhichOneof("policy_choice"):
-        completed.version_policy.latest.num_versions = 1
+    complete_policy(completed)
     return completed
 
 
@@ -318,15 +317,17 @@ class _Asked:
         self._answer(refusal(error), {})
 
     def withdraw(self) -> None:
+        submitted = self._submitted
         self.fail(CancelledError("the request was cancelled by the model that made it"))
-        if self._submitted:
-            model, request = self._submitted
+        if submitted:
+            model, request = submitted
             model.cancel(request)
 
     def _end(self) -> None:
         self.gone = True
         self._open.pop(self._message.head["number"], None)
-        if self._submitted and (trace := self._submitted[1].trace):
+        submitted, self._submitted = self._submitted, None      # whose reply this is: a circle
+        if submitted and (trace := submitted[1].trace):
             trace.ended()
 
     def _submit(self) -> None:

@@ -1,6 +1,7 @@
 """model_warmup: requests that are executed before a model is ready, so that no client's is the first of its kind."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, Request
+from infer_server.config.config import ModelConfig
+from infer_server.config.fields import MOST_ARRAY_BYTES
 from infer_server.config.paths import WARMUP, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype, InputTensor, from_raw
@@ -35,19 +38,28 @@ def warmup_requests(model: Model, message: model_config.ModelConfig, folder: Pat
     """
     for sample in message.model_warmup if not model.config.sequences else ():
         try:
-            arrays = inputs_of(sample, model.config.batched, folder)
+            arrays = inputs_of(sample, model.config, folder)
             for _ in range(sample.count or 1):
                 yield request_of(model, arrays, (), _nothing, _Nobody())
         except InvalidRequestError as error:
             raise ModelConfigError(f"model_warmup '{sample.name}': {error}") from error
 
 
-def inputs_of(sample: model_config.ModelWarmup, batched: bool, folder: Path) -> Mapping[str, NDArray[Any]]:
-    """Raises ModelConfigError, InvalidRequestError."""
+def inputs_of(sample: model_config.ModelWarmup, config: ModelConfig, folder: Path) -> Mapping[str, NDArray[Any]]:
+    """Return the arrays of a sample, by input. Raises ModelConfigError, InvalidRequestError."""
+    batched, most = config.batched, config.batching.max_batch_size
     if sample.batch_size > 1 and not batched:
         raise ModelConfigError(f"model_warmup '{sample.name}': batch_size {sample.batch_size}, but the model has no "
                                "max_batch_size; write batch_size: 1")
+    if batched and sample.batch_size > most and config.build.split_requests != "true":
+        raise ModelConfigError(f"model_warmup '{sample.name}': batch_size {sample.batch_size} must be <= {most}, the "
+                               "max_batch_size")
     lead = (sample.batch_size or 1,) if batched else ()
+    size = sum(math.prod((*lead, *given.dims)) * FROM_CONFIG[given.data_type].array.itemsize
+               for given in sample.inputs.values() if given.data_type in FROM_CONFIG)
+    if size > MOST_ARRAY_BYTES:
+        raise ModelConfigError(f"model_warmup '{sample.name}': its inputs take {size} bytes, more than the limit of "
+                               f"{MOST_ARRAY_BYTES}; write smaller dims or a smaller batch_size")
     return {name: _array(f"model_warmup '{sample.name}': input '{name}'", name, given, lead, folder)
             for name, given in sample.inputs.items()}
 
@@ -61,6 +73,8 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
     if given.WhichOneof("input_data_type") == "input_data_file":
         file = inside(folder, folder / WARMUP, given.input_data_file, where)
         try:
+            if file.stat().st_size > MOST_ARRAY_BYTES:
+                raise ModelConfigError(f"{where}: {file} is larger than the limit of {MOST_ARRAY_BYTES} bytes")
             raw = file.read_bytes()
         except OSError as error:
             raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error

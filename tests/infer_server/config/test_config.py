@@ -1,6 +1,7 @@
 """config.pbtxt: read strictly, completed from the model, and refused with the remedy."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from unittest.mock import patch
 
 import pytest
 from google.protobuf import text_format
+from google.protobuf.descriptor import FieldDescriptor
 
 from infer_server.batching.policy import BatchPolicy, Priorities, QueuePolicy
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
-from infer_server.config.fields import TREATMENTS, Verdict, treatment
+from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment
 from infer_server.config.pbtxt import read_config
+from infer_server.config.steps import Step, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
@@ -26,6 +29,38 @@ def parsed(text: str) -> model_config.ModelConfig:
     return text_format.Parse(text, model_config.ModelConfig())
 
 
+class Ensembles(dict[str, list[str]]):
+    """The models that each ensemble calls; counts how often each is read."""
+
+    def __init__(self, calls: dict[str, list[str]]) -> None:
+        super().__init__(calls)
+        self.reads = Counter[str]()
+
+    def steps(self, name: str) -> list[Step]:
+        self.reads[name] += 1
+        return [Step(model, "", {"x": "x"}, {"y": "y"}) for model in self.get(name, ())]
+
+
+def test_the_models_of_an_ensemble_are_read_once_and_come_in_the_order_of_their_loads() -> None:
+    calls = Ensembles({"e3": ["e2", "e2", "a"], "e2": ["e1", "e1"], "e1": ["a", "b"]})
+    assert called_models("e3", calls.steps) == ["a", "b", "e1", "e2"]
+    assert set(calls.reads.values()) == {1}
+
+
+@pytest.mark.parametrize(("calls", "refusal"), [
+    ({f"e{k}": [f"e{k - 1}"] for k in range(1, 10_000)}, "17 ensembles call each other, more than the limit of 16"),
+    ({f"e{k}": [f"e{k - 1}"] * 2 for k in range(1, 17)}, r"'e10' has 2046 steps .* more than the limit of 1024"),
+    ({"e2": ["e3"], "e3": ["e2"], "e1": ["e2"]}, "e2 -> e3 -> e2 is a circle"),
+], ids=["a chain", "diamonds", "a circle"])
+def test_ensembles_of_ensembles_are_bounded(calls: dict[str, list[str]], refusal: str) -> None:
+    ensembles = Ensembles(calls)
+    with pytest.raises(ModelConfigError, match=refusal):
+        called_models([*calls][-1], ensembles.steps)
+    assert len(ensembles.reads) <= 18
+
+
+NUMBERS = {getattr(FieldDescriptor, f"CPPTYPE_{name}")
+           for name in ("INT32", "INT64", "UINT32", "UINT64", "FLOAT", "DOUBLE")}
 STEPS = """input {{ name: "x" data_type: TYPE_FP32 dims: 1 }} output {{ name: "y" data_type: TYPE_FP32 dims: 1 }}
     ensemble_scheduling {{
       step {{ model_name: "a" input_map {{ key: "i" value: "{}" }} output_map {{ key: "o" value: "{}" }} }}
@@ -74,7 +109,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
      "no level 3 of the 2"),
     ("instance_group { passive: true }", "remove its group"),
-    ("instance_group { count: 1000 } instance_group { count: 25 }", "1025 instances are more than the 1024"),
+    ("instance_group { count: 1000 } instance_group { count: 25 }", "1025 instances are more than the limit of 1024"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ("dynamic_batching { preserve_ordering: true priority_levels: 2 default_priority_level: 1 }", "2 priority_levels"),
     ("dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }", "DELAY changes"),
@@ -94,9 +129,28 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("version_policy { specific {} }", "names no versions"),
     ("sequence_batching { oldest { max_candidate_sequences: -1 } }", "max_candidate_sequences: expected 0 or more"),
     *((f'sequence_batching {{ state {{ input_name: "a" output_name: "b" data_type: TYPE_FP32 {dims} }} }}',
-       "state 'a': there is no array of the dims") for dims in (
-           "dims: [4611686018427387904, 4]", "dims: [1000000000000, 1000000]", "dims: 1 " * 70,
-           'dims: 1 initial_state { data_type: TYPE_FP32 dims: 1000000000000000 zero_data: true name: "z" }')),
+       refusal) for dims, refusal in (
+           ("dims: [4611686018427387904, 4]", "state.dims: 4611686018427387904 is more than the limit of 2147483647"),
+           ("dims: [100000, 1000000]", "state 'a': .* takes 400000000000 bytes, more than the limit of 1073741824"),
+           ("dims: 1 " * 70, "state 'a': there is no array of the dims"),
+           ('dims: 1 initial_state { data_type: TYPE_FP32 dims: 1000000000 zero_data: true name: "z" }',
+            "initial_state: .* more than the limit"))),
+    *((f"{path} {{ {field}: {value} }}" if path else f"{field}: {value}",
+       f"{path}{'.' * bool(path)}{field}: {value} is more than the limit of {most}") for path, field, value, most in (
+           ("", "max_batch_size", (1 << 31) - 1, 1 << 20),
+           ("instance_group", "count", (1 << 31) - 1, 1024),
+           ("dynamic_batching", "priority_levels", 1 << 63, 64),
+           ("model_warmup", "count", (1 << 32) - 1, 10_000),
+           ("model_warmup", "batch_size", (1 << 32) - 1, 1 << 20))),
+    ("sequence_batching { oldest { max_candidate_sequences: 2147483647 } }", "more than the limit of 65536"),
+    ("sequence_batching { oldest { preferred_batch_size: -2147483648 } }", "-2147483648 is not within 1..1"),
+    ('backend: "python" instance_group { count: 257 }', "257 instances are more than the limit of 256"),
+    ('parameters { key: "threads" value { string_value: "100000" } }', "parameter threads: 100000 is more than .* 256"),
+    ('parameters { key: "intra_op_thread_count" value { string_value: "2147483648" } }', "more than the limit of 256"),
+    (f'parameters {{ key: "threads" value {{ string_value: "{"9" * 9000}" }} }}', "more than the limit of 256"),
+    ('parameters { key: "max_batch" value { string_value: "1048577" } }', "1048577 is more than the limit of 1048576"),
+    ('instance_group { count: 64 } parameters { key: "threads" value { string_value: "17" } }',
+     "64 instances of 17 threads are 1088 threads, more than the limit of 1024"),
 ])
 def test_what_makes_no_sense_or_is_not_served_is_refused_by_name(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):
@@ -179,6 +233,20 @@ def test_every_field_of_the_descriptor_is_served_mapped_reported_or_refused_with
         assert treatment(path).verdict is Verdict.SERVED or treatment(path).note
     known = {above for path in paths for above in (path, *(path[:i] for i, c in enumerate(path) if c == "."))}
     assert not TREATMENTS.keys() - known, "there are no such fields"
+
+
+def test_every_number_has_a_limit_or_costs_nothing() -> None:
+    assert set(numbers(model_config.ModelConfig.DESCRIPTOR)) == set(LIMITS)
+
+
+def numbers(descriptor: Any, above: str = "") -> Iterator[str]:
+    """Yield the paths of the fields of a message that are numbers."""
+    for field in descriptor.fields:
+        inner = field.message_type
+        if inner is None and field.cpp_type in NUMBERS:
+            yield above + field.name
+        elif inner is not None and not inner.GetOptions().map_entry:
+            yield from numbers(inner, f"{above}{field.name}.")
 
 
 def test_what_means_something_else_here_is_reported_and_the_model_is_served() -> None:
