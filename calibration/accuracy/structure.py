@@ -38,10 +38,12 @@ class Structure:
     selections  of the outputs that one decides
     tensors     that enter selections, under names which the ONNX file has, too
     at          gives what a run on a feed shows beside the outputs
+    fits        tells whether a feed has the shapes that the graph is for
     """
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     at: Callable[[Feed], Inner] = lambda feed: Inner()
+    fits: Callable[[Feed], bool] = lambda feed: True
 
 
 def structure_of_program(model: Path) -> Structure:
@@ -63,7 +65,7 @@ def structure_of(plan: Plan, graph: Graph, known: Collection[str]) -> Structure:
     found = selections(graph)
     entering = (_known(graph, name, known) for one in found.values() for name in one.tensors)
     inside = _Inside(plan, graph, tuple(dict.fromkeys(filter(None, entering))))
-    return Structure(found, inside.tensors, inside)
+    return Structure(found, inside.tensors, inside, inside.fits)
 
 
 def _known(graph: Graph, name: str, known: Collection[str]) -> str:
@@ -83,11 +85,11 @@ class _Inside:
         self._plan, self._graph, self.tensors = plan, graph, tensors
 
     def __call__(self, feed: Feed) -> Inner:
-        if not self._fits(feed):
+        if not self.fits(feed):
             return Inner()
         return Inner(dict(self._values(feed)) if self.tensors else {}, self._sources)
 
-    def _fits(self, feed: Feed) -> bool:
+    def fits(self, feed: Feed) -> bool:
         """True if the feed has the shapes, and the deciding values, that the graph is for."""
         part = self._plan.open
         return part is None or extents_of_feed(self._plan.name, part.inputs, part.deciding, feed) == self._plan.extents
