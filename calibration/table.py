@@ -36,7 +36,7 @@ class CalibrationTable:
 
     model_hash is "" and items 0 where the file does not say: a TensorRT cache.
 
-    notes: what is doubtful about the data or the result. fault: why a model quantised so is too inexact; "" if not known.
+    notes: what is doubtful about the data. fault: why a model quantised so is too inexact; "" if that is not known.
     """
     calibrator: str
     model_hash: str

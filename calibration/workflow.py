@@ -25,7 +25,7 @@ from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
 from engines.compiler.subject import Subject
 from engines.errors import CalibrationError, ConfigError
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Graph
 from engines.passes.quantization.smoothing import smoothable
 from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess, load_preprocess

@@ -1,4 +1,4 @@
-"""Find tensors of a float16 plan whose values float16 cannot hold: they become infinite, and what follows may hide it."""
+"""Find tensors whose values float16 cannot hold: they become infinite, and what follows may hide it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -39,5 +39,5 @@ def overflow(graph: Graph, feeds: Iterable[Feed]) -> tuple[str, ...]:
     over = sorted((name for name, peak in peaks.items() if peak > LARGEST), key=lambda name: -peaks[name])
     if not over:
         return ()
-    return (f"{len(over)} tensors exceed {LARGEST:g}, the largest number of float16, on these items: '{over[0]}' reaches "
-            f"{peaks[over[0]]:.4g}; they become infinite, build with --bf16 or --fp32",)
+    return (f"{len(over)} tensors exceed {LARGEST:g}, the largest number of float16, on these items: '{over[0]}' "
+            f"reaches {peaks[over[0]]:.4g}; they become infinite, build with --bf16 or --fp32",)

@@ -1,4 +1,4 @@
-"""Find calibration data that cannot be right: ranges of zeros, or of pictures that were read wrongly, ruin an INT8 plan.
+"""Find calibration data that cannot be right: zeros, or pictures that were read wrongly.
 
     check = DataCheck(inputs, preprocess)
     check.observe(feed)             # each feed of one pass over the data
