@@ -107,7 +107,7 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     if isinstance(engine, ProgramEngine):
         context = engine.create_context()
         feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
-        oracle = oracle_of(Path(model), shapes, constants)
+        oracle = oracle_of(Path(model), shapes, constants, plan=engine.plan)
         return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
                              _precision_of_program(engine.plan), structure_of_program(Path(model)))
     graph = graph_at(engine.plan)

@@ -9,7 +9,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
 from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine, OfPlan
+from engines.runtime.host.categories import words_for
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
@@ -196,7 +197,8 @@ class ProgramEngine(OfPlan):
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
         self._fitting = _Fitting()      # what was checked last; set by whichever thread runs
-        self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
+        self._constants: Mapping[str, Array] = ChainMap(texts, self.part.weights)   # type: ignore[arg-type]
+        self._main = Runner(self.part.main, self.segments, self._constants)
 
     @property
     def deciding(self) -> tuple[str, ...]:
@@ -266,10 +268,21 @@ class ProgramEngine(OfPlan):
 
     def create_context(self, cpus: Sequence[int] | None = None) -> StagedContext:
         """A context for one owner thread at a time. cpus: not used, segments run where their caller does."""
-        return StagedContext(self, self._usual)
+        return StagedContext(self, self.usual)
 
-    def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array:
-        return np.ones(shape, memory_dtype(io.dtype))
+    def usual(self, io: IoTensor, shape: Sequence[int]) -> Array:
+        """Values of an input that the program takes: ones, and strings that its encoders know."""
+        if io.dtype != "object":
+            return np.ones(shape, memory_dtype(io.dtype))
+        words = self._words[io.name]
+        return np.resize(words[:1] if words.ndim and words.shape[1:] == tuple(shape)[1:] else words, shape)
+
+    @cached_property
+    def _words(self) -> Mapping[str, Array]:
+        """For each input of strings, some that the program takes, in its usual shape."""
+        shapes = {name: [max(extent, 1) for extent in shape] for name, shape in self.usual_shapes().items()
+                  if any(io.name == name and io.dtype == "object" for io in self.inputs)}
+        return words_for(self.part.main, self._constants, shapes)
 
     def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
         return self.plan

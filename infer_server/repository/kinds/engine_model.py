@@ -67,7 +67,10 @@ class EngineModel(QueuedModel):
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
         short = _short(engines, config, message)
         for context, device in zip(contexts, config.devices, strict=True):
-            for batch, ns in warm_up(context, engine).items():
+            times = warm_up(context, engine)
+            if not times:
+                break
+            for batch, ns in times.items():
                 self.measured(batch, ns)
                 if short is not None and device is None:
                     short.add(batch, ns, ns)
