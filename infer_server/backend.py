@@ -1,7 +1,6 @@
 """What the server asks of an engine: the seam behind which backends stand."""
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from engines.errors import EngineError
-
-log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -183,19 +178,12 @@ def warm_up(context: ExecutionContext, engine: Engine) -> dict[int, int]:
     """Executes on zeros, at batch 1 and at the largest batch, so that no request pays for page faults.
 
     Returns how many ns each takes, by batch: after the first time, unless that was so long that it hardly matters.
-    {} with a warning for a model of strings that takes none of those tried: a request's may be others.
     """
     took_ns = {}
-    try:
-        for batch in sorted({1, max(1, engine.max_batch)}):
+    for batch in sorted({1, max(1, engine.max_batch)}):
+        took_ns[batch] = _execute_on_zeros(context, engine, batch)
+        if took_ns[batch] < _LONG_NS:
             took_ns[batch] = _execute_on_zeros(context, engine, batch)
-            if took_ns[batch] < _LONG_NS:
-                took_ns[batch] = _execute_on_zeros(context, engine, batch)
-    except EngineError as error:
-        if not any(tensor.dtype == "object" for tensor in engine.inputs):
-            raise
-        log.warning("%s is served without a warm-up, for it takes strings that are not known: %s", engine.name, error)
-        return {}
     return took_ns
 
 

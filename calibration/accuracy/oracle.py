@@ -69,7 +69,7 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
 
 
 def _array_of(value: Any) -> Any:
-    """An output as an engine gives it: strings are objects, and maps from classes to probabilities are rows of these."""
+    """Convert an output to what an engine gives: strings to objects, maps of classes to rows of probabilities."""
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         return np.array([[*row.values()] for row in value], np.float32)
     if isinstance(value, list):

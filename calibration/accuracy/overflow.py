@@ -9,6 +9,7 @@ import numpy as np
 from calibration.data.items import Feed
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Array, Graph
+from engines.passes.rewriting.facts import is_weighted
 from engines.runtime.engine import Engine
 
 FLOAT16 = np.dtype(np.float16)
@@ -36,6 +37,9 @@ def overflow(graph: Graph, feeds: Iterable[Feed]) -> tuple[str, ...]:
 
     for feed in feeds:
         engine.show({name: feed[name] for name in graph.inputs}, observe)
+    for node in graph.nodes:        # their weights are rounded when they are packed
+        if node.precision == "fp16" and is_weighted(node) and graph.is_constant(weight := node.anchor.inputs[1]):
+            peaks[weight] = float(np.abs(graph.constants[weight]).max(initial=0.0))
     over = sorted((name for name, peak in peaks.items() if peak > LARGEST), key=lambda name: -peaks[name])
     if not over:
         return ()

@@ -22,6 +22,7 @@ from calibration.data.checks import DataCheck
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.compiler.specialise import graph_at
+from engines.errors import InputError, PlanError
 from engines.frontend.inputs import Value
 from engines.ir.graph import Array, Dim, Graph
 from engines.ir.pixels import Pixels
@@ -108,8 +109,14 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
         context = engine.create_context()
         feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
         oracle = oracle_of(Path(model), shapes, constants, plan=engine.plan)
-        return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
-                             _precision_of_program(engine.plan), structure_of_program(Path(model)))
+        try:
+            return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
+                                 _precision_of_program(engine.plan), structure_of_program(Path(model)))
+        except PlanError as error:
+            if data:
+                raise
+            raise InputError("the model takes none of the inputs that could be generated, so nothing is verified; give "
+                             f"some, --calib: {error}") from error
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     structure = structure_of(engine.plan, graph, tensor_names(Path(model)))

@@ -72,7 +72,7 @@ class DataCheck:
         """Yield what is wrong with the items themselves, however many they are."""
         floats = {io.name: self._seen[io.name] for io in self.inputs if io.name in self._seen
                   and self._seen[io.name].most > 1 and (np.dtype(io.dtype).kind == "f" or io.dtype == "uint8")}
-        some_vary = any(seen.low < seen.high for seen in floats.values())
+        some_vary = any(seen.varies for seen in floats.values())
         for name, seen in floats.items():
             if seen.low == seen.high and not (some_vary and seen.rank < 4):     # beside others: a state, a mask
                 yield (f"calibration input '{name}' is {seen.low:g} everywhere in all items, so the ranges mean "

@@ -255,13 +255,13 @@ class ProgramEngine(OfPlan):
                              f"{', '.join(repr(other.name) for other in self.inputs)}")
         value = feeds[io.name]
         wanted = self._dtypes.get(io.name)
-        if type(value) is np.ndarray and value.dtype is wanted:
+        if type(value) is np.ndarray and value.dtype is wanted and not wanted.hasobject:
             return as_named(value, io.dtype)
         if wanted is None:
             return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
         array = as_in_memory(np.asarray(value))
         if wanted.hasobject and array.dtype.kind in "OUS":
-            return array.astype(object)
+            return _as_text(array)
         if array.dtype != wanted:
             raise InputError(f"{self.name}: input '{io.name}' is {array.dtype}, the model takes {io.dtype}")
         return as_named(array, io.dtype)
@@ -296,6 +296,22 @@ class ProgramEngine(OfPlan):
         for segment in self.segments:
             for engine in segment.engines:
                 engine.close()
+
+
+def _as_text(array: Array) -> Array:
+    """Strings as operators take them: str, which clients of a server send as UTF-8. Other bytes stay bytes."""
+    values = array.astype(object)
+    if any(type(value) is bytes for value in values.flat):
+        values = values.copy() if values is array else values
+        values.reshape(-1)[:] = [_decoded(value) for value in values.flat]
+    return values
+
+
+def _decoded(value: Any) -> Any:
+    try:
+        return value.decode() if type(value) is bytes else value
+    except UnicodeDecodeError:
+        return value
 
 
 AnyEngine = Engine | OpenEngine | ProgramEngine

@@ -1,6 +1,6 @@
 """Find strings that a program takes: the categories of the encoders that read them.
 
-An encoder may refuse strings that it does not know, as scikit-learn's OneHotEncoder does with handle_unknown="error". So
+An encoder may refuse strings that it does not know, as OneHotEncoder of scikit-learn with handle_unknown="error". So
 whatever runs a program without data (a warm-up, a measurement, a verification) feeds it categories of its own.
 """
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines.runtime.host.encoders import categories_of
 # Operators that hand strings on: the elements of their results are those of their inputs.
 MOVES = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Gather", "Split",
                    "GatherElements", "Concat", "Expand", "Cast", "ArrayFeatureExtractor", "StringNormalizer"})
-USUAL = "a"         # where no encoder says what it takes
+USUAL = "1"         # where no encoder says what it takes: a number, too
 
 
 def words_for(region: Region, constants: Mapping[str, Array],
