@@ -59,7 +59,7 @@ class Bar:
     A thread of its own writes these, so that a build is never silent for longer, whatever it is busy with.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
-    QUIET = 4.0
+    QUIET, BEAT = 4.0, 1.0      # seconds
 
     def __init__(self, quiet: bool = False) -> None:
         self._stage, self._bar, self._text = "", tqdm(disable=True), "reading the model"
@@ -93,7 +93,7 @@ class Bar:
         _say(text)
 
     def _beat(self) -> None:
-        while not self._done.wait(1.0):
+        while not self._done.wait(self.BEAT):
             now = time.perf_counter()
             if not self._bar.disable:
                 self._bar.refresh()

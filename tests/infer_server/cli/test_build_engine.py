@@ -208,6 +208,17 @@ def test_a_terminal_sees_a_bar_for_each_stage(workshop: Workshop) -> None:
     assert re.search(r"calibrating: .*/8 ", seen) and re.search(r"compiling: .*kernel", seen)
 
 
+def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_engine.Bar, "QUIET", 0.0)
+    monkeypatch.setattr(build_engine.Bar, "BEAT", 0.001)
+    said = ""
+    with build_engine.Bar() as bar:
+        bar("searching", 3, 18, "")
+        while "searching: 3 of 18 trials" not in said:      # a time limit of the run ends it
+            said += capsys.readouterr().err
+
+
 # ---- what cannot be built: one line on stderr, exit code 2
 def test_a_model_that_is_not_there_is_named(workshop: Workshop) -> None:
     assert workshop.build(model="missing.onnx") == 2
