@@ -22,7 +22,7 @@ from engines.errors import PlanTargetError
 from engines.loading import load_engine
 from engines.lowering.calls.calls import GENERAL, RULES
 from engines.plan.file import read_plan
-from infer_server.cli.build_engine import parse_constant, parse_shape
+from infer_server.cli.build_engine import Bar, parse_constant, parse_shape
 from tests.engines.compiler.program_models import chosen_patches
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import relative_error
@@ -210,10 +210,10 @@ def test_a_terminal_sees_a_bar_for_each_stage(workshop: Workshop) -> None:
 
 def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.CaptureFixture[str],
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_engine.Bar, "QUIET", 0.0)
-    monkeypatch.setattr(build_engine.Bar, "BEAT", 0.001)
+    monkeypatch.setattr(Bar, "QUIET", 0.0)
+    monkeypatch.setattr(Bar, "BEAT", 0.001)
     said = ""
-    with build_engine.Bar() as bar:
+    with Bar() as bar:
         bar("searching", 3, 18, "")
         while "searching: 3 of 18 trials" not in said:      # a time limit of the run ends it
             said += capsys.readouterr().err
