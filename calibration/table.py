@@ -35,6 +35,8 @@ class CalibrationTable:
     smoothing: {tensor: what each index of its last axis is divided by} (smoothing.py); the ranges are those after it.
 
     model_hash is "" and items 0 where the file does not say: a TensorRT cache.
+
+    notes: what is doubtful about the data. fault: why a model quantised so is too inexact; "" if that is not known.
     """
     calibrator: str
     model_hash: str
@@ -42,6 +44,8 @@ class CalibrationTable:
     ranges: Mapping[str, Range]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    fault: str = ""
 
     def __post_init__(self) -> None:
         for tensor, (low, high) in self.ranges.items():
@@ -70,7 +74,8 @@ def write_table(table: CalibrationTable, path: str | Path) -> None:
     document = {"format": FORMAT, "version": VERSION, "calibrator": table.calibrator, "model_hash": table.model_hash,
                 "items": table.items, "ranges": {tensor: list(range_) for tensor, range_ in table.ranges.items()},
                 "means": {tensor: list(means) for tensor, means in table.means.items()},
-                "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()}}
+                "smoothing": {tensor: list(factors) for tensor, factors in table.smoothing.items()},
+                "notes": list(table.notes), "fault": table.fault}
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -125,14 +130,15 @@ def _parse_ours(text: str) -> CalibrationTable:
         raise CalibrationError(f"format {document.get('format')!r} version {document.get('version')!r}, expected "
                                f"{FORMAT!r} version {VERSION}; delete it to calibrate again")
     wanted = {"format", "version", "calibrator", "model_hash", "items", "ranges", "means", "smoothing"}
-    if document.keys() != wanted:
+    if document.keys() - {"notes", "fault"} != wanted:
         raise CalibrationError(f"its fields are {sorted(document)}, expected {sorted(wanted)}")
     try:
         ranges = {str(tensor): (float(low), float(high)) for tensor, (low, high) in document["ranges"].items()}
         means, smoothing = ({str(tensor): tuple(map(float, values)) for tensor, values in document[key].items()}
                             for key in ("means", "smoothing"))
         return CalibrationTable(str(document["calibrator"]), str(document["model_hash"]), int(document["items"]),
-                                ranges, means, smoothing)
+                                ranges, means, smoothing, tuple(map(str, document.get("notes", ()))),
+                                str(document.get("fault", "")))
     except (AttributeError, TypeError, ValueError) as error:
         raise CalibrationError(f"a field of the wrong type: {error}") from error
 

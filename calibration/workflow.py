@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from calibration.accuracy.overflow import overflow
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
-from calibration.checks import DataCheck
 from calibration.collect import collect
+from calibration.data.checks import DataCheck
 from calibration.histogram import Histogram
 from calibration.judge import GraphEngines, Judge, judged_tensors, watching
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
@@ -24,7 +25,7 @@ from engines.compiler.engine_cache import sources_digest
 from engines.compiler.ranges import Calibrated, Notify, Progress
 from engines.compiler.subject import Subject
 from engines.errors import CalibrationError, ConfigError
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Graph
 from engines.passes.quantization.smoothing import smoothable
 from engines.plan.plan import IoTensor
 from engines.preprocess import Preprocess, load_preprocess
@@ -109,6 +110,17 @@ class Calibration:
         """The same for other data, which are not in the cache: what a part of the model was fed."""
         return _OfSegment(list(feeds), self.calibrator)
 
+    def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
+        """Say what cannot be right about items."""
+        check = DataCheck(inputs)
+        for feed in feeds:
+            check.observe(feed)
+        return check.doubts()
+
+    def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
+        """Say which tensors of a graph that is stored in float16 leave its range on the first items."""
+        return () if self.data is None else overflow(graph, self.open(inputs, pixels).limit(FEWEST_ITEMS))
+
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
         """What is to find data that cannot be right; None: nothing is expected of them."""
         declared = self._declared
@@ -120,18 +132,13 @@ class Calibration:
         """Ranges from the cache, if one fits, else from the data. Raises EngineErrors about options, data and cache."""
         builder, graph = subject.builder, subject.graph
         report: dict[str, Any] = {}
-        judged: list[Errors] = []
-        doubts: list[str] = []
 
         def make() -> CalibrationTable:
             if self.data is None:
                 state = "is of another model or calibrator" if Path(self.cache).exists() else "does not exist"
                 raise ConfigError(f"the calibration cache {self.cache} {state}; give --calib to calibrate")
-            run = _Run(subject, self, notify, progress)
-            table, found, errors = run.table()
-            doubts.extend(run.doubts)
+            table, found = _Run(subject, self, notify, progress).table()
             report.update(found)
-            judged.extend(filter(None, [errors]))
             return table
 
         if self.cache:
@@ -145,16 +152,14 @@ class Calibration:
         if missing:
             notify(f"no ranges for {len(missing)} tensors ({', '.join(missing[:3])}, ...): what reads them stays in "
                    "float")
-        if not judged and builder.config.precision == "best" and self.data is not None:
-            judged.extend(filter(None, [_Run(subject, self, notify, progress).errors(table)]))
         report |= {"calibrator": table.calibrator, "calibration_items": table.items,
                    "biases_corrected": bool(table.means), "tensors_smoothed": len(table.smoothing)}
-        warnings = [f"INT8 loses what this model computes, as measured on the calibration items: {errors.fault}; "
-                    "calibrate on more and typical data, check --preprocess, or leave nodes in float with --keep-float"
-                    for errors in judged if errors.fault]
-        for warning in warnings:
+        lost = [f"INT8 loses what this model computes, as measured on calibration items: {table.fault}; calibrate on "
+                "more and typical data, check --preprocess, or leave nodes in float with --keep-float"] if (
+                    table.fault) else []
+        for warning in (*table.notes, *lost):
             notify(warning)
-        return Calibrated(table.recipe, report, (*doubts, *warnings), any(errors.fault for errors in judged))
+        return Calibrated(table.recipe, report, (*table.notes, *lost), bool(table.fault))
 
 
 class _OfSegment(Calibration):
@@ -220,29 +225,28 @@ class _Run:
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
         self._data = wanted.open(subject.inputs, builder.config.pixels is not None)
         self._trials = self._spent = 0      # of the search, for its progress
-        self.doubts: tuple[str, ...] = ()
 
-    def table(self) -> tuple[CalibrationTable, dict[str, Any], Errors | None]:
-        """The ranges, what the plan is to record of them, and their errors if they were measured."""
+    def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
+        """The ranges, and what the plan is to record of them."""
         if self._data.note:
             self._notify(self._data.note)
         watched = self._watched()
         check = self._wanted.check(self._subject.inputs, self._data)
         watched.watch(self._edges, self._uneven, check)
-        self.doubts = (*self._data.doubts, *check.doubts()) if check else ()
-        for doubt in self.doubts:
-            self._notify(doubt)
+        notes = (*self._data.doubts, *check.doubts()) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._wanted.calibrator:
             table = make_table(self._wanted.calibrator, model_hash(self._subject), watched.items, watched.histograms)
-            return table, report, self.errors(table, watched)
-        return self._searched(watched, report)
+            errors = self._errors(table, watched)
+        else:
+            table, errors = self._searched(watched, report)
+        return replace(table, notes=notes, fault=errors.fault if errors else ""), report
 
-    def errors(self, table: CalibrationTable, watched: _Watched | None = None) -> Errors | None:
+    def _errors(self, table: CalibrationTable, watched: _Watched) -> Errors | None:
         """Measure the errors of ranges that were not searched for, on few items; None: no output can be compared."""
         self._trials = 1
-        judge = self._judge(watched or self._watched(), FEWEST_ITEMS)
+        judge = self._judge(watched, FEWEST_ITEMS)
         try:
             return self._trial(judge, table)
         except CalibrationError:
@@ -269,8 +273,7 @@ class _Run:
         self._tick()
         return errors
 
-    def _searched(self, watched: _Watched,
-                  report: dict[str, Any]) -> tuple[CalibrationTable, dict[str, Any], Errors | None]:
+    def _searched(self, watched: _Watched, report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
         constants = self._subject.graph.constants
         judged, trials = _budget(watched.macs, sum(constant.size for constant in constants.values()))
         spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
@@ -293,7 +296,7 @@ class _Run:
         self._notify(f"calibrators by their error on {judge.items} calibration items (--calibrator forces one):\n"
                      f"{found}")
         report["calibrators"] = {name: vars(errors) for name, errors in found.choice.errors.items()}
-        return replace(found.table, means=with_means, smoothing=factors), report, found.errors
+        return replace(found.table, means=with_means, smoothing=factors), found.errors
 
     def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
         """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""

@@ -38,7 +38,7 @@ def top1_agreement(reference: Array, value: Array) -> float:
 def zeroed(reference: Array, value: Array) -> float:
     """Return the share (0..1) of the elements other than 0 that have become exactly 0; 0 if all were 0."""
     some = reference != 0
-    return float(np.count_nonzero(some & (value == 0)) / max(np.count_nonzero(some), 1))
+    return int(np.count_nonzero(some & (value == 0))) / max(int(np.count_nonzero(some)), 1)
 
 
 def fault_of_int8(sqnr: float, zeroed_share: float) -> str:

@@ -1,4 +1,8 @@
-"""The oracle of a verification, which gives a model's own outputs: ONNX Runtime if installed, else our reference."""
+"""The oracle of a verification, which gives a model's own outputs: ONNX Runtime if it is installed, else a reference.
+
+The reference is the compiler's own, in NumPy, node by node; of a model that is no single graph, a program for the
+target "numpy".
+"""
 from __future__ import annotations
 
 import importlib.util
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from calibration.data.items import Feed
+from engines.compiler.build import build_engine
 from engines.compiler.specialise import Specialiser
 from engines.frontend.inputs import Value
 from engines.frontend.onnx_file import with_outputs
@@ -53,10 +58,24 @@ def oracle_of(model: str | Path, shapes: Mapping[str, Sequence[Dim | None]] | No
             refused = f"; ONNX Runtime refuses the model: {str(error).splitlines()[0]}"
     if plan is not None and plan.open is not None:
         return replace(reference_of_specialisations(plan, stored=False), name=f"the NumPy reference{refused}")
+    if plan is not None and plan.program is not None:
+        engine = build_engine(model, target="numpy", timing=False, cache=False, shapes=dict(shapes or {}),
+                              constants=dict(constants or {})).engine()
+        return Oracle(f"the NumPy reference{refused}", engine.run, slow=True)
     graph = graph_from_onnx(model, shapes=shapes, constants=constants, keep_batch=keep_batch)
     graph = take_pixels(graph, pixels) if pixels else graph
     watch = [*graph.outputs, *(name for name in shown if name in graph.types)]
     return Oracle(f"the NumPy reference{refused}", lambda feed: run(graph, _typed(feed, graph), watch), slow=True)
+
+
+def _array_of(value: Any) -> Any:
+    """Convert an output to what an engine gives: strings to objects, maps of classes to rows of probabilities."""
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        return np.array([[*row.values()] for row in value], np.float32)
+    if isinstance(value, list):
+        return value
+    array = np.asarray(value)
+    return array.astype(object) if array.dtype.kind in "US" else array
 
 
 def reference_of(graph: Graph) -> Oracle:
@@ -104,7 +123,7 @@ def _onnx_runtime(model: Path, constants: Mapping[str, Value], pixels: Pixels | 
         if pixels:
             feed = {name: _normalised(array, pixels, shapes[name]) if name in floats and array.dtype == np.uint8
                     else array for name, array in feed.items()}
-        return dict(zip(names, map(np.asarray, session.run(names, {**feed, **fixed})), strict=True))
+        return dict(zip(names, map(_array_of, session.run(names, {**feed, **fixed})), strict=True))
 
     return Oracle(f"ONNX Runtime {onnxruntime.__version__}", answer)
 

@@ -20,7 +20,7 @@ class Runs:
     def __init__(self, outputs: Sequence[IoTensor], structure: Structure, limits: Limits) -> None:
         self._outputs, self._structure, self._limits = outputs, structure, limits
         self._pairs: dict[str, list[Pair]] = {}
-        self._sources: dict[str, list[Sources]] = {}
+        self._traced: dict[str, list[tuple[Pair, Sources]]] = {}       # of runs for whose shapes there is a graph
 
     def add(self, made: Mapping[str, Array], expected: Mapping[str, Array], inner: Inner | None = None) -> None:
         """Add a run. inner: the tensors before selections that the engine's graph gives, and where elements are from.
@@ -49,7 +49,8 @@ class Runs:
             found = inner.sources[name]
             labels = found.labels if found.labels.ndim == pair.expected.ndim else found.labels[None]
             axis = next((io.batch_axis for io in self._outputs if io.name == name), 0)
-            self._sources.setdefault(name, []).append(replace(found, labels=np.moveaxis(labels, axis, 0)))
+            moved = replace(found, labels=np.moveaxis(labels, axis, 0))
+            self._traced.setdefault(name, []).append((pair, moved))
 
     def outputs(self) -> tuple[OutputErrors, ...]:
         """The errors of each output as a whole."""
@@ -60,9 +61,8 @@ class Runs:
         names = {io.name for io in self._outputs}
         found = []
         for name, pairs in self._pairs.items():
-            sources = self._sources.get(name, [])
             if name not in names:
                 found.append(replace(errors_of(name, pairs), name=f"{name}, before a selection"))
-            if len(sources) == len(pairs):
-                found += errors_of_parts(name, pairs, sources)
+            traced = self._traced.get(name, ())
+            found += errors_of_parts(name, [pair for pair, _ in traced], [sources for _, sources in traced])
         return tuple(found)

@@ -176,7 +176,7 @@ def _through(graph: Graph, node: Node, inputs: Mapping[str, Sources]) -> dict[st
             return {output: _whole(graph, output)}
         return {output: reduce(_crossed, [Sources(one.names, np.broadcast_to(one.labels, shape)) for one in several])}
     names = tuple(dict.fromkeys(name for one in inputs.values() for name in one.names))
-    arrays = []
+    arrays: list[Array | None] = []
     for name in node.inputs:
         if name in inputs:
             renumbered = np.array([names.index(source) for source in inputs[name].names], np.int32)

@@ -1,14 +1,16 @@
 """What is known of a plan's outputs before they are compared: their sources, and the selections that decide them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from calibration.accuracy.sources import Selection, Sources, selections, selections_of_model, sources_of
 from calibration.data.items import Feed
 from engines.compiler.builder import BuildConfig, Builder
+from engines.compiler.specialise import Specialiser
 from engines.errors import EngineError
 from engines.frontend.onnx_file import read_model
 from engines.ir.graph import Array, Graph
@@ -18,6 +20,8 @@ from engines.plan.extents import extents_of_feed
 from engines.plan.plan import Plan
 from engines.runtime.engine import Engine
 from engines.runtime.fallback import to_real
+
+MOST_SHAPES = 4         # of a plan with open extents, beside its own, for which sources are traced
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,12 @@ class Structure:
     selections  of the outputs that one decides
     tensors     that enter selections, under names which the ONNX file has, too
     at          gives what a run on a feed shows beside the outputs
+    fits        tells whether a feed has the shapes that the graph is for
     """
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     at: Callable[[Feed], Inner] = lambda feed: Inner()
+    fits: Callable[[Feed], bool] = lambda feed: True
 
 
 def structure_of_program(model: Path) -> Structure:
@@ -63,7 +69,7 @@ def structure_of(plan: Plan, graph: Graph, known: Collection[str]) -> Structure:
     found = selections(graph)
     entering = (_known(graph, name, known) for one in found.values() for name in one.tensors)
     inside = _Inside(plan, graph, tuple(dict.fromkeys(filter(None, entering))))
-    return Structure(found, inside.tensors, inside)
+    return Structure(found, inside.tensors, inside, inside.fits)
 
 
 def _known(graph: Graph, name: str, known: Collection[str]) -> str:
@@ -76,26 +82,45 @@ def _known(graph: Graph, name: str, known: Collection[str]) -> str:
     return name
 
 
+def _sources_in(graph: Graph, names: Sequence[str]) -> Mapping[str, Sources]:
+    return {name: sources_of(graph, name) for name in names if name in graph.producer}
+
+
 class _Inside:
     """Runs a plan's graph to show the tensors before selections."""
 
     def __init__(self, plan: Plan, graph: Graph, tensors: tuple[str, ...]) -> None:
         self._plan, self._graph, self.tensors = plan, graph, tensors
+        self._traced: dict[tuple[Any, ...], Mapping[str, Sources]] = {}     # by the extents of a feed
 
     def __call__(self, feed: Feed) -> Inner:
-        if not self._fits(feed):
-            return Inner()
-        return Inner(dict(self._values(feed)) if self.tensors else {}, self._sources)
+        if self.fits(feed):
+            return Inner(dict(self._values(feed)) if self.tensors else {}, self._sources)
+        extents = self._extents(feed)
+        key = tuple(extents.values())
+        if key not in self._traced:
+            if len(self._traced) == MOST_SHAPES:
+                return Inner()
+            self._traced[key] = _sources_in(self._specialiser.graph(extents), self._graph.outputs)
+        return Inner(sources=self._traced[key])
 
-    def _fits(self, feed: Feed) -> bool:
+    def fits(self, feed: Feed) -> bool:
         """True if the feed has the shapes, and the deciding values, that the graph is for."""
-        part = self._plan.open
-        return part is None or extents_of_feed(self._plan.name, part.inputs, part.deciding, feed) == self._plan.extents
+        return self._plan.open is None or self._extents(feed) == self._plan.extents
+
+    def _extents(self, feed: Feed) -> dict[str, Any]:
+        """The open extents of a feed, and its deciding values, in the order of the plan's."""
+        assert self._plan.open is not None
+        found = extents_of_feed(self._plan.name, self._plan.open.inputs, self._plan.open.deciding, feed)
+        return {name: found[name] for name in self._plan.extents}
+
+    @cached_property
+    def _specialiser(self) -> Specialiser:
+        return Specialiser(self._plan)
 
     @cached_property
     def _sources(self) -> Mapping[str, Sources]:
-        names = (*self._graph.outputs, *self.tensors)
-        return {name: sources_of(self._graph, name) for name in names if name in self._graph.producer}
+        return _sources_in(self._graph, (*self._graph.outputs, *self.tensors))
 
     @cached_property
     def _engine(self) -> Engine | None:

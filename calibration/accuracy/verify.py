@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from calibration.accuracy.errors import LIMITS, Limits, OutputErrors
 from calibration.accuracy.oracle import Oracle, oracle_of, reference_of, reference_of_specialisations
+from calibration.accuracy.overflow import overflow
 from calibration.accuracy.runs import Runs
 from calibration.accuracy.structure import Structure, structure_of, structure_of_program, tensor_names
+from calibration.data.checks import DataCheck
 from calibration.data.generated import generated
 from calibration.data.items import CalibrationData, Feed
 from engines.compiler.specialise import graph_at
+from engines.errors import InputError, PlanError
 from engines.frontend.inputs import Value
 from engines.ir.graph import Array, Dim, Graph
 from engines.ir.pixels import Pixels
@@ -51,6 +54,7 @@ class Verification:
     outputs     as a whole; behind a selection, of the rows that match
     parts       of outputs whose parts are judged apart, and of the tensors that enter selections
     together    the items in a batch beside each alone, both by the engine
+    notes       what is doubtful about the items, or what they do to the plan, a sentence each
     """
     oracle: str
     items: int
@@ -58,6 +62,7 @@ class Verification:
     outputs: tuple[OutputErrors, ...]
     together: tuple[OutputErrors, ...]
     parts: tuple[OutputErrors, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def limits(self) -> Limits:
@@ -103,9 +108,15 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     if isinstance(engine, ProgramEngine):
         context = engine.create_context()
         feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
-        oracle = oracle_of(Path(model), shapes, constants)
-        return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
-                             _precision_of_program(engine.plan), structure_of_program(Path(model)))
+        oracle = oracle_of(Path(model), shapes, constants, plan=engine.plan)
+        try:
+            return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
+                                 _precision_of_program(engine.plan), structure_of_program(Path(model)))
+        except PlanError as error:
+            if data:
+                raise
+            raise InputError("the model takes none of the inputs that could be generated, so nothing is verified; give "
+                             f"some, --calib: {error}") from error
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     structure = structure_of(engine.plan, graph, tensor_names(Path(model)))
@@ -117,7 +128,19 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
     feeds = feeds_of(data, engine.max_batch) if data else [
         {**feed, **usual_values(engine)} for inputs in tested_inputs(engine)
         for feed in feeds_of(generated(inputs, graph, 1 + BATCHES * TOGETHER), engine.max_batch)]
-    return verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision, structure)
+    found = verify_engine(engine, oracle, progress(feeds, oracle.slow) if progress else feeds, precision, structure)
+    notes = [*_faults(engine, feeds)] if data else []
+    if engine.plan.precision == "fp16":
+        notes += overflow(graph, [feed for feed in feeds if structure.fits(feed)])
+    return replace(found, notes=tuple(notes))
+
+
+def _faults(engine: AnyEngine, feeds: Iterable[Feed]) -> Iterator[str]:
+    """Yield what is wrong with the items: zeros verify nothing."""
+    check = DataCheck(engine.inputs)
+    for feed in feeds:
+        check.observe(feed)
+    yield from check.faults()
 
 
 def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:

@@ -31,7 +31,7 @@ from engines.passes.quantization.given import is_quantised
 from engines.passes.quantization.kept import check_kept
 from engines.plan.coverage import Coverage, coverage_of
 from engines.plan.file import write_plan
-from engines.plan.plan import DEFAULTS, Plan
+from engines.plan.plan import DEFAULTS, IoTensor, Plan
 from engines.runtime.program_engine import AnyEngine
 
 MOST_VALUES = 1 << 16   # of an optional input: they stand in the plan's manifest
@@ -81,7 +81,7 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
 
     model        an ONNX file; or what is in one, as bytes or as an onnx.ModelProto
     calibration  for precision "int8" (unless the model is quantised already), and for "best" if it may choose int8:
-                 calibration.Calibration(...)
+                 calibration.Calibration(...). For "fp16" its items tell whether tensors exceed float16's range
     cache        the engine cache: the user's, the one in a folder, or none (False)
     progress     called with (stage, done, of, what): "calibrating" counts items, "searching" trials of ranges,
                  "compiling" kernels; `of` is 0 where their number is not known
@@ -110,8 +110,8 @@ def _check(model: Model, config: BuildConfig, calibration: RangeSource | None) -
     if calibration is not None and not hasattr(calibration, "calibrate"):
         raise ConfigError(f"calibration is a {type(calibration).__name__}; wrap the data: "
                           "calibration.Calibration(data, ...)")
-    if calibration is not None and config.precision not in ("int8", "best"):
-        raise ConfigError(f"calibration is for int8 and best; this build is {config.precision}")
+    if calibration is not None and config.precision not in ("int8", "best", "fp16"):
+        raise ConfigError(f"calibration is for int8, best and fp16; this build is {config.precision}")
 
 
 def _default_of(plan: Plan, name: str, array: Array) -> Any:
@@ -166,6 +166,12 @@ class _Build:
         recipe = None
         if calibration and is_quantised(subject.graph):
             self.say("the model is quantised already: it is compiled as it is, and not calibrated")
+        elif calibration and builder.config.precision == "fp16":
+            doubts = calibration.float16_doubts(builder.stored(subject.graph), subject.inputs,
+                                                builder.config.pixels is not None)
+            for doubt in doubts:
+                self.say(doubt)
+            metadata = {"notices": [*metadata["notices"], *doubts]}
         elif calibration:
             found = calibration.calibrate(subject, self.say, self.progress)
             recipe = self._usable(found, subject)
@@ -188,7 +194,8 @@ class _Build:
 
     def _watched(self) -> Watched | None:
         """How a program is calibrated, if it is to be."""
-        if (calibration := self.calibration) is None:
+        calibration = self.calibration
+        if calibration is None or self.builder.config.precision == "fp16":
             return None
 
         def plan(subject: Subject, feeds: Sequence[Mapping[str, Array]]) -> Plan:
@@ -196,7 +203,13 @@ class _Build:
             found = calibration.of(feeds).calibrate(subject, lambda note: self.say(f"{name}: {note}"), self.progress)
             return compiled(subject, self._usable(found, subject), found.report)
 
-        return Watched(lambda inputs: calibration.items(inputs, MOST_ITEMS), plan)
+        def items(inputs: Sequence[IoTensor]) -> Sequence[Mapping[str, Array]]:
+            feeds = calibration.items(inputs, MOST_ITEMS)
+            for doubt in calibration.doubts(inputs, feeds):
+                self.say(doubt)
+            return feeds
+
+        return Watched(items, plan)
 
     def looked_up(self, cache: EngineCache) -> EngineBuild:
         """From the cache; else built, and kept there, while whoever wants the same waits."""

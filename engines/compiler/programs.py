@@ -73,7 +73,7 @@ def _tried(builder: Builder, source: OnnxModel, seen: Seen, say: Say, found: Cut
     fed = FedSegments() if watched else None
     engine = program_engine(plan, maker=lambda: SegmentMaker(part, config.timing and not watched), watch=fed)
     item = None if watched else seen(inputs)
-    feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan)
+    feeds = watched.items(inputs) if watched else [item] if item else _likely_feeds(plan, engine)
     tried, made, reason = _run(engine, feeds, all_of_them=watched is not None)
     if not tried:
         say(f"the program could not be tried, so its segments are compiled when they are met: "
@@ -161,8 +161,8 @@ def _met(io: IoTensor, value: Any) -> IoTensor:
     return IoTensor(io.name, io.dtype or value.dtype.name, tuple(f"{io.name}.{axis}" for axis in range(value.ndim)))
 
 
-def _likely_feeds(plan: Plan) -> Iterator[dict[str, Array]]:
-    """Inputs of one extent after the other: noise; ones for integers; texts of a letter."""
+def _likely_feeds(plan: Plan, engine: ProgramEngine) -> Iterator[dict[str, Array]]:
+    """Yield inputs of one extent after the other: noise; ones for integers; strings that encoders know."""
     if any(io.dtype in NO_TENSORS for io in plan.inputs):
         return
     types = {io.name: TensorType(dtype_named(io.dtype), io.shape) for io in plan.inputs if io.dtype != "object"}
@@ -175,6 +175,6 @@ def _likely_feeds(plan: Plan) -> Iterator[dict[str, Array]]:
             shape = [extent if isinstance(extent, int) else length if likely.get(extent, 1) > 1 else 1
                      for extent in io.shape]
             dtype = memory_dtype(io.dtype)
-            feed[io.name] = (np.full(shape, "a", object) if io.dtype == "object" else
+            feed[io.name] = (engine.usual(io, shape) if io.dtype == "object" else
                              random.random(shape).astype(dtype) if dtype.kind == "f" else np.ones(shape, dtype))
         yield feed

@@ -1,5 +1,7 @@
-"""What an INT8 build asks for: ranges of a model's edges. calibration.Calibration gives them; the compiler takes them,
-and does not know where from."""
+"""The interface by which a build asks for ranges of a model's edges, and for what is doubtful about the data.
+
+calibration.Calibration implements it: the compiler does not know where ranges come from.
+"""
 from __future__ import annotations
 
 import os
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engines.compiler.subject import Subject
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Graph
 from engines.ir.recipe import Recipe
 from engines.plan.plan import IoTensor
 
@@ -50,6 +52,12 @@ class RangeSource(Protocol):
 
     def items(self, inputs: Sequence[IoTensor], most: int) -> Sequence[Mapping[str, Array]]:
         """The first items of the data. Raises EngineErrors about them."""
+
+    def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Mapping[str, Array]]) -> Sequence[str]:
+        """What cannot be right about items, a sentence each."""
+
+    def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> Sequence[str]:
+        """Which tensors of a graph that is stored in float16 leave its range on the data, in a sentence."""
 
     def of(self, feeds: Sequence[Mapping[str, Array]]) -> RangeSource:
         """The same for other data: what a part of the model was fed."""

@@ -9,7 +9,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from engines.plan.extents import Shapes, extents_of
 from engines.plan.plan import IoTensor, Plan, SegmentPart, Step
 from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine, OfPlan
+from engines.runtime.host.categories import words_for
 from engines.runtime.interpreter import Runner
 from engines.runtime.open_engine import OpenEngine
 from engines.runtime.staged import StagedContext
@@ -196,7 +197,8 @@ class ProgramEngine(OfPlan):
         texts = {name: np.array(text.words, object).reshape(text.shape) for name, text in self.part.texts.items()}
         self._dtypes = {io.name: memory_dtype(io.dtype) for io in plan.inputs if io.dtype not in NO_TENSORS}
         self._fitting = _Fitting()      # what was checked last; set by whichever thread runs
-        self._main = Runner(self.part.main, self.segments, ChainMap(texts, self.part.weights))  # type: ignore[arg-type]
+        self._constants: Mapping[str, Array] = ChainMap(texts, self.part.weights)   # type: ignore[arg-type]
+        self._main = Runner(self.part.main, self.segments, self._constants)
 
     @property
     def deciding(self) -> tuple[str, ...]:
@@ -253,23 +255,34 @@ class ProgramEngine(OfPlan):
                              f"{', '.join(repr(other.name) for other in self.inputs)}")
         value = feeds[io.name]
         wanted = self._dtypes.get(io.name)
-        if type(value) is np.ndarray and value.dtype is wanted:
+        if type(value) is np.ndarray and value.dtype is wanted and not wanted.hasobject:
             return as_named(value, io.dtype)
         if wanted is None:
             return [as_in_memory(np.asarray(item)) for item in value] if isinstance(value, list | tuple) else value
         array = as_in_memory(np.asarray(value))
         if wanted.hasobject and array.dtype.kind in "OUS":
-            return array.astype(object)
+            return _as_text(array)
         if array.dtype != wanted:
             raise InputError(f"{self.name}: input '{io.name}' is {array.dtype}, the model takes {io.dtype}")
         return as_named(array, io.dtype)
 
     def create_context(self, cpus: Sequence[int] | None = None) -> StagedContext:
         """A context for one owner thread at a time. cpus: not used, segments run where their caller does."""
-        return StagedContext(self, self._usual)
+        return StagedContext(self, self.usual)
 
-    def _usual(self, io: IoTensor, shape: tuple[int, ...]) -> Array:
-        return np.ones(shape, memory_dtype(io.dtype))
+    def usual(self, io: IoTensor, shape: Sequence[int]) -> Array:
+        """Values of an input that the program takes: ones, and strings that its encoders know."""
+        if io.dtype != "object":
+            return np.ones(shape, memory_dtype(io.dtype))
+        words = self._words[io.name]
+        return np.resize(words[:1] if words.ndim and words.shape[1:] == tuple(shape)[1:] else words, shape)
+
+    @cached_property
+    def _words(self) -> Mapping[str, Array]:
+        """For each input of strings, some that the program takes, in its usual shape."""
+        shapes = {name: [max(extent, 1) for extent in shape] for name, shape in self.usual_shapes().items()
+                  if any(io.name == name and io.dtype == "object" for io in self.inputs)}
+        return words_for(self.part.main, self._constants, shapes)
 
     def plan_of(self, feeds: Mapping[str, Array]) -> Plan:
         return self.plan
@@ -283,6 +296,22 @@ class ProgramEngine(OfPlan):
         for segment in self.segments:
             for engine in segment.engines:
                 engine.close()
+
+
+def _as_text(array: Array) -> Array:
+    """Strings as operators take them: str, which clients of a server send as UTF-8. Other bytes stay bytes."""
+    values = array.astype(object)
+    if any(type(value) is bytes for value in values.flat):
+        values = values.copy() if values is array else values
+        values.reshape(-1)[:] = [_decoded(value) for value in values.flat]
+    return values
+
+
+def _decoded(value: Any) -> Any:
+    try:
+        return value.decode() if type(value) is bytes else value
+    except UnicodeDecodeError:
+        return value
 
 
 AnyEngine = Engine | OpenEngine | ProgramEngine

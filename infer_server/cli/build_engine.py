@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,33 +54,63 @@ def parse_constant(text: str) -> tuple[str, Value]:
 
 
 class Bar:
-    """Progress on stderr, where that is a terminal: a bar for each stage of the build."""
-    UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
+    """Progress on stderr: on a terminal a bar for each stage of the build, else a line whenever QUIET seconds passed.
 
-    def __init__(self) -> None:
-        self._stage, self._bar = "", tqdm(disable=True)
+    A thread of its own writes these, so that a build is never silent for longer, whatever it is busy with.
+    """
+    UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
+    QUIET, BEAT = 4.0, 1.0      # seconds
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._stage, self._bar, self._text = "", tqdm(disable=True), "reading the model"
+        self._begin = self._last = time.perf_counter()
+        self._done = threading.Event()
+        if not quiet:
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._bar.close()
 
     def __call__(self, stage: str, done: int, of: int, what: str) -> None:
+        self._text = f"{stage}: {done}" + f" of {of}" * bool(of) + f" {self.UNITS[stage]}s"
         if stage != self._stage:
             self._bar.close()
             self._stage = stage
             self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS[stage], disable=None, leave=False)
         self._bar.update(done - self._bar.n)
-        self._bar.set_postfix_str(what[-40:])
+        self._bar.set_postfix_str(what[-40:], refresh=False)
         if done == of:
             self._stage = ""
             self._bar.close()
+
+    def say(self, text: str) -> None:
+        """Print a notice."""
+        self._last = time.perf_counter()
+        _say(text)
+
+    def _beat(self) -> None:
+        while not self._done.wait(self.BEAT):
+            now = time.perf_counter()
+            if not self._bar.disable:
+                self._bar.refresh()
+            elif now - self._last >= self.QUIET:
+                self.say(f"{self._text}, {now - self._begin:.0f} s")
 
 
 def _command(options: argparse.Namespace) -> int:
     tune_malloc()
     _check(options)
     config, calibration = _config(options), _calibration(options)
-    notify = _nothing if options.quiet else _say
     begin = time.perf_counter()
-    build = build_engine(options.model, calibration=calibration if config.precision in ("int8", "best") else None,
-                         cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
-                         progress=Bar(), notify=notify, **vars(config))
+    with Bar(options.quiet) as bar:
+        notify = _nothing if options.quiet else bar.say
+        build = build_engine(options.model, calibration=_of_build(calibration, config),
+                             cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
+                             progress=bar, notify=notify, **vars(config))
     if options.strict:
         _refuse_reference(build.coverage)
     build.save(options.output)
@@ -138,6 +169,12 @@ def _calibration(options: argparse.Namespace) -> Calibration | None:
     return Calibration(options.calib, options.calibrator or "", options.calib_cache or "", options.preprocess or "")
 
 
+def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
+    """The calibration, if it is for the build itself and not for --verify alone."""
+    needed = config.precision in ("int8", "best") or config.precision == "fp16" and calibration and calibration.data
+    return calibration if needed else None
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -152,8 +189,8 @@ def _check(options: argparse.Namespace) -> None:
               for output in map(Path, filter(None, (
                   options.output, options.export_qdq, options.tensorrt_cache and options.tensorrt_cache[0])))
               if output.is_dir() or not os.access(output.absolute().parent, os.W_OK)]
-    if options.calib and options.precision not in ("int8", "best") and not options.verify:
-        faults.append(f"--calib is for --int8, --best and --verify; this build is {options.precision}")
+    if options.calib and options.precision not in ("int8", "best", "fp16") and not options.verify:
+        faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
         faults.append("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the model "
                       "takes")

@@ -153,6 +153,8 @@ def _command(options: argparse.Namespace) -> int:
     if missing := by_reference(coverage):
         print(missing)
     print(*filter(None, (coverage.line, expected(plan))), sep="\n")
+    if notices := plan.metadata.get("notices"):
+        print("notices of the build:", *(f"  {notice}" for notice in notices), sep="\n")
     return 0
 
 

@@ -28,6 +28,8 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
                    progress=_bar)
     source = data.source if data else "generated inputs"
     notify(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
+    for note in found.notes:
+        warn(f"{plan}: {note}")
     if not found.faults:
         elsewhere = device_of(read.machine.backend).mismatch(read)
         notify(f"{plan}: verified" + f", as it is compiled for this machine: {elsewhere}" * bool(elsewhere))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import PlanError
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Node
 
 Attrs = Mapping[str, Any]
 Encode = Callable[..., tuple[Any, ...]]
@@ -74,6 +74,13 @@ def _one_hot_encoder(attrs: Attrs) -> Encode:
             raise ValueError(f"{x.reshape(-1)[found.index(unknown)]!r} is none of its categories, and `zeros` is 0")
         return (rows.take(found, 0).reshape(*x.shape, unknown),)
     return encode
+
+
+def categories_of(node: Node) -> list[str]:
+    """List the strings that an encoder knows; [] for a node that encodes none."""
+    names = ("cats_strings", "keys_strings", "classes_strings")
+    words = next((node.attrs[name] for name in names if node.attrs.get(name)), node.attrs.get("keys_tensor", ()))
+    return [word for word in map(_text, np.asarray(words, object).reshape(-1).tolist()) if isinstance(word, str)]
 
 
 def _columns(attrs: Attrs) -> Encode:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infer_server.backend import BATCH, Engine, Gpu, PlacesTensors, Shapes, is_mixed, is_open, warm_up
+from engines.errors import EngineError
+from infer_server.backend import BATCH, Engine, ExecutionContext, Gpu, PlacesTensors, Shapes, is_mixed, is_open, warm_up
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
@@ -70,7 +71,10 @@ class EngineModel(QueuedModel):
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
         short = _short(engines, config, message)
         for context, device in zip(contexts, config.devices, strict=True):
-            for batch, ns in warm_up(context, engine).items():
+            times = _warm_up(source.name, context, engine)
+            if not times:
+                break
+            for batch, ns in times.items():
                 self.measured(batch, ns)
                 if short is not None and device is None:
                     short.add(batch, ns, ns)
@@ -93,6 +97,17 @@ class EngineModel(QueuedModel):
             for device, (each, plan_bytes) in engines.loaded.items()}
         self.memory_bytes = sum(self.device_bytes.values())
         self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
+
+
+def _warm_up(name: str, context: ExecutionContext, engine: Engine) -> Mapping[int, int]:
+    """Warm a context up; {} for a model of strings that takes none of those which were tried: a request's may do."""
+    try:
+        return warm_up(context, engine)
+    except EngineError as error:
+        if not any(tensor.dtype == "object" for tensor in engine.inputs):
+            raise
+        log.warning("%s is served without a warm-up, for the strings that it takes are not known: %s", name, error)
+        return {}
 
 
 def defaults_of(config: ModelConfig, engine: Engine) -> Arrays:

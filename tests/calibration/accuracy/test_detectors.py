@@ -121,3 +121,24 @@ def test_best_leaves_int8_where_a_part_is_lost_and_the_plan_keeps_the_warning(tm
         assert any(step.precision == "int8" for step in build.plan.machine.steps) is expected
         assert "INT8 loses the scores" in build.plan.metadata["notices"]
         assert any("the fastest float precision is taken" in notice for notice in build.notices) is not expected
+
+
+OPEN = """<ir_version: 8, opset_import: ["" : 17]> m (float[N,3,H,W] x) => (float[N,C,P] y)
+    { hidden = Conv<pads=[1,1,1,1]>(x, w)  active = Relu(hidden)  b = Conv(active, wb)  s = Conv(active, ws)
+      flat = Constant<value = int64[3] {0, 0, -1}>()  boxes = Reshape(b, flat)  raw = Reshape(s, flat)
+      hundred = Constant<value = float {100.0}>()  pixels = Mul(boxes, hundred)  scores = Sigmoid(raw)
+      y = Concat<axis=1>(pixels, scores) }"""
+
+
+def test_parts_are_judged_at_shapes_that_the_plan_was_not_built_for(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(OPEN)
+    random = np.random.default_rng(0)
+    for name, shape in (("w", (8, 3, 3, 3)), ("wb", (4, 8, 1, 1)), ("ws", (5, 8, 1, 1))):
+        array = (0.3 * random.standard_normal(shape)).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    path, _ = built(tmp_path, model, profiles=({"x": ((1, 3, 4, 4), (1, 3, 8, 8), (4, 3, 16, 16))},))
+    items = [{"x": random.standard_normal((1, 3, 8, width)).astype(np.float32)} for width in (8, 12, 8, 10)]
+    data = open_calibration_data(lambda: items, read_plan(path).open.inputs)
+    found = verify(path, tmp_path / "m.onnx", data)
+    assert [part.name for part in found.parts] == ["y: pixels", "y: scores"] and found.faults == ()
+    assert found.items == 4

@@ -28,7 +28,7 @@ from engines.plan.file import read_plan, write_plan
 from engines.plan.plan import IoTensor
 from tests.engines.compiler.half_models import halved
 from tests.engines.compiler.open_models import random
-from tests.engines.compiler.program_models import chosen_patches
+from tests.engines.compiler.program_models import chosen_patches, chosen_rows, scanned
 from tests.engines.compiler.recurrent_models import MODELS
 from tests.zoo import TINY
 
@@ -222,3 +222,13 @@ def test_a_program_is_judged_by_the_coarsest_of_its_segments(tmp_path: Path) -> 
         inputs = read_plan(tmp_path / "m.plan").inputs
         found = verify(tmp_path / "m.plan", tmp_path / "m.onnx", open_calibration_data(lambda: data, inputs))
         assert (found.precision, found.faults) == (precision, ())
+
+
+@pytest.mark.parametrize("model", [chosen_patches, chosen_rows, scanned])
+def test_a_program_has_a_reference_without_onnx_runtime(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Callable[[], onnx.ModelProto]) -> None:
+    onnx.save(model(), tmp_path / "m.onnx")
+    build_engine(tmp_path / "m.onnx", cache=False, timing=False).save(tmp_path / "m.plan")
+    without_onnx_runtime(monkeypatch)
+    found = verify(tmp_path / "m.plan", tmp_path / "m.onnx")
+    assert (found.oracle, found.faults) == ("the NumPy reference", ())

@@ -22,7 +22,7 @@ from engines.errors import PlanTargetError
 from engines.loading import load_engine
 from engines.lowering.calls.calls import GENERAL, RULES
 from engines.plan.file import read_plan
-from infer_server.cli.build_engine import parse_constant, parse_shape
+from infer_server.cli.build_engine import Bar, parse_constant, parse_shape
 from tests.engines.compiler.program_models import chosen_patches
 from tests.engines.compiler.small_models import node, small_model
 from tests.engines.compiler.zoo_engines import relative_error
@@ -206,6 +206,17 @@ def test_a_terminal_sees_a_bar_for_each_stage(workshop: Workshop) -> None:
     subprocess.run(command, stderr=slave, check=True)
     seen = os.read(master, 1 << 16).decode()
     assert re.search(r"calibrating: .*/8 ", seen) and re.search(r"compiling: .*kernel", seen)
+
+
+def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bar, "QUIET", 0.0)
+    monkeypatch.setattr(Bar, "BEAT", 0.001)
+    said = ""
+    with Bar() as bar:
+        bar("searching", 3, 18, "")
+        while "searching: 3 of 18 trials" not in said:      # a time limit of the run ends it
+            said += capsys.readouterr().err
 
 
 # ---- what cannot be built: one line on stderr, exit code 2

@@ -1,4 +1,4 @@
-"""Find calibration data that cannot be right: ranges of zeros, or of pictures that were read wrongly, ruin an INT8 plan.
+"""Find calibration data that cannot be right: zeros, or pictures that were read wrongly.
 
     check = DataCheck(inputs, preprocess)
     check.observe(feed)             # each feed of one pass over the data
@@ -20,7 +20,6 @@ from engines.preprocess import Preprocess
 FEWEST_ITEMS = 8
 LEAST_SPAN = 0.1        # of the declared range, that pictures should use
 BEYOND = 0.05           # of it, by which they may leave it
-FLOAT16_MOST = 65504.0
 
 
 @dataclass
@@ -65,15 +64,15 @@ class DataCheck:
 
     def doubts(self) -> tuple[str, ...]:
         """Say what cannot be right, a sentence each."""
-        return tuple(self._doubts())
+        few = (f"there are {self.items} calibration items: ranges of fewer than {FEWEST_ITEMS} are hardly those of "
+               "other data; give some hundred that are typical")
+        return (*[few][:self.items < FEWEST_ITEMS], *self.faults())
 
-    def _doubts(self) -> Iterator[str]:
-        if self.items < FEWEST_ITEMS:
-            yield (f"there are {self.items} calibration items: ranges of fewer than {FEWEST_ITEMS} are hardly those of "
-                   "other data; give some hundred that are typical")
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the items themselves, however many they are."""
         floats = {io.name: self._seen[io.name] for io in self.inputs if io.name in self._seen
                   and self._seen[io.name].most > 1 and (np.dtype(io.dtype).kind == "f" or io.dtype == "uint8")}
-        some_vary = any(seen.low < seen.high for seen in floats.values())
+        some_vary = any(seen.varies for seen in floats.values())
         for name, seen in floats.items():
             if seen.low == seen.high and not (some_vary and seen.rank < 4):     # beside others: a state, a mask
                 yield (f"calibration input '{name}' is {seen.low:g} everywhere in all items, so the ranges mean "
@@ -106,12 +105,3 @@ def _digest(inputs: Sequence[IoTensor], feed: Mapping[str, Array], item: int) ->
         if (array := feed.get(io.name)) is not None and not array.dtype.hasobject:
             hasher.update(np.ascontiguousarray(array[item:item + 1] if io.batched else array).tobytes())
     return hasher.digest()
-
-
-def float16_doubt(peaks: Mapping[str, float]) -> str:
-    """Say which tensors leave the range of float16; "" if none. peaks: the largest magnitude of each."""
-    over = sorted((name for name, peak in peaks.items() if not peak <= FLOAT16_MOST), key=lambda name: -peaks[name])
-    if not over:
-        return ""
-    return (f"{len(over)} tensors hold more than {FLOAT16_MOST:g}, the most that float16 has: '{over[0]}' reaches "
-            f"{peaks[over[0]]:.4g}; they become infinite in this plan, build with --bf16 or --fp32")
