@@ -229,7 +229,7 @@ def node_of(model: str, proto: onnx.NodeProto) -> Node:
     """The node as the file has it: attributes as ints, floats, strings, tuples or arrays."""
     attrs = {} if is_if(proto) else {a.name: _attribute(model, proto, a) for a in proto.attribute}
     outputs = trimmed(proto.output)
-    name = proto.name or next(iter(outputs), proto.op_type)
+    name = proto.name or next(filter(None, outputs), proto.op_type)
     outputs = tuple(output or f"{name}.unused{i}" for i, output in enumerate(outputs))
     return Node(proto.op_type, trimmed(proto.input), outputs, attrs, name, origin=(name,))
 

@@ -15,6 +15,7 @@ from engines.ir.dtypes import name_in_file
 from engines.ir.graph import Array
 
 LEAST = 1 << 12         # elements of an array that it pays to take the sum of
+SAMPLE = 16             # elements that EqualArrays compares before it takes a digest
 MOST = 512              # results kept of a function, those of the weights met last
 
 Given = ParamSpec("Given")
@@ -28,6 +29,38 @@ def content_of(array: Array) -> bytes:
     lying = np.ascontiguousarray(array.transpose(axes))
     head = repr((name_in_file(array.dtype), array.shape, axes)).encode()
     return hashlib.sha256(lying.reshape(-1).view(np.uint8).data, usedforsecurity=False).digest() + head
+
+
+class EqualArrays:
+    """Numbers arrays so that arrays of equal dtype, shape and bytes get equal numbers.
+
+    A few elements of each array are compared first, and a digest is taken only where these are equal: arrays without a
+    twin cost next to nothing. The arrays are kept, and must not be written to.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._single: dict[Hashable, tuple[Array, int] | None] = {}     # by sample; None: their digests are taken
+        self._numbers: dict[bytes, int] = {}                            # by digest
+
+    def number(self, array: Array) -> int:
+        """Return the number of the first array that equals this one."""
+        new, sample = self._count, self._sample(array)
+        if sample not in self._single:
+            self._single[sample] = array, new
+            number = new
+        else:
+            if single := self._single[sample]:
+                self._numbers[content_of(single[0])] = single[1]
+                self._single[sample] = None
+            number = self._numbers.setdefault(content_of(array), new)
+        self._count += number == new
+        return number
+
+    @staticmethod
+    def _sample(array: Array) -> Hashable:
+        at = np.linspace(0, max(array.size - 1, 0), min(SAMPLE, array.size)).astype(np.intp)
+        return name_in_file(array.dtype), array.shape, array.flat[at].tobytes()
 
 
 def remembering(most: int = MOST) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:

@@ -40,6 +40,7 @@ import numpy as np
 
 from engines.errors import PlanCorruptError, PlanError, PlanVersionError
 from engines.files import atomic_write
+from engines.ir.content import EqualArrays
 from engines.ir.dtypes import dtype_in_file, name_in_file
 from engines.ir.graph import Array
 from engines.plan.checksums import PAGE, Bytes, page_sums, strong
@@ -157,15 +158,14 @@ def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) ->
 
 
 def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:
-    """Where the arrays lie in their section, and it; those that lie elsewhere are not in it."""
-    arrays: dict[str, Any] = {}
-    parts: list[Bytes] = []
-    size = 0
+    """Where the arrays lie in their section, equal ones once, and it; those that lie elsewhere are not in it."""
+    arrays, parts, size, equal, offsets = dict[str, Any](), list[Bytes](), 0, EqualArrays(), dict[int, int]()
     for name, array in weights.items():
         if array.dtype.hasobject:
             raise TypeError(f"a plan cannot hold the array '{name}' of Python objects")
-        arrays[name] = {"dtype": name_in_file(array.dtype), "shape": array.shape, "offset": size}
-        if name not in elsewhere:
+        at = size if name in elsewhere else offsets.setdefault(equal.number(array), size)
+        arrays[name] = {"dtype": name_in_file(array.dtype), "shape": array.shape, "offset": at}
+        if at == size and name not in elsewhere:
             parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
             size += array.nbytes + len(parts[-1])
     return arrays, b"".join(parts)

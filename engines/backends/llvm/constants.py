@@ -1,7 +1,7 @@
-"""The constants of a plan as they are packed for its kernels."""
+"""The constants of a plan as they are packed for its kernels, equal ones once."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -12,6 +12,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import ALIGNMENT, Kernel
 from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
+from engines.ir.content import EqualArrays
 from engines.ir.counted import counting_in
 from engines.ir.deferred import Deferred, LateBytes, late_arrays
 from engines.ir.graph import Graph
@@ -23,7 +24,10 @@ TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector m
 
 
 class Constants:
-    """Collects packed constants, each on a cache line, in order of execution."""
+    """Collects packed constants, each on a cache line, in order of execution.
+
+    Equal constants are stored once and expanded once. Calls with equal constants in one layout are packed once.
+    """
 
     def __init__(self, graph: Graph, isa: Isa, expanders: Mapping[Problem, Choice],
                  shared: SharedConstants | None = None) -> None:
@@ -37,7 +41,10 @@ class Constants:
         self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
         self.expanded: list[ExpandedConstant] = []      # what is computed from them when the plan is loaded
         self._expanded_size = 0
-        self._packed: dict[Any, list[tuple[Operand, int]]] = {}
+        self._packed: dict[Hashable, list[tuple[Operand, int]]] = {}    # by layout and contents
+        self._expansions: dict[Hashable, Operand] = {}
+        self._inputs, self._stored = EqualArrays(), EqualArrays()       # of pack(), and what is stored
+        self._offsets: dict[int, int] = {}          # by number in `_stored`
 
     def add(self, array: Array | Deferred, name: str = "") -> tuple[Operand, int]:
         """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
@@ -55,25 +62,39 @@ class Constants:
     def _place(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
         if name in self.weight_offsets:
             return Operand(None, self.weight_offsets[name]), size
-        offset = self._size
+        number = -1 if isinstance(part, Deferred) else self._stored.number(part)
+        offset = self._offsets.get(number, self._size)
+        if offset == self._size:
+            self._parts.append(part)
+            self._size += -(-size // ALIGNMENT) * ALIGNMENT
+        if number >= 0:
+            self._offsets[number] = offset
         if name:
             self.weight_offsets[name] = offset
-        self._parts.append(part)
-        self._size += -(-size // ALIGNMENT) * ALIGNMENT
         return Operand(None, offset), size
 
     def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
         """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much.
 
-        Tactics of a call that pack alike read the same ones.
+        Calls and tactics that pack equal constants alike read the same ones.
         """
-        packing = id(call), type(choice.kernel), choice.kernel.packing(choice.tactic)
+        packing = self._packing(call, choice)
         if packing in self._packed:
             return self._packed[packing]
         pack, add = partial(self._pack, call, choice), partial(self._placed, call, choice)
         added = self._shared.packed(call, choice, pack, add) if self._shared and not _has_late(call) else add(pack())
         self._packed[packing] = added
         return added
+
+    def _packing(self, call: Call, choice: Choice) -> Hashable:
+        """Return a key of all that the packed constants of a call follow from."""
+        kernel, arrays = choice.kernel, list(_arrays(call))
+        if counting_in(kernel) or any(not isinstance(array, np.ndarray) for array in arrays):
+            return id(call), type(kernel), kernel.packing(choice.tactic)
+        layout = kernel.packing_anywhere(choice.tactic)
+        how = (kernel, kernel.packing(choice.tactic)) if layout is None else (
+            type(kernel), layout, getattr(kernel.problem, "program", None))
+        return how, tuple(call.constants), tuple(self._inputs.number(array) for array in arrays)
 
     def _pack(self, call: Call, choice: Choice) -> list[Any]:
         """Once extents are known, where they decide about constants or how these are packed."""
@@ -100,13 +121,17 @@ class Constants:
         size = items * problem.outputs[0].item
         if self._shared and (shared := self._shared.expansion(expander.symbol, source, size)):
             return shared, size
+        key = expander.symbol, source, size
+        if key in self._expansions:
+            return self._expansions[key], size
         if self._shared and source.buffer is not None:      # what is computed of it is the plan's own, and so is this
             source = self._add(self._shared.bytes_at(source, kept), "")[0]
         place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
                         grid.columns, name)
         self.expanded.append(place)
         self._expanded_size += -(-size // ALIGNMENT) * ALIGNMENT
-        return Operand(EXPANDED, place.offset), size
+        self._expansions[key] = Operand(EXPANDED, place.offset)
+        return self._expansions[key], size
 
     def tensor(self, name: str) -> Operand:
         """A constant of the graph, as it is."""
@@ -132,10 +157,15 @@ class Constants:
         return b"".join(fixed) if len(fixed) == len(parts) else LateBytes(tuple(parts), ALIGNMENT)
 
 
+def _arrays(call: Call) -> Iterator[Any]:
+    """Yield the constants of a call, those of lists one by one."""
+    for value in call.constants.values():
+        yield from value if isinstance(value, list | tuple) else [value]
+
+
 def _has_late(call: Call) -> bool:
     """Whether a constant follows from extents."""
-    return any(isinstance(array, Deferred) for value in call.constants.values()
-               for array in (value if isinstance(value, list | tuple) else [value]))
+    return any(isinstance(array, Deferred) for array in _arrays(call))
 
 
 def _packed(kernel: Kernel[Any], isa: Isa, tactic: Any, constants: Mapping[str, Any]) -> Sequence[Array]:

@@ -17,6 +17,7 @@ from engines.backends.llvm.sharing import SharedConstants
 from engines.backends.llvm.tuning.candidates import Choice
 from engines.backends.llvm.tuning.in_place import Trial, settled, trial_buffers
 from engines.backends.llvm.tuning.item_major import item_major_as_in, with_item_major_runs
+from engines.backends.llvm.tuning.layouts import sharing_problems
 from engines.backends.llvm.tuning.references import with_reference_times
 from engines.backends.llvm.tuning.tuner import Tuner
 from engines.ir.counted import as_int, is_counted
@@ -96,7 +97,8 @@ class LlvmSession:
         opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
         """
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
-        choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches)
+        choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches,
+                                    sharing_problems((call.problem, call.constants) for call in lowered.compiled))
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
     def _lowered(self, graph: Graph, max_batch: int, opt_batch: int | None) -> tuple[Lowered, tuple[int, ...]]:

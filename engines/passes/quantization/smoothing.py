@@ -23,10 +23,13 @@ from engines.passes.rewriting.facts import NORMS, is_pointwise, is_weighted
 
 Floats = NDArray[np.float64]
 
+MOST_READERS = 4        # of a weight: smoothing makes a copy of it for each
+
 
 def smoothable(graph: Graph) -> tuple[str, ...]:
     """Tensors of an optimised float graph whose channels can be scaled for free: made by a layer norm or by a node that
-    ends in arithmetic, and read by products with constants, and else by arithmetic only.
+    ends in arithmetic, and read by products with constants, and else by arithmetic only. Weights that many nodes share
+    stay as they are, so that the plan holds them once.
     """
     return tuple(node.outputs[0] for node in graph.nodes if _scales_its_output(graph, node)
                  and node.outputs[0] not in graph.outputs and _readers_allow(graph, node.outputs[0]))
@@ -68,7 +71,10 @@ def _scales_its_output(graph: Graph, node: Node) -> bool:
 
 def _readers_allow(graph: Graph, tensor: str) -> bool:
     readers = graph.consumers[tensor]
-    return any(_multiplies(graph, node, tensor) for node in readers) and all(
+    products = [node for node in readers if _multiplies(graph, node, tensor)]
+    if any(len(graph.consumers[node.anchor.inputs[1]]) > MOST_READERS for node in products):
+        return False
+    return bool(products) and all(
         _multiplies(graph, node, tensor) or node.anchor.inputs[0] != tensor and node.op == "Fused" or is_pointwise(node)
         for node in readers)
 

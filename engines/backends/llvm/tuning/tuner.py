@@ -17,6 +17,7 @@ from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
 from engines.backends.llvm.tuning.candidate_times import CandidateTimes, Constants, Report
 from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
 from engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
+from engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
 from engines.backends.llvm.tuning.nearest import Timed, correction
 from engines.backends.llvm.tuning.timing import CLOCK_US, Times, mean_ratios
 from engines.codegen.compiler_pool import CompilerPool
@@ -62,6 +63,7 @@ class Tuner:
         self._timed = Timed({})
         self.generals = GeneralKernels(isa)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
+        self._sharing: dict[tuple[Problem, ...], None] = {}     # groups of problems that share weights
 
     @property
     def timed(self) -> int:
@@ -81,13 +83,15 @@ class Tuner:
         self.generals.add(generals, self._code.made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
-               batches: Sequence[int] = (1,)) -> dict[Problem, Choice]:
+               batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
         """The kernel, the tactic and the code for each problem. The constants: any values of the right shapes, to time.
 
         progress(done, of, what) is called as kernels are compiled and timed. batches: the sizes of batches that are
-        timed; the first is for kernels to which the batch makes no difference, all are for those that it does.
+        timed; the first is for kernels to which the batch makes no difference, all are for those that it does. sharing:
+        groups of problems that share weights, which are packed in few layouts.
         """
         self._times.batches = tuple(batches)
+        self._sharing |= dict.fromkeys(sharing)
         new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
         self._batches_of |= dict.fromkeys(new, self._times.batches)
         # With timing each is compiled and timed twice, and compiled once more.
@@ -97,6 +101,7 @@ class Tuner:
                 self._time_alone(pool, new, report)
             taken = {problem: self._least(self._alone[problem]) if self.timing else self._usual(problem)
                      for problem in new}
+            taken = self._with_common_layouts(taken)
             code = self._code.alone(pool, taken.values(), lambda: report("compiled"))
         for problem, candidate in taken.items():
             found = self._alone[problem][candidate] if self.timing else (0.0,)
@@ -220,9 +225,21 @@ class Tuner:
             ratios, alone = mean_ratios(of_rivals), self._least(self._alone[problem])
             best = min(ratios, key=lambda one: ratios[one])
             taken[problem] = best if ratios[best] < GAIN * ratios[alone] else alone
+        taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_rivals)
+                                                           for problem, of_rivals in times.items()}, TOLERANCE)
         with compiler_pool(self.isa) as pool:
             code = self._code.alone(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
+
+    def _with_common_layouts(self, taken: Mapping[Problem, Candidate]) -> dict[Problem, Candidate]:
+        """Return the candidates, those of problems that share weights in as few layouts as their times allow."""
+        shared = {problem for group in self._sharing for problem in group if problem in taken}
+        if self.timing:
+            scores = {problem: self._scores(self._alone[problem]) for problem in shared}
+        else:
+            scores = {problem: {one: self._estimate(one) for one in (taken[problem], *self._candidates(problem))}
+                      for problem in shared}
+        return with_common_layouts(taken, self._sharing, scores, TOLERANCE if self.timing else COST_TOLERANCE)
 
     def _choice(self, candidate: Candidate, found: Times, code: bytes) -> Choice:
         batches, further = self._batches_of[candidate.kernel.problem], 1.0
