@@ -9,7 +9,7 @@ import grpc
 
 from infer_server.endpoints.grpc.connections import disconnect, is_connected, stop_listening
 from infer_server.endpoints.grpc.fast import FastServer
-from infer_server.endpoints.http.connection import Handler
+from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.tls import Tls

@@ -93,6 +93,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
+
+
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")

@@ -303,11 +303,16 @@ def _check_count(tensor: InputTensor, found: int) -> None:
 
 
 def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
-    """Integers in the datatype of a tensor. Raises InvalidRequestError if one does not fit."""
-    datatype, limits = tensor.datatype, np.iinfo(tensor.datatype.array)
+    """Integers in the datatype and shape of a tensor. Raises InvalidRequestError if one does not fit."""
+    return shaped(tensor, narrow(tensor.datatype, str(tensor), array))
+
+
+def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Convert integers to a datatype. what: describes the tensor. Raises InvalidRequestError if one does not fit."""
+    limits = np.iinfo(datatype.array)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
-    return shaped(tensor, array.astype(datatype.array))
+        raise InvalidRequestError(f"{what}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
+    return array.astype(datatype.array)
 
 
 def object_array(values: Sequence[bytes]) -> NDArray[Any]:

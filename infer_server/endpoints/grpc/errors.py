@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from infer_server import errors
+from infer_server.endpoints.grpc.compression import plain_control
 from infer_server.errors import MalformedMessageError, ServeError
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,10 @@ def status_of(error: ServeError) -> grpc.StatusCode:
 
 
 def parsed(message: type[Request], data: bytes) -> Request:
-    """A message from its bytes. Raises MalformedMessageError."""
+    """A message from its bytes, which may be compressed. Raises MalformedMessageError, InvalidRequestError and
+    MemoryLimitError."""
     try:
-        return message.FromString(data)
+        return message.FromString(plain_control(data))
     except DecodeError as error:
         raise MalformedMessageError(f"not a {message.DESCRIPTOR.name}: {error}") from error
 
