@@ -31,7 +31,7 @@ from infer_server.protocol.json_values import (
 
 LARGE_BYTES = 64 << 10          # of JSON, from which on it is read in steps
 MOST_FRAME_BYTES = 1 << 20
-_MOST_ELEMENTS = 4096           # of an array whose elements may have long values
+_MOST_ELEMENTS = 4096           # of an array or object that may have long values in it
 _TOKENS_OF_A_STEP = 2000
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^ \t\n\r,\]}\[{\":]+")
@@ -112,6 +112,8 @@ class _Reader:
             if key in seen:
                 raise InvalidRequestError(f"the member '{key[:100]}' is there twice in the request JSON")
             seen.add(key)
+            if len(seen) > _MOST_ELEMENTS:
+                raise TooLargeError(f"an object of the request JSON has more than {_MOST_ELEMENTS} members")
             at = self._space(end)
             if body[at:at + 1] != b":":
                 raise unreadable("Expecting ':' delimiter", at)

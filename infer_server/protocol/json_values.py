@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from infer_server.errors import InvalidRequestError
@@ -194,16 +195,25 @@ def structure_of(text: Body, depth: int) -> Structure:
 
 def flat(data: list[Any]) -> list[Any]:
     """Flatten nested lists. Raises InvalidRequestError: they are nested too deeply."""
-    if list not in set(map(type, data)):    # the quickest look at all of a list
-        return data
-    values: list[Any] = []
-    _flatten(data, values, MOST_DEPTH)
-    return values
+    for depth in range(MOST_DEPTH, 0, -1):
+        types = set(map(type, data))        # the quickest look at all of a list
+        if list not in types:
+            return data
+        if len(types) > 1:
+            values: list[Any] = []
+            _flatten(data, values, depth)
+            return values
+        data = list(chain.from_iterable(data))
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
 
 
 def _flatten(data: list[Any], values: list[Any], depth: int) -> None:
     if not depth:
-        raise InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
+        raise _too_deep()
     if list not in set(map(type, data)):
         values += data
         return
