@@ -31,7 +31,7 @@ def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpR
     """Return an inference with its inputs as bytes behind the JSON. hold: counts their bytes; may raise."""
     body = request.body
     try:
-        head, pieces = yield from _apart((yield from read_inference(body, len(body))) if len(body) > LARGE_BYTES
+        head, pieces = yield from _apart((yield from read_inference(body, len(body), hold)) if len(body) > LARGE_BYTES
                                          else parsed(body), hold)
     except _NO_REQUEST:
         return request

@@ -1,294 +1,228 @@
-"""Reads large JSON requests in steps, without building an object for each of their values.
+"""Reads large JSON requests in steps: ijson's parser takes a piece of the text at a time.
 
-A parser of the whole text would keep the interpreter for seconds, and make up to thirty bytes of each that was sent.
-Here only the *frame* of a document is parsed at once: all but its long arrays and long strings, which stay where they
-were received until it is known which tensor they are (JsonArray.values, JsonString.content). The frame is bounded.
+Parsing the whole text at once would block the event loop for seconds, and Python objects for its numbers would take
+thirty times the bytes that were sent. Values of tensors become arrays instead (JsonArray); the rest of a document, the
+*frame*, is limited to MOST_FRAME_BYTES.
 
-    {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but [0.1, ...]
+    {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but 0.1, ...
 
-https://www.rfc-editor.org/rfc/rfc8259
+JSON has no NaN and no Infinity. A document with them is parsed at once, as a small one is, if it is not too large.
 """
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
+
+import ijson
+from ijson.utils import sendable_list
 
 from infer_server.errors import InvalidRequestError, TooLargeError
-from infer_server.protocol.json_values import (
-    LONG_BYTES,
-    MOST_DEPTH,
-    PIECE_BYTES,
-    Body,
-    JsonArray,
-    JsonString,
-    Piece,
-    Steps,
-    parsed,
-    string_end,
-    structure_of,
-    unreadable,
-)
+from infer_server.protocol.json_values import MOST_DEPTH, JsonArray, Steps, parsed, too_deep
 
-LARGE_BYTES = 64 << 10          # of JSON, from which on it is read in steps
+LARGE_BYTES = 64 << 10          # JSON from this size on is read in steps
 MOST_FRAME_BYTES = 1 << 20
-_MOST_ELEMENTS = 4096           # of an array or object that may have long values in it
-_TOKENS_OF_A_STEP = 2000
-_SPACE = re.compile(rb"[ \t\n\r]*")
-_SCALAR = re.compile(rb"[^ \t\n\r,\]}\[{\":]+")
-_TOKEN = re.compile(rb"[\"\[\]{}]")
-_BEFORE_A_STRING = re.compile(rb"[ \t\n\r\[]*")
-_BEHIND_A_STRING = re.compile(rb"[ \t\n\r\]]*")
+_PIECE_BYTES = 16 << 10         # parsed in one step: a few milliseconds
+_VALUE_BYTES = 64               # counted for a value of the frame beside its text
+_MOST_AT_ONCE_BYTES = 1 << 20   # of a document with NaN or Infinity
 
+_LONG_NUMBER = re.compile(rb"[0-9]{1000}")
 
-class _Long(NamedTuple):
-    """A value that was left out of the frame."""
-    path: tuple[str | int, ...]
-    value: JsonArray | JsonString
-
-
-def read_inference(body: Body, size: int) -> Steps[dict[str, Any]]:
-    """Read an inference request; the long `data` of its inputs are JsonArrays.
-
-    Parameters
-    ----------
-    body : begins with the JSON.
-    size : of the JSON in bytes.
-
-    Raises
-    ------
-    InvalidRequestError : it is no JSON object.
-    TooLargeError : the frame has more than MOST_FRAME_BYTES.
-    """
-    reader = _Reader(body, size)
-    return (yield from reader.read(_INFERENCE))
-
-
-def read_members(body: Body, size: int) -> Steps[dict[str, Any]]:
-    """Read an object whose long members, and those of its member `parameters`, are JsonArrays and JsonStrings. See
-    read_inference."""
-    reader = _Reader(body, size)
-    return (yield from reader.read(_MEMBERS))
-
-
-# Where long values may stand: the keys on the way; _ANY is any key, _EACH any element of an array.
+# Paths of values that may be long. _ANY is any key, _EACH any element of an array.
 _ANY, _EACH = "*", "[]"
 _INFERENCE = (("inputs", _EACH, "data"),)
 _MEMBERS = ((_ANY,), ("parameters", _ANY))
 
+Hold = Callable[[int], None]
 
-class _Reader:
-    """Of one document. What its methods return is where in the body the value ends."""
 
-    def __init__(self, body: Body, size: int) -> None:
-        self._body, self._size = body, size
-        self._frame: list[Body] = []            # pieces of its text
-        self._framed = 0                        # where in the body the next one begins
+def read_inference(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
+    """Read an inference request; the `data` of its inputs are JsonArrays.
+
+    Parameters
+    ----------
+    body : bytes-like
+        Begins with the JSON.
+    size : int
+        Length of the JSON in bytes.
+    hold : callable
+        Counts bytes of memory before they are used; may raise.
+
+    Raises
+    ------
+    InvalidRequestError
+        The text is not a JSON object.
+    TooLargeError
+        The frame has more than MOST_FRAME_BYTES.
+    """
+    return (yield from _read(body, size, hold, _INFERENCE))
+
+
+def read_members(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
+    """Read an object whose members, and those of its member `parameters`, may be long strings, or arrays of values.
+
+    These arrays become JsonArrays. Parameters and errors are those of read_inference.
+    """
+    return (yield from _read(body, size, hold, _MEMBERS))
+
+
+def _read(body: bytes | bytearray, size: int, hold: Hold, places: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
+    try:
+        return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold))
+    except ijson.JSONError as error:
+        if "integer overflow" in str(error):        # beyond 63 bits, as UINT64 has: decimals are exact, and slower
+            return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold, use_float=False))
+        if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
+            return _parsed_at_once(bytes(memoryview(body)[:size]), places, hold)
+        raise InvalidRequestError(f"failed to parse the request JSON: {str(error).splitlines()[0]}") from error
+    except ValueError as error:                     # text that is not UTF-8, a number of thousands of digits
+        raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
+
+
+def _parsed_in_steps(body: bytes | bytearray, size: int, document: _Document, hold: Hold,
+                     use_float: bool = True) -> Steps[dict[str, Any]]:
+    """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and what read_inference raises."""
+    events, text, at = sendable_list(), memoryview(body), 0
+    parser = ijson.basic_parse_coro(events, use_float=use_float)
+    try:
+        for at in range(0, size, _PIECE_BYTES):
+            piece = bytes(text[at:min(at + _PIECE_BYTES, size)])
+            if not use_float and _LONG_NUMBER.search(piece):        # which Python does not convert
+                raise InvalidRequestError("failed to parse the request JSON: a number has more than 1000 digits")
+            parser.send(piece)
+            if events:
+                document.take(events)
+                del events[:]
+            else:
+                hold(2 * len(piece))                # a long string: the parser collects it, then it becomes text
+            yield
+        parser.close()
+    except ijson.JSONError as error:
+        reason, *_ = str(error).splitlines()
+        raise ijson.JSONError(f"{reason} (at byte {at} or within {_PIECE_BYTES} behind it)") from error
+    document.take(events)
+    return document.root()
+
+
+def _parsed_at_once(text: bytes, places: tuple[tuple[str, ...], ...], hold: Hold) -> dict[str, Any]:
+    """Return the document with its long arrays as JsonArrays, as _read does."""
+    document = parsed(text)
+    if not isinstance(document, dict):
+        raise InvalidRequestError("the request is not a JSON object")
+
+    def collect(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list) and _is_place(path, places):
+            return JsonArray.of(value, hold)
+        if isinstance(value, dict):
+            return {key: collect(each, (*path, key)) for key, each in value.items()}
+        return [collect(each, (*path, _EACH)) for each in value] if isinstance(value, list) and len(path) < 2 else value
+    root: dict[str, Any] = collect(document, ())
+    return root
+
+
+def _is_place(path: tuple[str, ...] | list[str], places: tuple[tuple[str, ...], ...]) -> bool:
+    return any(len(path) == len(place) and all(want in (_ANY, key) for want, key in zip(place, path, strict=True))
+               for place in places)
+
+
+class _Document:
+    """Builds a document from the parser's events."""
+
+    def __init__(self, places: tuple[tuple[str, ...], ...], hold: Hold) -> None:
+        self._places, self._hold = places, hold
+        self._root: Any = None
+        self._open: list[dict[str, Any] | list[Any]] = []      # containers that have not ended, the innermost last
+        self._path: list[str] = []                             # key, or _EACH, of the next value of each of them
         self._frame_bytes = 0
-        self._long: list[_Long] = []
-        self._tokens = 0                        # since the last step
+        self._array: JsonArray | None = None                    # collects values now
+        self._depth = 0                                         # of the arrays that are open in it
 
-    def read(self, places: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
-        at = self._space(0)
-        if self._body[at:at + 1] != b"{":
-            raise unreadable("the request is no JSON object", at)
-        at = self._space((yield from self._object(at, (), places)))
-        if at != self._size:
-            raise unreadable("Extra data", at)
-        self._take(at)
-        yield
-        document: dict[str, Any] = parsed(b"".join(self._frame))
-        for path, value in self._long:
-            _put(document, path, value)
-        return document
+    def root(self) -> dict[str, Any]:
+        if not isinstance(self._root, dict):
+            raise InvalidRequestError("the request is not a JSON object")
+        return self._root
 
-    def _object(self, at: int, path: tuple[str | int, ...], places: tuple[tuple[str, ...], ...]) -> Steps[int]:
-        """Reads an object that begins at `at`. places: where in it long values may stand."""
-        body, at, seen = self._body, self._space(at + 1), set[str]()
-        while body[at:at + 1] != b"}" or seen:
-            if body[at:at + 1] != b'"':
-                raise unreadable("Expecting property name enclosed in double quotes", at)
-            end = yield from self._string(at)
-            key: str = parsed(body[at:end])
-            if key in seen:
-                raise InvalidRequestError(f"the member '{key[:100]}' is there twice in the request JSON")
-            seen.add(key)
-            if len(seen) > _MOST_ELEMENTS:
-                raise TooLargeError(f"an object of the request JSON has more than {_MOST_ELEMENTS} members")
-            at = self._space(end)
-            if body[at:at + 1] != b":":
-                raise unreadable("Expecting ':' delimiter", at)
-            at = self._space(at + 1)
-            inner = tuple(place[1:] for place in places if place[0] in (key, _ANY))
-            at = self._space((yield from self._value(at, (*path, key), inner)))
-            if body[at:at + 1] == b",":
-                at = self._space(at + 1)
-            elif body[at:at + 1] != b"}":
-                raise unreadable("Expecting ',' delimiter", at)
+    def take(self, events: list[tuple[str, Any]]) -> None:
+        """Add what the events say. Raises InvalidRequestError or TooLargeError."""
+        at = 0
+        while at < len(events):
+            if self._array is not None:
+                at = self._take_values(self._array, events, at)
             else:
-                break
-        return at + 1
+                self._take_event(*events[at])
+                at += 1
 
-    def _array(self, at: int, path: tuple[str | int, ...], places: tuple[tuple[str, ...], ...]) -> Steps[int]:
-        """Reads an array whose elements may have long values."""
-        body, at, count = self._body, self._space(at + 1), 0
-        while body[at:at + 1] != b"]" or count:
-            at = self._space((yield from self._value(at, (*path, count), places)))
-            count += 1
-            if count > _MOST_ELEMENTS:
-                raise TooLargeError(f"'{path[-1]}' has more than {_MOST_ELEMENTS} elements")
-            if body[at:at + 1] == b",":
-                at = self._space(at + 1)
-            elif body[at:at + 1] != b"]":
-                raise unreadable("Expecting ',' delimiter", at)
+    def _take_event(self, event: str, value: Any) -> None:
+        if event == "map_key":
+            self._count(len(value))
+            inner = self._open[-1]
+            if value in inner:
+                raise InvalidRequestError(f"the member '{value[:100]}' is there twice in the request JSON")
+            self._path[-1] = value
+        elif event == "start_map":
+            self._begin({}, "")
+        elif event == "start_array":
+            if _is_place(self._path, self._places):
+                self._array, self._depth = JsonArray(), 1
+                self._put(self._array)
             else:
-                break
-        return at + 1
-
-    def _value(self, at: int, path: tuple[str | int, ...], places: tuple[tuple[str, ...], ...]) -> Steps[int]:
-        """Reads a value. places: () if it may be long itself, and where in it long values may stand."""
-        yield from self._count()
-        self._check_frame(at - self._framed)
-        first = self._body[at:at + 1]
-        is_place, inner = () in places, tuple(place for place in places if place)
-        if first == b"{" and inner:
-            return (yield from self._object(at, path, inner))
-        if first == b"[" and (within := tuple(place[1:] for place in inner if place[0] == _EACH)):
-            return (yield from self._array(at, path, within))
-        if is_place and first == b"[":
-            return (yield from self._long_array(at, path))
-        if is_place and first == b'"':
-            end = yield from string_end(self._body, at, self._size)
-            if end - at > LONG_BYTES:
-                self._leave_out(at, end, path, JsonString(self._body, at, end))
-            return end
-        return (yield from self._short(at))
-
-    def _short(self, at: int) -> Steps[int]:
-        """Passes over a value of the frame. Whether it is JSON is found when the frame is parsed."""
-        body, size, first = self._body, self._size, self._body[at:at + 1]
-        if first == b'"':
-            return (yield from self._string(at))
-        if first not in (b"{", b"["):
-            match = _SCALAR.match(body, at, min(size, at + MOST_FRAME_BYTES))
-            if not match:
-                raise unreadable("Expecting value", at)
-            return match.end()
-        depth, begin = 0, at
-        while True:
-            self._check_frame(at - begin)
-            token = _TOKEN.search(body, at, min(size, at + MOST_FRAME_BYTES))
-            if token is None:
-                self._check_frame(min(size, at + MOST_FRAME_BYTES) - self._framed)
-                raise unreadable("Unterminated value", begin)
-            kind, at = token[0], token.end()
-            if kind == b'"':
-                at = yield from self._string(token.start())
-            else:
-                depth += 1 if kind in (b"{", b"[") else -1
-                if depth == 0:
-                    return at
-            yield from self._count()
-
-    def _string(self, at: int) -> Steps[int]:
-        end = yield from string_end(self._body, at, self._size)
-        self._check_frame(end - at)
-        return end
-
-    def _long_array(self, at: int, path: tuple[str | int, ...]) -> Steps[int]:
-        """Passes over an array of scalars and arrays. Flat arrays of numbers, which are most, are found by memchr."""
-        body, size = self._body, self._size
-        end = body.find(b"]", at, size) + 1
-        if end and all(body.find(other, at + 1, end) < 0 for other in (b"[", b'"', b"{")):
-            pieces = None
+                self._begin([], _EACH)
+        elif event in ("end_map", "end_array"):
+            self._open.pop()
+            self._path.pop()
         else:
-            pieces = yield from self._pieces(at)
-            end = pieces[-1].end
-        if end - at > LONG_BYTES:
-            self._leave_out(at, end, path, JsonArray(body, at, end, pieces))
-        return end
+            is_long = isinstance(value, str) and _is_place(self._path, self._places)
+            if is_long:
+                self._hold(len(value))
+            self._count(len(value) if isinstance(value, str) and not is_long else 0)
+            self._put(value)
 
-    def _pieces(self, begin: int) -> Steps[list[Piece]]:
-        """Cut an array into pieces that are parsed one by one: at commas outside of strings, wherever they are nested.
-
-        Raises InvalidRequestError: an object is in it, it does not end, is nested too deeply, or has too long a value.
-        """
-        pieces: list[Piece] = []
-        at, depth = begin, 0
-        while True:
-            text = self._body[at:min(at + PIECE_BYTES, self._size)]
-            found = structure_of(text, depth)
-            if found.has_object:
+    def _take_values(self, array: JsonArray, events: list[tuple[str, Any]], at: int) -> int:
+        """Add values to an array up to its end, or that of the events. Return the position of the next event."""
+        if at == 0 and not _BRACKETS.intersection([event for event, _ in events]):
+            array.add([value for _, value in events], self._hold)
+            return len(events)
+        values: list[Any] = []
+        for end in range(at, len(events)):
+            event, value = events[end]
+            if event == "start_array":
+                self._depth += 1
+                if self._depth > MOST_DEPTH:
+                    raise too_deep()
+            elif event == "end_array":
+                self._depth -= 1
+                if not self._depth:
+                    self._array = None
+                    break
+            elif event == "start_map":
                 raise InvalidRequestError("an array of values has a JSON object in it")
-            if found.deepest > MOST_DEPTH:
-                raise InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
-            if found.end:
-                piece = Piece(at, at + found.end, depth, found.depth)
             else:
-                piece = yield from self._piece_of_a_long_string(at, depth)
-            pieces.append(piece)
-            depth = piece.depth_behind
-            if not depth:
-                return pieces
-            at = piece.end + 1              # behind its comma
-            yield
+                values.append(value)
+        if values:
+            array.add(values, self._hold)
+        return end + 1
 
-    def _piece_of_a_long_string(self, at: int, depth: int) -> Steps[Piece]:
-        """A piece with one string that is longer than other pieces are."""
-        body, size = self._body, self._size
-        most = min(size, at + PIECE_BYTES)
-        match = _BEFORE_A_STRING.match(body, at, most)
-        quote = match.end() if match else at
-        if body[quote:quote + 1] != b'"':
-            if most == size:
-                raise unreadable("Unterminated array", at)
-            raise InvalidRequestError(f"the value at byte {at} of the request JSON has more than {PIECE_BYTES} bytes")
-        end = yield from string_end(body, quote, size)
-        behind = _BEHIND_A_STRING.match(body, end, min(size, end + PIECE_BYTES))
-        cut = behind.end() if behind else end
-        depth_before, opened = depth, body.count(b"[", at, quote)
-        depth += opened
-        for position in range(end, cut):
-            depth -= body[position] == ord("]")
-            if not depth:
-                return Piece(at, position + 1, depth_before, 0, (quote, end))
-        if body[cut:cut + 1] != b"," or depth > MOST_DEPTH:
-            raise unreadable("Expecting ',' delimiter", cut)
-        return Piece(at, cut, depth_before, depth, (quote, end))
+    def _begin(self, container: dict[str, Any] | list[Any], key: str) -> None:
+        self._count(0)
+        self._put(container)
+        self._open.append(container)
+        self._path.append(key)
+        if len(self._open) > MOST_DEPTH:
+            raise InvalidRequestError(f"failed to parse the request JSON: it has more than {MOST_DEPTH} nested levels")
 
-    # ---- the frame
-    def _leave_out(self, begin: int, end: int, path: tuple[str | int, ...], value: JsonArray | JsonString) -> None:
-        self._take(begin)
-        self._frame.append(b"null")
-        self._framed = end
-        self._long.append(_Long(path, value))
+    def _put(self, value: Any) -> None:
+        if not self._open:
+            self._root = value
+        elif isinstance(inner := self._open[-1], dict):
+            inner[self._path[-1]] = value
+        else:
+            inner.append(value)
 
-    def _take(self, end: int) -> None:
-        self._check_frame(end - self._framed)
-        self._frame.append(self._body[self._framed:end])
-        self._frame_bytes += end - self._framed
-        self._framed = end
-
-    def _check_frame(self, more: int) -> None:
-        if self._frame_bytes + more > MOST_FRAME_BYTES:
-            raise TooLargeError(f"the request has more than {MOST_FRAME_BYTES} bytes of JSON beside the values of its "
-                                "tensors")
-
-    def _space(self, at: int) -> int:
-        match = _SPACE.match(self._body, at, min(self._size, at + MOST_FRAME_BYTES + 1))
-        end = match.end() if match else at
-        self._check_frame(end - at)
-        return end
-
-    def _count(self) -> Steps[None]:
-        self._tokens += 1
-        if self._tokens >= _TOKENS_OF_A_STEP:
-            self._tokens = 0
-            yield
+    def _count(self, text_bytes: int) -> None:
+        self._frame_bytes += text_bytes + _VALUE_BYTES
+        if self._frame_bytes > MOST_FRAME_BYTES:
+            raise TooLargeError(f"the request JSON has too many members and elements beside the values of its tensors: "
+                                f"they take more than {MOST_FRAME_BYTES} bytes")
 
 
-def _put(document: Any, path: tuple[str | int, ...], value: JsonArray | JsonString) -> None:
-    for key in path[:-1]:
-        document = document[key]
-    document[path[-1]] = value
-
-
+_BRACKETS = frozenset(("start_array", "end_array", "start_map"))

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import Datatype, InputTensor, narrow, object_array, shaped
-from infer_server.protocol.json_values import JsonArray, JsonString, Steps, flat
+from infer_server.protocol.json_values import JsonArray, Steps, flat
 
 NO_JSON = ("FP16", "BF16")      # datatypes
 MANY = 4096                     # elements that are written as JSON at a time, in about a millisecond
 _OBJECT_BYTES = 41              # of a BYTES element beside its text: its object and the pointer to it
+_KINDS = {"i": int, "u": int, "f": float, "b": bool}       # of the chunks of a JsonArray
 
 
 def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
@@ -29,7 +30,7 @@ def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
 
 
 def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None]) -> Steps[NDArray[Any]]:
-    """Read the values of a tensor in steps; otherwise as from_json. hold: see read_array."""
+    """Convert the values of a tensor in steps. Errors are those of from_json; hold: see read_array."""
     array = yield from read_array(tensor.datatype, tensor.name, str(tensor), data, hold, math.prod(tensor.shape))
     _check_count(tensor, len(array))
     return shaped(tensor, array)
@@ -37,33 +38,35 @@ def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None
 
 def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: Callable[[int], None],
                most: int | None = None) -> Steps[NDArray[Any]]:
-    """Read values into a flat array.
+    """Convert the values of a long array into a flat ndarray, which empties the long array.
 
     Parameters
     ----------
-    datatype, name : of the tensor; `what` describes it in errors.
-    hold : counts the bytes of the array before they are allocated; may raise.
-    most : the number of values to stop after; None: any number is taken.
+    datatype, name : Datatype, str
+        Of the tensor; `what` describes it in errors.
+    hold : callable
+        Counts the bytes of the result before they are allocated; may raise.
+    most : int, optional
+        The number of values that the tensor has.
 
     Raises
     ------
-    InvalidRequestError : the values are no JSON, or not of the datatype.
+    InvalidRequestError
+        There are more values, or values that are not of the datatype.
     """
     check_json(datatype, name)
-    room = min(data.most_values, data.most_values if most is None else most) + 1
-    hold(room * datatype.array.itemsize)
-    array, size = np.empty(room, datatype.array), 0         # pages that nothing is written to take no memory
-    for piece in data.values():
-        values = yield from piece
-        if most is not None and size + len(values) > most:
-            raise _wrong_count(most, what, f"at least {size + len(values)}")
-        part = _array(datatype, what, values)
+    if most is not None and data.count > most:
+        raise _wrong_count(most, what, str(data.count))
+    hold(data.count * datatype.array.itemsize)
+    array, size = np.empty(data.count, datatype.array), 0
+    for chunk in data.take_chunks():
+        part = _array(datatype, what, chunk)
         if datatype.name == "BYTES":
             hold(sum(map(len, part)) + _OBJECT_BYTES * len(part))
         array[size:size + len(part)] = part
         size += len(part)
         yield
-    return array[:size]
+    return array
 
 
 def check_json(datatype: Datatype, name: str) -> None:
@@ -83,26 +86,29 @@ def _wrong_count(count: int, what: str, found: str) -> InvalidRequestError:
                                f"{count} values for {what}, got {found}")
 
 
-def _array(datatype: Datatype, what: str, values: list[Any]) -> NDArray[Any]:
-    """Values as a flat array. A string may be there as its UTF-8. Raises InvalidRequestError."""
-    kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str, bytes}}
-    if others := set(map(type, values)) - kinds.get(datatype.array.kind, {int}):
-        found = others.pop()
-        raise InvalidRequestError(f"{what}: a {'str' if found is bytes else found.__name__} in 'data' is no "
-                                  f"{datatype.name}")
+def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Convert values into a flat array. Raises InvalidRequestError for values that are not of the datatype."""
+    kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
+    types = {_KINDS[values.dtype.kind]} if isinstance(values, np.ndarray) else set(map(type, values))
+    if others := types - kinds.get(datatype.array.kind, {int}):
+        raise InvalidRequestError(f"{what}: a {others.pop().__name__} in 'data' is no {datatype.name}")
     if datatype.name == "BYTES":
-        return object_array([value.encode() if isinstance(value, str) else value for value in values])
+        return object_array([value.encode() for value in values])
     try:
         if datatype.array.kind in "iu":
-            return narrow(datatype, what, np.array(values, np.uint64 if datatype.name == "UINT64" else np.int64))
-        return np.array(values, datatype.array)
+            return narrow(datatype, what, _integers(datatype, values))
+        return np.asarray(values, datatype.array)
     except OverflowError as error:
         raise InvalidRequestError(f"{what}: a value is outside of what {datatype.name} holds") from error
 
 
-def text_of(value: JsonString) -> Steps[str]:
-    """Read a long string in steps. Raises InvalidRequestError."""
-    return (yield from value.content()).decode()
+def _integers(datatype: Datatype, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Return integers as uint64 for UINT64, else as int64. Raises OverflowError for values outside of that."""
+    widest = np.dtype(np.uint64 if datatype.name == "UINT64" else np.int64)
+    if isinstance(values, np.ndarray) and values.dtype != widest and (
+            int(values.max()) > np.iinfo(widest).max or int(values.min()) < np.iinfo(widest).min):
+        raise OverflowError
+    return np.asarray(values, widest)
 
 
 def to_json(array: NDArray[Any], datatype: str, errors: str = "strict") -> list[Any]:

@@ -1,39 +1,34 @@
-"""Values of a JSON request: parsed at once where they are short, piece by piece where they are long."""
+"""Values of JSON requests: small documents, which are parsed at once, and the long arrays of large ones."""
 from __future__ import annotations
 
-import codecs
 import json
-import re
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from decimal import Decimal
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from sys import getsizeof
+from typing import Any, TypeVar
 
 from infer_server.errors import InvalidRequestError
 
-Body = bytes | bytearray
 T = TypeVar("T")
-Steps = Generator[None, None, T]        # yields where the event loop may have its turn
+Steps = Generator[None, None, T]        # yields where the event loop may run other work
 
-LONG_BYTES = 4 << 10            # of an array or string that is not read with the rest of its document
-PIECE_BYTES = 32 << 10          # that are parsed at a time: a millisecond or two
-_MOST_ESCAPED_BYTES = 8 << 20   # of a string with escapes, which is parsed at once
-MOST_DEPTH = 100                # of lists within lists: as deep as Triton reads, of whatever rank
-_LOOKS_OF_A_STEP = 2000
+MOST_DEPTH = 100                # of nested lists: as deep as Triton reads
 _FEW_BYTES = 4096               # of JSON, which json parses as quickly
-_CONTROL = re.compile(rb"[\x00-\x1f]")
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_QUOTE, _OPEN, _CLOSE, _COMMA, _BRACE = b'"[],{'
-# Five times as fast as json, if it is installed. Integers of more than 64 bits are floats.
-_orjson_loads: Callable[[Body], Any] | None = import_module("orjson").loads if find_spec("orjson") else None
+_POINTER_BYTES = 8
+# Five times as fast as json, if it is installed. It reads integers of more than 64 bits as floats.
+_orjson_loads: Callable[[bytes | bytearray], Any] | None = (
+    import_module("orjson").loads if find_spec("orjson") else None)
 
 
-def parsed(text: Body) -> Any:
-    """Parse JSON. Raises InvalidRequestError: it is none, or has text in it that no UTF-8 is, halves of characters."""
+def parsed(text: bytes | bytearray) -> Any:
+    """Parse JSON at once. Raises InvalidRequestError if it is not JSON, or has invalid UTF-8 or unpaired surrogates."""
     if _orjson_loads and len(text) >= _FEW_BYTES:
-        with suppress(ValueError):          # what json reads beyond JSON (NaN, 1e400), and its words for what is none
+        with suppress(ValueError):          # json reads more than JSON (NaN, 1e400), and its errors are clearer
             return _orjson_loads(text)
     try:
         decoded = str(text, "utf-8")
@@ -45,156 +40,57 @@ def parsed(text: Body) -> Any:
         raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
 
 
-def unreadable(what: str, at: int) -> InvalidRequestError:
-    """Return the error of a document that is no JSON at byte `at`."""
-    return InvalidRequestError(f"failed to parse the request JSON: {what}: byte {at}")
+class JsonArray:
+    """The values of a long array, flat: chunks of numbers or booleans as ndarrays, of anything else as lists."""
+
+    def __init__(self) -> None:
+        self.count = 0                      # of values
+        self._chunks: deque[Any] = deque()
+
+    @classmethod
+    def of(cls, data: list[Any], hold: Callable[[int], None]) -> JsonArray:
+        """Return the values of nested lists."""
+        array = cls()
+        array.add(flat(data), hold)
+        return array
+
+    def add(self, values: list[Any], hold: Callable[[int], None]) -> None:
+        """Append values. hold: counts the bytes that they take; may raise."""
+        chunk = _compact(values)
+        hold(sum(map(getsizeof, chunk)) + _POINTER_BYTES * len(chunk) if isinstance(chunk, list) else chunk.nbytes)
+        self._chunks.append(chunk)
+        self.count += len(chunk)
+
+    def take_chunks(self) -> Iterator[Any]:
+        """Iterate over the chunks, and drop each once it has been read."""
+        while self._chunks:
+            yield self._chunks.popleft()
 
 
-class Piece(NamedTuple):
-    """A part of an array's text, between two commas."""
-    begin: int
-    end: int
-    depth: int = 1                          # of the arrays that are open before it
-    depth_behind: int = 1
-    string: tuple[int, int] | None = None   # where its one string begins and ends, if that is long
-
-
-class JsonArray(NamedTuple):
-    """An array of numbers, truths or strings, nested or not, that has not been parsed."""
-    body: Body
-    begin: int
-    end: int
-    pieces: list[Piece] | None              # None: it has no brackets and no strings in it
-
-    @property
-    def most_values(self) -> int:
-        """An upper bound of the number of its values: each has a character and a comma, or the bracket."""
-        return (self.end - self.begin) // 2
-
-    def values(self) -> Iterator[Steps[list[Any]]]:
-        """Iterate over the values piece by piece, each a flat list.
-
-        Raises InvalidRequestError: a piece is no JSON.
-        """
-        for piece in self.pieces if self.pieces is not None else self._flat_pieces():
-            yield self._values(piece)
-
-    def _flat_pieces(self) -> Iterator[Piece]:
-        at, end = self.begin + 1, self.end - 1
-        while at + PIECE_BYTES < end:
-            cut = self.body.rfind(b",", at, at + PIECE_BYTES)
-            if cut < 0:
-                raise InvalidRequestError(
-                    f"the value at byte {at} of the request JSON has more than {PIECE_BYTES} bytes")
-            yield Piece(at, cut)
-            at = cut + 1
-        if at > self.begin + 1 or self.body[at:end].strip():
-            yield Piece(at, end)
-
-    def _values(self, piece: Piece) -> Steps[list[Any]]:
-        if piece.string:
-            return [(yield from JsonString(self.body, *piece.string).content())]
-        text = self.body[piece.begin:piece.end]
-        is_last = not piece.depth_behind or piece.end == self.end - 1
-        if piece.begin > self.begin + 1 and text.lstrip()[:1] in (b"]", b"") or (
-                not is_last and text.rstrip()[-1:] in (b"[", b"")):
-            raise unreadable("Expecting value", piece.begin)
-        try:
-            return flat(parsed(b"[" * piece.depth + text + b"]" * piece.depth_behind))
-        except InvalidRequestError as error:
-            if isinstance(cause := error.__cause__, json.JSONDecodeError):
-                raise unreadable(cause.msg, piece.begin + cause.pos - piece.depth) from error
-            raise
-
-
-class JsonString(NamedTuple):
-    """A string that has not been parsed; `begin` and `end` are those of its quotes."""
-    body: Body
-    begin: int
-    end: int
-
-    def content(self) -> Steps[bytes]:
-        """Return its text in UTF-8. Raises InvalidRequestError: it is no JSON string."""
-        body, begin, end = self.body, self.begin + 1, self.end - 1
-        if body.find(b"\\", begin, end) >= 0:
-            if end - begin > _MOST_ESCAPED_BYTES:
-                raise InvalidRequestError(
-                    f"the string at byte {self.begin} of the request JSON has escapes and more than "
-                    f"{_MOST_ESCAPED_BYTES} bytes: send it without escapes, or as binary data")
-            yield
-            text: str = parsed(body[self.begin:self.end])
-            return text.encode()
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        for at in range(begin, end, 4 * PIECE_BYTES):
-            piece = body[at:min(end, at + 4 * PIECE_BYTES)]
-            if control := _CONTROL.search(piece):
-                raise unreadable("Invalid control character", at + control.start())
-            try:
-                decoder.decode(piece, at + len(piece) == end)
-            except UnicodeDecodeError as error:
-                raise unreadable(f"no UTF-8 ({error.reason})", at + error.start) from error
-            yield
-        return bytes(body[begin:end])
-
-
-def string_end(body: Body, at: int, size: int) -> Steps[int]:
-    """Return where the string ends that begins at `at`. Raises InvalidRequestError: before `size` it does not."""
-    begin, quote, looks = at + 1, at, 0
-    while True:
-        quote = body.find(b'"', quote + 1, size)
-        if quote < 0:
-            raise unreadable("Unterminated string", at)
-        if not _backslashes(body, begin, quote) % 2:
-            return quote + 1
-        looks += 1
-        if looks % _LOOKS_OF_A_STEP == 0:
-            yield
-
-
-def _backslashes(body: Body, begin: int, end: int) -> int:
-    """Count the backslashes that end there, back to `begin`."""
-    count, look = 0, 16
-    while end - count > begin:
-        block = body[max(begin, end - count - look):end - count]
-        kept = len(block.rstrip(b"\\"))
-        count += len(block) - kept
-        if kept:
-            break
-        look *= 2
-    return count
-
-
-class Structure(NamedTuple):
-    """The brackets of a text that begins within an array."""
-    has_object: bool
-    deepest: int
-    end: int            # of the array, or of the text before the last comma outside of strings; 0: there is none
-    depth: int          # there
-
-
-def structure_of(text: Body, depth: int) -> Structure:
-    """Look for brackets and commas outside of strings. depth: of the arrays that are open before the text."""
-    import numpy as np  # here: fronts that read no JSON do without it
-    masked = _ESCAPE.sub(b"__", text) if b"\\" in text else text
-    chars = np.frombuffer(masked, np.uint8)
-    if b'"' in text:
-        quotes = chars == _QUOTE
-        chars = np.where(np.cumsum(quotes, dtype=np.uint8) & 1, 0, chars)
-    steps = (chars == _OPEN).astype(np.int8) - (chars == _CLOSE).astype(np.int8)
-    depths = depth + np.cumsum(steps, dtype=np.int32)
-    ends = np.flatnonzero((depths == 0) & (steps < 0))
-    if ends.size:
-        end, behind = int(ends[0]) + 1, 0
-    else:
-        commas = np.flatnonzero(chars == _COMMA)
-        end = int(commas[-1]) if commas.size else 0
-        behind = int(depths[end])
-    seen = slice(0, end or None)
-    return Structure(bool((chars[seen] == _BRACE).any()), int(depths[seen].max(initial=0)), end, behind)
+def _compact(values: list[Any]) -> Any:
+    """Return values of one kind as an ndarray (int64, uint64, float64 or bool), others as they are."""
+    import numpy as np  # here: frontend workers that read no JSON do without it
+    kinds = set(map(type, values))
+    if Decimal in kinds:                    # of a parser that keeps integers of any size
+        values = [float(value) if type(value) is Decimal else value for value in values]
+        kinds = kinds - {Decimal} | {float}
+    if kinds == {bool}:
+        return np.array(values, np.bool_)
+    if kinds == {int}:
+        for dtype in (np.int64, np.uint64):
+            with suppress(OverflowError):
+                return np.array(values, dtype)
+        return values
+    if kinds == {float}:
+        return np.array(values, np.float64)
+    if kinds == {int, float}:
+        with suppress(OverflowError):       # an integer beyond float64
+            return np.array(values, np.float64)
+    return values
 
 
 def flat(data: list[Any]) -> list[Any]:
-    """Flatten nested lists. Raises InvalidRequestError: they are nested too deeply."""
+    """Flatten nested lists. Raises InvalidRequestError if they are nested too deeply."""
     for depth in range(MOST_DEPTH, 0, -1):
         types = set(map(type, data))        # the quickest look at all of a list
         if list not in types:
@@ -204,16 +100,16 @@ def flat(data: list[Any]) -> list[Any]:
             _flatten(data, values, depth)
             return values
         data = list(chain.from_iterable(data))
-    raise _too_deep()
+    raise too_deep()
 
 
-def _too_deep() -> InvalidRequestError:
+def too_deep() -> InvalidRequestError:
     return InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
 
 
 def _flatten(data: list[Any], values: list[Any], depth: int) -> None:
     if not depth:
-        raise _too_deep()
+        raise too_deep()
     if list not in set(map(type, data)):
         values += data
         return

@@ -26,14 +26,13 @@ from infer_server.endpoints.http.messages import HttpResponse, error_text, json_
 from infer_server.errors import ExecutionError, InvalidRequestError
 from infer_server.protocol.codec import InputTensor, shaped
 from infer_server.protocol.json_documents import LARGE_BYTES, read_members
-from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_array, text_of, to_json
-from infer_server.protocol.json_values import JsonArray, JsonString, Steps, flat
+from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_array, to_json
+from infer_server.protocol.json_values import JsonArray, Steps, flat
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
 
 _EVENTS = "text/event-stream; charset=utf-8"
-_MOST_OF_A_CHARACTER = 4                # bytes, of a character in a str
 _PARAMETERS = "parameters"              # a member whose members are inputs and parameters like those beside it
 
 
@@ -58,17 +57,14 @@ async def _generate_large(exchange: Exchange, model: Model, version: str, front:
 
 
 def _read(exchange: Exchange, model: Model, front: Front) -> Steps[dict[str, Any]]:
-    """Reads a large body: long arrays of inputs become ndarrays, long strings text."""
+    """Read a large body; long arrays of inputs become ndarrays."""
     hold = partial(front.inflight.hold, exchange.held)
     specs = {spec.name: spec for spec in model.config.inputs}
-    body = yield from read_members(exchange.request.body, len(exchange.request.body))
+    body = yield from read_members(exchange.request.body, len(exchange.request.body), hold)
     for members in (body, member(body, _PARAMETERS, dict, {})):
         for name, value in members.items():
             spec = specs.get(name)
-            if isinstance(value, JsonString):
-                hold(_MOST_OF_A_CHARACTER * (value.end - value.begin))
-                members[name] = yield from text_of(value)
-            elif isinstance(value, JsonArray):
+            if isinstance(value, JsonArray):
                 members[name] = [] if spec is None else (
                     yield from read_array(spec.datatype, name, f"input '{name}'", value, hold))
     return body

@@ -76,7 +76,8 @@ async def _infer_large(exchange: Exchange, size: int, model: str, version: str, 
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
                             f"{front.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
     found = find(model, version)
-    head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size)))
+    hold = functools.partial(inflight.hold, exchange.held)
+    head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
     _check_counts(head, found.config)
     call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, front, exchange.held)
     fits = True

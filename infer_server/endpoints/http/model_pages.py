@@ -9,7 +9,7 @@ from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json
 from infer_server.endpoints.service import ModelService
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol.json_documents import LARGE_BYTES, read_members
-from infer_server.protocol.json_values import JsonArray, JsonString, Steps
+from infer_server.protocol.json_values import JsonArray, Steps
 from infer_server.protocol.parameters import set_parameter
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.repository.overrides import PREFIX
@@ -85,23 +85,21 @@ def _set_parameters(parameters: Any, body: Any) -> None:
 
 
 def _read(body: bytes | bytearray) -> Steps[dict[str, Any]]:
-    """Reads a large body. Long strings are decoded: files become bytes, others text."""
-    document = yield from read_members(body, len(body))
+    """Read a large body; the files in it, text in base64, become bytes."""
+    document = yield from read_members(body, len(body), lambda count: None)     # as large as the body, which is counted
     parameters = member(document, "parameters", dict, {})
     for name, value in parameters.items():
-        if isinstance(value, JsonString):
-            content = yield from value.content()
-            parameters[name] = (yield from _decoded_in_steps(name, content)) if name.startswith(PREFIX) else (
-                content.decode())
-        elif isinstance(value, JsonArray):
+        if isinstance(value, JsonArray):
             raise InvalidRequestError(f"parameter '{name}': expected a text, got a list")
+        if isinstance(value, str) and name.startswith(PREFIX):
+            parameters[name] = yield from _decoded_in_steps(name, value)
     return document
 
 
-def _decoded_in_steps(name: str, text: bytes) -> Steps[bytes]:
+def _decoded_in_steps(name: str, text: str) -> Steps[bytes]:
     pieces: list[bytes] = []
     for at in range(0, len(text), _BASE64_BYTES):
-        if at + _BASE64_BYTES < len(text) and b"=" in text[at:at + _BASE64_BYTES]:
+        if at + _BASE64_BYTES < len(text) and "=" in text[at:at + _BASE64_BYTES]:
             raise InvalidRequestError(f"parameter '{name}': expected base64: it goes on behind its padding")
         pieces.append(_decoded(name, text[at:at + _BASE64_BYTES]))
         yield
