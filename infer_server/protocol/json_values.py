@@ -21,9 +21,9 @@ LONG_BYTES = 4 << 10            # of an array or string that is not read with th
 PIECE_BYTES = 32 << 10          # that are parsed at a time: a millisecond or two
 _MOST_ESCAPED_BYTES = 8 << 20   # of a string with escapes, which is parsed at once
 MOST_DEPTH = 100                # of lists within lists: as deep as Triton reads, of whatever rank
-_LOOKS_OF_A_STEP = 2000
 _FEW_BYTES = 4096               # of JSON, which json parses as quickly
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+_CHARACTERS = re.compile(rb"(?:[^\"\\]++|\\.)*+", re.DOTALL)     # of a string
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _QUOTE, _OPEN, _CLOSE, _COMMA, _BRACE = b'"[],{'
 # Five times as fast as json, if it is installed. Integers of more than 64 bits are floats.
@@ -139,29 +139,18 @@ class JsonString(NamedTuple):
 
 def string_end(body: Body, at: int, size: int) -> Steps[int]:
     """Return where the string ends that begins at `at`. Raises InvalidRequestError: before `size` it does not."""
-    begin, quote, looks = at + 1, at, 0
+    quote = body.find(b'"', at + 1, size)
+    if quote >= 0 and body.find(b"\\", at + 1, quote) < 0:
+        return quote + 1
+    end = at + 1
     while True:
-        quote = body.find(b'"', quote + 1, size)
-        if quote < 0:
+        match = _CHARACTERS.match(body, end, min(size, end + PIECE_BYTES))
+        begin, end = end, match.end() if match else end
+        if body[end:end + 1] == b'"' and end < size:
+            return end + 1
+        if begin == end:
             raise unreadable("Unterminated string", at)
-        if not _backslashes(body, begin, quote) % 2:
-            return quote + 1
-        looks += 1
-        if looks % _LOOKS_OF_A_STEP == 0:
-            yield
-
-
-def _backslashes(body: Body, begin: int, end: int) -> int:
-    """Count the backslashes that end there, back to `begin`."""
-    count, look = 0, 16
-    while end - count > begin:
-        block = body[max(begin, end - count - look):end - count]
-        kept = len(block.rstrip(b"\\"))
-        count += len(block) - kept
-        if kept:
-            break
-        look *= 2
-    return count
+        yield
 
 
 class Structure(NamedTuple):
