@@ -35,7 +35,8 @@ _MOST_ELEMENTS = 4096           # of an array or object that may have long value
 _TOKENS_OF_A_STEP = 2000
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[^ \t\n\r,\]}\[{\":]+")
-_TOKEN = re.compile(rb"[\"\[\]{}]")
+_TOKEN = re.compile(rb"\"(?:[^\"\\]++|\\.)*+\"?|[\[\]{}]", re.DOTALL)        # a string, or a bracket
+_QUOTE, _OPENING = ord('"'), b"{["
 _BEFORE_A_STRING = re.compile(rb"[ \t\n\r\[]*")
 _BEHIND_A_STRING = re.compile(rb"[ \t\n\r\]]*")
 
@@ -173,21 +174,18 @@ class _Reader:
             if not match:
                 raise unreadable("Expecting value", at)
             return match.end()
-        depth, begin = 0, at
-        while True:
-            self._check_frame(at - begin)
-            token = _TOKEN.search(body, at, min(size, at + MOST_FRAME_BYTES))
-            if token is None:
-                self._check_frame(min(size, at + MOST_FRAME_BYTES) - self._framed)
-                raise unreadable("Unterminated value", begin)
-            kind, at = token[0], token.end()
-            if kind == b'"':
-                at = yield from self._string(token.start())
-            else:
-                depth += 1 if kind in (b"{", b"[") else -1
-                if depth == 0:
-                    return at
-            yield from self._count()
+        depth = 0
+        most = min(size, at + MOST_FRAME_BYTES)
+        for count, token in enumerate(_TOKEN.finditer(body, at, most)):
+            kind = body[token.start()]
+            if kind != _QUOTE:
+                depth += 1 if kind in _OPENING else -1
+                if not depth:
+                    return token.end()
+            if count % _TOKENS_OF_A_STEP == _TOKENS_OF_A_STEP - 1:
+                yield
+        self._check_frame(size - self._framed)
+        raise unreadable("Unterminated value", at)
 
     def _string(self, at: int) -> Steps[int]:
         end = yield from string_end(self._body, at, self._size)
