@@ -203,8 +203,11 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
     protobuf reads every form: several contents, unpacked values, or fields that are not numbers.
     """
     found: tuple[int, int, int, int] | None = None          # where the field is, where what it holds is
-    position = begin
+    position, fields = begin, 0
     while position < end:
+        fields += 1
+        if fields > _MAX_FIELDS:
+            return None
         tag, value = _varint(data, position)
         if tag & 7 == _LENGTH_DELIMITED:
             length, start = _varint(data, value)
