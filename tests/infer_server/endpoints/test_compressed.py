@@ -114,3 +114,5 @@ def test_messages_that_never_end_are_ended(server: RunningServer) -> None:
     with closing(MuteClient(server.ports.grpc)) as client, pytest.raises((ConnectionError, EOFError)):
         for _ in range(100):
             client.ask(f"{SERVICE}/ModelInfer", bytes(3 * MIB), announced=4 * MIB)
+        while True:
+            client.read_frame()
