@@ -121,9 +121,6 @@ def split_request(data: bytes) -> InferRequest:
             stretch = end
         position = end
     header.append(view[stretch:])
-    if (header_bytes := sum(map(len, header))) > _MOST_HEADER_BYTES:
-        raise TooLargeError(f"the request has {header_bytes} bytes beside the contents of its tensors, and may have "
-                            f"{_MOST_HEADER_BYTES}: send these in raw_input_contents, or as packed values")
     try:
         request = InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
         if request.form.is_kept and not (request_id or packed):
@@ -161,6 +158,10 @@ def _last_of(size: int) -> list[_Layout]:
 
 
 def _form(header: bytes) -> Form:
+    """Raises DecodeError, TooLargeError."""
+    if len(header) > _MOST_HEADER_BYTES:
+        raise TooLargeError(f"the request has {len(header)} bytes beside the contents of its tensors, and may have "
+                            f"{_MOST_HEADER_BYTES}: send these in raw_input_contents, or as packed values")
     return _kept_form(header) if len(header) <= KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
 
 

@@ -63,8 +63,9 @@ def test_long_values_are_those_that_json_reads(values: Any, datatype: str, shape
 
 @pytest.mark.parametrize("wrong", ["[1,[,2]]", "[1,[2,],3]", "[1,2,]", "[,1]", "[1 2]", "[1,,2]", "[[1]", '["a]',
                                    "[1}]", "[1]]", "[01]", "[tru]", '["\\x"]', '["\n"]', '["\\ud800"]', "[1"])
-@pytest.mark.parametrize("before", ["3," * 3000, "3," * (PIECE_BYTES // 2), "3," * (PIECE_BYTES // 2 - 1) + "34,",
-                                    "[3]," * 9000, '"a",' * 9000], ids=["short", "flat", "shifted", "nested", "words"])
+@pytest.mark.parametrize("before", [
+    "3," * 3000, "[3]," * 9000, '"a",' * 9000, *("3," * (PIECE_BYTES // 2 - shift) for shift in range(8)),
+    *("[]," + "3," * (PIECE_BYTES // 2 - shift) for shift in range(8))], ids=range(19))
 def test_what_is_no_json_is_refused_wherever_pieces_are_cut(before: str, wrong: str) -> None:
     for data in (f"[{before}{wrong}]", f"[{before}{wrong[1:]}"):
         body = document_of(data)
