@@ -69,6 +69,7 @@ class Inflight:
         self._loop.call_later(_LOOKING_SECS, self._look)
         self.held_bytes = 0
         self.partial_bytes = 0                  # of them: of requests that have not arrived completely
+        self.on_message: Callable[[Client, int], None] | None = None        # told of what begin() is given
         self._is_spent = False
         self._spent_changed: Callable[[], None] = lambda: None
 
@@ -89,6 +90,8 @@ class Inflight:
     def begin(self, client: Client, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
+        if self.on_message:
+            self.on_message(client, request_bytes)
         self.hold(call, request_bytes)
         self._open(call)
         return call

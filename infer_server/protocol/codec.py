@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError, MalformedMessageError
-from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
+from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed, byte_strings
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
@@ -247,6 +247,10 @@ def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents)
 def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
     datatype = tensor.datatype
     _check_fields(tensor, [packed.field])
+    if datatype.name == "BYTES":
+        elements = byte_strings(packed.values, math.prod(tensor.shape))
+        _check_count(tensor, len(elements))
+        return shaped(tensor, object_array(elements))
     if datatype.array.kind == "f":
         found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
         if rest:

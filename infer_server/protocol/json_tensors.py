@@ -14,7 +14,7 @@ from infer_server.protocol.codec import Datatype, InputTensor, narrow, object_ar
 from infer_server.protocol.json_values import JsonArray, Steps, flat
 
 NO_JSON = ("FP16", "BF16")      # datatypes
-MANY = 4096                     # elements that are written as JSON at a time, in about a millisecond
+MANY = 2048                     # elements that are written as JSON at a time, in about a millisecond
 _OBJECT_BYTES = 41              # of a BYTES element beside its text: its object and the pointer to it
 _KINDS = {"i": int, "u": int, "f": float, "b": bool}       # of the chunks of a JsonArray
 

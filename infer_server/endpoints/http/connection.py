@@ -27,7 +27,7 @@ _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
 _MOST_WAITING = 32              # pipelined requests; what comes behind them is parsed when they are answered
-_PARSING_SECS = 0.002           # before the event loop has its turn
+_PARSING_SECS = 0.001           # before the event loop has its turn
 
 
 class _Waiting(NamedTuple):

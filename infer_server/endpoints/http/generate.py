@@ -132,7 +132,8 @@ class GenerateCall(Call):
         about |= {"model_name": served.model, "model_version": str(served.version)}
 
         def encode(computed: Arrays) -> bytes:
-            short, long = {}, []
+            short: dict[str, Any] = {}
+            long: list[bytes] = []
             for spec in served.outputs:
                 if spec.name in computed:
                     array = computed[spec.name]

@@ -23,7 +23,7 @@ from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
 _MOST_HEADERS = 256
-_SLICE_BYTES = 16 << 10         # parsed at a time: a thousand pipelined requests, which is ten milliseconds
+_SLICE_BYTES = 4 << 10          # parsed at a time: hundreds of requests or chunks, which is a few milliseconds
 _JSON_BYTES = "inference-header-content-length"     # there where a body is not all JSON
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
 _KEPT_BYTES = 2048              # of a head
@@ -87,6 +87,7 @@ class _Incoming:
     body: bytes | bytearray = b""       # in one piece, however small the pieces are that it came in
     body_bytes: int = 0
     expected_bytes: int = 0             # of the body, as it says
+    most_bytes: int = 0                 # that the body may have
     counted_bytes: int = 0              # of all of it, in flight
     held: OpenCall | None = None        # what counts them; once some are counted
     window_ends: float = 0.0            # of the current grace period, by time.monotonic()
@@ -302,7 +303,7 @@ class RequestReader:
         else:
             incoming.body = bytearray(incoming.body) + body
         incoming.body_bytes += len(body)
-        if incoming.body_bytes > incoming.expected_bytes:       # chunked
+        if incoming.body_bytes > incoming.most_bytes:           # chunked
             self._check_size(incoming.body_bytes)
 
     def on_message_complete(self) -> None:
@@ -343,6 +344,7 @@ class RequestReader:
         except MemoryLimitError as error:
             raise RefusedError(response_of(error)) from error
         incoming.is_headed, incoming.expected_bytes, incoming.awaited_secs = True, count, IDLE_SECS
+        incoming.most_bytes = self._limits.most_bytes(incoming.headers)
         incoming.window_ends = time.monotonic() + self._limits.body_grace_secs
 
     def _check_size(self, count: int) -> None:

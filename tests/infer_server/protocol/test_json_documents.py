@@ -11,9 +11,9 @@ import pytest
 
 from infer_server.errors import InvalidRequestError, MemoryLimitError, TooLargeError
 from infer_server.protocol import json_documents
-from infer_server.protocol.codec import DATATYPES
+from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.protocol.json_documents import read_inference, read_members
-from infer_server.protocol.json_tensors import read_array
+from infer_server.protocol.json_tensors import from_json, json_pieces, read_array, read_values
 from infer_server.protocol.json_values import JsonArray, Steps
 from infer_server.workers import at_once
 
@@ -139,3 +139,42 @@ def test_long_members_are_arrays_and_text() -> None:
     document = read(text, read_members)
     assert document["prompt"] == "a" * (2 << 20)
     assert plain(document["ids"]) == [1, 2] and plain(document["parameters"]) == {"more": [3.5]}
+
+
+RANDOM = np.random.default_rng(0)
+WORDS = ['a"\\][{', "é,", "\U0001f600", "", "\n" * 9]
+
+
+@pytest.mark.parametrize(("values", "datatype", "shape"), [
+    (RANDOM.standard_normal(20_000).tolist(), "FP32", (20_000,)),
+    (RANDOM.standard_normal((40, 50, 10)).tolist(), "FP64", (40, 50, 10)),
+    (RANDOM.integers(0, 255, (60, 60, 3)).tolist(), "UINT8", (60, 60, 3)),
+    ([[bool(i % 3)] for i in range(20_000)], "BOOL", (20_000, 1)),
+    ([WORDS] * 3000, "BYTES", (3000, 5)), ([["x" * 100_000], "y", 'z"\\' * 40_000], "BYTES", (3,)),
+    ([[[]] * 9000, []], "FP32", (0, 3)),
+], ids=["flat", "nested", "image", "booleans", "words", "long words", "empty"])
+@pytest.mark.parametrize("written", [{}, {"indent": 1}, {"ensure_ascii": False}], ids=["plain", "indented", "utf-8"])
+def test_long_values_are_those_that_json_reads(values: Any, datatype: str, shape: tuple[int, ...],
+                                               written: dict[str, Any]) -> None:
+    text = json.dumps({"inputs": [{"name": "x", "data": values}]}, **written).encode()
+    tensor = InputTensor("x", DATATYPES[datatype], shape)
+    array, expected = at_once(read_values(tensor, read(text)["inputs"][0]["data"], ignore)), from_json(tensor, values)
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("wrong", ["[1,[,2]]", "[1,[2,],3]", "[1,2,]", "[,1]", "[1 2]", "[1,,2]", "[[1]", '["a]',
+                                   "[1}]", "[1]]", "[01]", "[tru]", '["\\x"]', '["\n"]', "[1"])
+def test_invalid_json_is_refused_wherever_pieces_are_cut(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for piece in (1, 2, 3, 5, 64):
+        monkeypatch.setattr(json_documents, "_PIECE_BYTES", piece)
+        with pytest.raises(InvalidRequestError):
+            read(b'{"inputs": [{"data": ' + wrong.encode() + b"}]}")
+
+
+def test_long_outputs_are_written_as_short_ones_are() -> None:
+    words = np.array([b"a", "é".encode()] * 4500, object)
+    for array, datatype in ((RANDOM.standard_normal((100, 90)), "FP64"), (words, "BYTES")):
+        text = b"".join(json_pieces(array, datatype))
+        expected = [each.decode() for each in array] if datatype == "BYTES" else array.reshape(-1).tolist()
+        assert json.loads(text) == expected
