@@ -4,8 +4,9 @@
     ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError, UnopenedRegionError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
-    └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, MemoryLimitError,
-        NotServedError, ExecutionError, UnexplainedError, ExistsError, CancelledError
+    ├── MemoryLimitError ── TooLargeError
+    └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, NotServedError,
+        ExecutionError, UnexplainedError, ExistsError, CancelledError
 """
 from __future__ import annotations
 
@@ -69,6 +70,10 @@ class DeadlineExceededError(ServeError):
 
 class MemoryLimitError(ServeError):
     """The server holds as much of requests and answers as it may."""
+
+
+class TooLargeError(MemoryLimitError):
+    """The request is larger than any may be: to repeat it does not help."""
 
 
 class NotServedError(ServeError):

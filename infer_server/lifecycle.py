@@ -17,10 +17,12 @@ class Lifecycle:
     """Belongs to the event loop."""
 
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True,
-                 has_repository: Callable[[], bool] = lambda: True) -> None:
+                 has_repository: Callable[[], bool] = lambda: True,
+                 has_memory: Callable[[], bool] = lambda: True) -> None:
         """are_models_ready: asked once all models are loaded or have failed. has_repository: whether it could be read.
-        Their changes are told by changed()."""
+        has_memory: whether there is room for requests. Their changes are told by changed()."""
         self._are_models_ready, self._has_repository = are_models_ready, has_repository
+        self._has_memory = has_memory
         self.phase = ServerPhase.STARTING               # changed by enter()
         self._changed = asyncio.Event()
 
@@ -31,7 +33,7 @@ class Lifecycle:
 
     @property
     def ready(self) -> bool:
-        return self.phase is ServerPhase.READY and self.live and self._are_models_ready()
+        return self.phase is ServerPhase.READY and self.live and self._are_models_ready() and self._has_memory()
 
     def enter(self, phase: ServerPhase) -> None:
         self.phase = phase

@@ -7,9 +7,9 @@ import time
 
 import grpc
 
-from infer_server.endpoints.grpc.connections import disconnect, is_connected, stop_listening
+from infer_server.endpoints.grpc.connections import PartialMessages, disconnect, is_connected, stop_listening
 from infer_server.endpoints.grpc.fast import FastServer
-from infer_server.endpoints.http.connection import Handler
+from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.server import HttpServer, listen
 from infer_server.endpoints.tls import Tls
@@ -39,6 +39,7 @@ class Listeners:
         self._limits, self._shares_ports = limits, shares_ports
         self._grpc: grpc.aio.Server | FastServer | None = None
         self._grpc_port = 0
+        self._partial: PartialMessages | None = None
         self._http: list[HttpServer] = []
 
     async def listen_http(self, host: str, port: int, handle: Handler, tls: Tls | None = None) -> int:
@@ -63,6 +64,7 @@ class Listeners:
             raise OSError(f"cannot listen on {wanted}: the port is taken, or this machine has no such address"
                           ) from error
         self._grpc = server
+        self._partial = PartialMessages(self._grpc_port, self._limits.inflight)
         await server.start()
         return self._grpc_port
 
@@ -77,6 +79,8 @@ class Listeners:
         # gRPC goes last: what arrives meanwhile is refused with a status that tells clients to go elsewhere. A gRPC
         # server that stops would cancel the calls that it has not handed out yet: before it does, nobody is connected
         # any more.
+        if self._partial:
+            self._partial.close()
         if self._grpc_port:
             stop_listening(self._grpc_port)
         await self._refuse()

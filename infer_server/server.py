@@ -18,7 +18,7 @@ from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.aio import Behind
 from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.server import HEADER_PREFIX, GrpcSettings, create_server
-from infer_server.endpoints.http.connection import Handler
+from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.inflight import Inflight
@@ -89,6 +89,9 @@ class ServerOptions:
     max_message_bytes: int = 256 << 20         # over gRPC
     max_body_bytes: int = 256 << 20            # over HTTP
     max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
+    max_json_bytes: int = 64 << 20              # of the JSON of a request over HTTP
+    min_body_rate: int = 500                    # bytes per second of a request's body over HTTP; 0: any
+    body_grace_secs: float = 10.0               # that the rate is an average over
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
     workers: int = 1                            # processes that read and answer; 1: this one does
@@ -141,14 +144,16 @@ class Server:
                         custom_metrics=self._custom_metrics, memory=TensorMemory(
                             lambda size: self._inflight.lend(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
-                                   lambda: not self._without_repository())
+                                   lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
         self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
         self.repository = Repository(self._places, loader.load, options.config_name)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
-        self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight))
+        self._inflight.watch_spent(self.lifecycle.changed)
+        self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight, options.max_json_bytes,
+                                           options.min_body_rate, options.body_grace_secs))
         regions = Regions(options.allow_client_shm)
         self.log_settings = LogSettings()
         self._tracer = _tracer(options.tracing) if options.tracing else None
@@ -159,7 +164,8 @@ class Server:
                                     self.repository, self.log_settings, self._tracer or TraceFiles(TraceSettings())))
         log_of = AccessLog(options.access_log) if options.access_log else None
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
-        self._front = Front(inferences, self._inflight, regions, on_demand)
+        self._front = Front(inferences, self._inflight, regions, on_demand, options.max_message_bytes,
+                            options.max_json_bytes)
         front = GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect)
         self._is_fast = options.grpc_front == "fast" and options.grpc_tls is None
         self._has_fronts = options.workers > 1
@@ -263,7 +269,8 @@ class Server:
         return FrontSettings(
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
             options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
-            fast=self._is_fast, 
+            max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,
+            body_grace_secs=options.body_grace_secs, fast=self._is_fast,
             tells_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 

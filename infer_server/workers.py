@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 from infer_server.errors import RepositoryError
@@ -80,6 +80,39 @@ class Waits:
             self._awaited[name] -= Counter([other])
             if not self._awaited[name]:
                 del self._awaited[name]
+
+
+def at_once(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end, where its input is small. Returns or raises what it does."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+class StepRunner:
+    """Runs generators on the event loop, one step in each iteration of the loop.
+
+    A step takes a millisecond or two, so the loop answers other requests meanwhile. A thread would not do: a parser
+    written in C keeps the interpreter's lock until it returns. Generators that run at the same time take turns.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()             # FIFO
+
+    async def run(self, steps: Generator[None, None, T]) -> T:
+        """Run a generator to its end, and return or raise what it does."""
+        with closing(steps):
+            while True:
+                async with self._turn:
+                    try:
+                        next(steps)
+                    except StopIteration as stop:
+                        result: T = stop.value
+                        return result
+                    await asyncio.sleep(0)
 
 
 async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:

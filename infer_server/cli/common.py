@@ -103,6 +103,13 @@ def up_to(most: int) -> Callable[[str], int]:
     return read
 
 
+def natural(text: str) -> int:
+    """Read a whole number of at least 0, as an argparse type."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
+
+
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
     """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
     name, colon, extents = text.rpartition(":")

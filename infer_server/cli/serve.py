@@ -16,7 +16,7 @@ from typing import Any
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, describe_plan, load_plan
 from infer_server.cli.access import access_of, add_access, option_of
-from infer_server.cli.common import add_version, boolean, positive, seconds, up_to
+from infer_server.cli.common import add_version, boolean, natural, positive, seconds, up_to
 from infer_server.cli.triton_options import (
     add_triton_options,
     cache_bytes,
@@ -200,7 +200,9 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
         exit_timeout_secs=parsed.exit_timeout_secs, max_message_bytes=parsed.max_message_mib << 20,
         max_body_bytes=parsed.http_max_input_size or parsed.max_message_mib << 20,
-        max_inflight_bytes=parsed.max_inflight_mib << 20, send_timeout_secs=parsed.send_timeout_secs,
+        max_json_bytes=parsed.http_max_json_mib << 20, min_body_rate=parsed.min_body_rate,
+        body_grace_secs=parsed.body_grace_secs, max_inflight_bytes=parsed.max_inflight_mib << 20,
+        send_timeout_secs=parsed.send_timeout_secs,
         forwarded=forwarded_of(parsed), **ports_of(parsed), **access_of(parsed))
 
 
@@ -299,6 +301,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
                         help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
                              "time; requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
+    parser.add_argument("--http-max-json-mib", type=positive, default=64, metavar="N",
+                        help="largest JSON of a request over HTTP; tensors as bytes behind it do not count "
+                             "(default %(default)s)")
+    parser.add_argument("--min-body-rate", type=natural, default=500, metavar="N",
+                        help="bytes per second at which the body of a request over HTTP must arrive, on average over "
+                             "each --body-grace-secs; slower ones get 408; 0: any (default %(default)s)")
+    parser.add_argument("--body-grace-secs", type=seconds, default=10.0, metavar="S",
+                        help="the period of --min-body-rate (default %(default)s)")
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
                         help="how long a client may take to read an answer, before its connection is closed "
                              "(default %(default)s)")

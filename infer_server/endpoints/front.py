@@ -15,3 +15,5 @@ class Front:
     inflight: Inflight
     regions: Regions
     on_demand: OnDemand | None          # None: models are loaded before they are asked for
+    max_message_bytes: int = 256 << 20  # of a message over gRPC, also when it is decompressed
+    max_json_bytes: int = 64 << 20      # of the JSON of a request

@@ -2,6 +2,10 @@
 
 An answer is kept in memory until its client has taken it, and requests are taken meanwhile: clients that ask and do not
 read would fill the memory of the machine.
+
+Bytes of a request count when they have arrived, never when a client announces them. Requests of which a part has
+arrived may hold three quarters of the limit together. Nothing waits for memory: a request whose next bytes do not fit
+is refused, which frees what it holds, so partial requests cannot block each other, nor those that arrive whole.
 """
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from typing import Protocol
 from infer_server.errors import MemoryLimitError
 from infer_server.lookout import Lookout
 from infer_server.process import resident_bytes, trim
-from infer_server.workers import in_daemon_thread, wait_until
+from infer_server.workers import StepRunner, in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,7 @@ _MUCH_BYTES = 64 << 20          # worth being given back to the system ...
 LITTLE_BYTES = 1 << 20         # ... once no more than this is held, ...
 _QUIET_SECS = 1.0               # ... for so long
 _LOOKING_SECS = 20.0            # between two looks at what is left by messages that no call came of
+_SPENT_SHARE = 15 / 16          # of the limit: a server that holds more is not ready
 
 
 class Client(Protocol):
@@ -42,6 +47,7 @@ class OpenCall:
     client: Client | None           # None: it has ended
     held_bytes: int = 0
     expected_bytes: int = 0         # of them: of its answer
+    partial_bytes: int = 0          # of them: of a request that has not arrived completely
     timer: asyncio.TimerHandle | None = None
 
 
@@ -49,7 +55,9 @@ class Inflight:
     """Belongs to the event loop."""
 
     def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        self.max_partial_bytes = max_bytes - max_bytes // 4
+        self.steps = StepRunner()               # decodes large requests without blocking the event loop
         self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
         self._lookout = Lookout(self._loop)
@@ -61,6 +69,19 @@ class Inflight:
         self._least_bytes = resident_bytes()    # of the process, since then
         self._loop.call_later(_LOOKING_SECS, self._look)
         self.held_bytes = 0
+        self.partial_bytes = 0                  # of them: of requests that have not arrived completely
+        self.on_message: Callable[[Client, int], None] | None = None        # told of what begin() is given
+        self._is_spent = False
+        self._spent_changed: Callable[[], None] = lambda: None
+
+    @property
+    def is_spent(self) -> bool:
+        """True if so much is held that the next requests will be refused."""
+        return self.held_bytes > _SPENT_SHARE * self.max_bytes
+
+    def watch_spent(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called whenever `is_spent` changes."""
+        self._spent_changed = changed
 
     async def wait_sent(self, timeout_secs: float) -> None:
         """Waits until the calls that are open now have ended and their answers are sent, at most `timeout_secs`."""
@@ -70,6 +91,8 @@ class Inflight:
     def begin(self, client: Client, request_bytes: int) -> OpenCall:
         """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
         call = OpenCall(client)
+        if self.on_message:
+            self.on_message(client, request_bytes)
         self.hold(call, request_bytes)
         self._open(call)
         return call
@@ -79,6 +102,28 @@ class Inflight:
         call = OpenCall(client)
         self._open(call)
         return call
+
+    def check_room(self, count: int) -> None:
+        """Raise MemoryLimitError if a request of `count` bytes that is about to arrive would be refused now."""
+        if self.held_bytes + count > self.max_bytes:
+            self._look_at_transports()
+        if self.held_bytes + count > self.max_bytes:
+            raise self._no_room(count)
+
+    def receive(self, call: OpenCall, count: int) -> None:
+        """Count bytes that have arrived of a request that is not complete. Raises MemoryLimitError."""
+        if self.partial_bytes + count > self.max_partial_bytes:
+            raise MemoryLimitError(
+                f"requests that have not arrived completely hold {self.partial_bytes >> 20} MiB of the "
+                f"{self.max_partial_bytes >> 20} MiB that they may hold; retry later, or raise --max-inflight-mib")
+        self.hold(call, count)
+        call.partial_bytes += count
+        self.partial_bytes += count
+
+    def complete(self, call: OpenCall) -> None:
+        """To be called when a request counted by receive() has arrived completely."""
+        self.partial_bytes -= call.partial_bytes
+        call.partial_bytes = 0
 
     def _open(self, call: OpenCall) -> None:
         if not self._calls:
@@ -115,14 +160,17 @@ class Inflight:
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
-        if self.held_bytes + count > self._max_bytes:
-            for look in self._looks:
-                look()
-        if self.held_bytes + count > self._max_bytes:
-            raise MemoryLimitError(
-                f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
-                f"more would exceed its {self._max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
+        self.check_room(count)
         self._count(call, count)
+
+    def _look_at_transports(self) -> None:
+        for look in self._looks:
+            look()
+
+    def _no_room(self, count: int) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
+            f"more would exceed its {self.max_bytes >> 20} MiB; retry later, or raise --max-inflight-mib")
 
     def _count(self, call: OpenCall, count: int) -> None:
         """Counts bytes that are held already."""
@@ -130,6 +178,12 @@ class Inflight:
         self.held_bytes += count
         if self.held_bytes > self._peak_bytes:
             self._peak_bytes = self.held_bytes
+        if self.is_spent != self._is_spent:
+            self._tell_spent()
+
+    def _tell_spent(self) -> None:
+        self._is_spent = self.is_spent
+        self._spent_changed()
 
     def look_before_refusing(self, look: Callable[[], None]) -> None:
         """Has a transport say what is unread (count_unread) before a call is refused for it."""
@@ -142,6 +196,8 @@ class Inflight:
         if count:
             self._unread[transport] = count
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        if self.is_spent != self._is_spent:
+            self._tell_spent()
         self._trim_soon()
 
     def end(self, call: OpenCall) -> None:
@@ -150,8 +206,11 @@ class Inflight:
             del self._calls[call]
             if not self._calls:
                 self._lookout.idle()
+        self.complete(call)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
+        if self._is_spent and not self.is_spent:
+            self._tell_spent()
         call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from infer_server.endpoints.grpc.calls import Answer, InferCalls
 from infer_server.endpoints.grpc.infer import GrpcFront
-from infer_server.endpoints.http.connection import Exchange, Handler
+from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
 from infer_server.endpoints.inflight import LITTLE_BYTES, OpenCall
 from infer_server.endpoints.restrictions import Restrictions

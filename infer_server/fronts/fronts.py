@@ -16,7 +16,7 @@ from pathlib import Path
 
 from infer_server.endpoints.grpc.aio import Behind
 from infer_server.endpoints.grpc.infer import GrpcFront
-from infer_server.endpoints.http.connection import Handler
+from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import RepositoryError
 from infer_server.fronts.engine_end import EngineEnd

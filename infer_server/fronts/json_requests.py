@@ -6,36 +6,46 @@ came, so that what is said of it is said in one place.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from infer_server.endpoints.http.messages import HttpRequest, parsed
-from infer_server.errors import InvalidRequestError
+from infer_server.endpoints.http.messages import HttpRequest
+from infer_server.errors import InvalidRequestError, TooLargeError
+from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
+from infer_server.protocol.json_values import JsonArray, Steps, parsed
 
 _WORTHWHILE_BYTES = 2 << 10         # less is read as quickly as what it would become
+_MOST_INPUTS = 64                   # of a request that is read here
 _LENGTH = "inference-header-content-length"
+_NO_REQUEST = (InvalidRequestError, TooLargeError, KeyError, TypeError, ValueError, AttributeError)
 
 
-def with_bytes(request: HttpRequest) -> HttpRequest:
-    """The same inference, its inputs as bytes behind the JSON if they were within it."""
-    if (len(request.body) < _WORTHWHILE_BYTES or _LENGTH in request.headers or request.method != "POST"
-            or not request.path.endswith("/infer")):
-        return request
+def is_worthwhile(request: HttpRequest) -> bool:
+    """True for an inference whose tensors are within its JSON, unless it is small."""
+    return (len(request.body) >= _WORTHWHILE_BYTES and _LENGTH not in request.headers and request.method == "POST"
+            and request.path.endswith("/infer"))
+
+
+def with_bytes(request: HttpRequest, hold: Callable[[int], None]) -> Steps[HttpRequest]:
+    """Return an inference with its inputs as bytes behind the JSON. hold: counts their bytes; may raise."""
+    body = request.body
     try:
-        head, pieces = _apart(parsed(request.body))
-    except (InvalidRequestError, KeyError, TypeError, ValueError, AttributeError):      # no such request
+        head, pieces = yield from _apart((yield from read_inference(body, len(body), hold)) if len(body) > LARGE_BYTES
+                                         else parsed(body), hold)
+    except _NO_REQUEST:
         return request
     text = json.dumps(head).encode()
     return request._replace(body=b"".join((text, *pieces)),
                             headers={**request.headers, _LENGTH: str(len(text))})
 
 
-def _apart(head: Any) -> tuple[dict[str, Any], list[memoryview]]:
-    """A request with its inputs' sizes in the places of their values, and the values."""
+def _apart(head: Any, hold: Callable[[int], None]) -> Steps[tuple[dict[str, Any], list[memoryview]]]:
+    """Return a request with its inputs' sizes in the places of their values, and the values."""
     from infer_server.protocol.codec import declared_inputs, encode_raw  # here: other fronts do without numpy
-    from infer_server.protocol.json_tensors import from_json
+    from infer_server.protocol.json_tensors import from_json, read_values
     given = head["inputs"]
-    if any(type(extent) is not int for each in given for extent in each["shape"]):
+    if len(given) > _MOST_INPUTS or any(type(extent) is not int for each in given for extent in each["shape"]):
         raise TypeError("a shape is no list of integers")
     tensors = declared_inputs(SimpleNamespace(name=each["name"], datatype=each["datatype"], shape=each["shape"])
                               for each in given)
@@ -44,7 +54,9 @@ def _apart(head: Any) -> tuple[dict[str, Any], list[memoryview]]:
         others = {} if each.get("parameters") is None else each["parameters"]
         if others.keys() & {"binary_data_size", "shared_memory_region"}:
             raise ValueError("its values are elsewhere")
-        pieces.append(encode_raw(from_json(tensor, each["data"]), tensor.datatype))
+        data = each["data"]
+        array = (yield from read_values(tensor, data, hold)) if isinstance(data, JsonArray) else from_json(tensor, data)
+        pieces.append(encode_raw(array, tensor.datatype))
         inputs.append({**{name: value for name, value in each.items() if name != "data"},
                        "parameters": {**others, "binary_data_size": pieces[-1].nbytes}})
     return {**head, "inputs": inputs}, pieces

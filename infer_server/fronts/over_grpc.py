@@ -14,10 +14,11 @@ import grpc
 
 import protos
 from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.outbox import Outbox
 from infer_server.endpoints.inflight import Inflight, OpenCall
-from infer_server.errors import MemoryLimitError
+from infer_server.errors import ServeError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
@@ -78,6 +79,7 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
     def __init__(self, end: FrontEnd, inflight: HeldElsewhere, listeners: Listeners, settings: FrontSettings) -> None:
         self._end, self._inflight, self._listeners = end, inflight, listeners
         self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
+        self._most_bytes = settings.max_message_bytes
         self._channel = grpc.aio.insecure_channel(f"unix:{settings.others}", options=[
             ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
         self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
@@ -97,17 +99,18 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
             return await self._answer(data, context)
         except StatusError as error:
             code, details = error.args
-        except MemoryLimitError as error:
+        except ServeError as error:
             code, details = described(error, context.peer())
         del data                                # gRPC keeps what abort() raises, and with it this frame
         await context.abort(code, details)
         raise AssertionError("abort() returned")
 
     async def _answer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Raises MemoryLimitError, StatusError."""
+        """Raises MemoryLimitError, InvalidRequestError, StatusError."""
         received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
         held = self._inflight.begin(Client(context, self._listeners.disconnect), len(data))
         context.add_done_callback(lambda _: self._inflight.end(held))
+        data = await plain(data, self._most_bytes, self._inflight, held)
         number = self._end.next_number()
         response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._awaited[number] = response, held

@@ -6,12 +6,14 @@ from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any
 
-from infer_server.endpoints.http.connection import Exchange
+from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
-from infer_server.fronts.json_requests import with_bytes
+from infer_server.fronts.json_requests import is_worthwhile, with_bytes
 from infer_server.fronts.link import Frame
+from infer_server.protocol.json_documents import LARGE_BYTES
+from infer_server.workers import at_once
 
 _KEPT = 1024                    # of what is said beside bodies: clients repeat themselves
 
@@ -24,7 +26,22 @@ class HttpCalls:
         self._exchanges: dict[int, Exchange] = {}           # that are not answered
 
     def __call__(self, exchange: Exchange) -> None:
-        number, request, client = self._end.next_number(), with_bytes(exchange.request), exchange.held.client
+        if len(exchange.request.body) > LARGE_BYTES and is_worthwhile(exchange.request):
+            exchange.answer_later(self._convert(exchange))
+            return
+        if is_worthwhile(exchange.request):
+            exchange.request = at_once(with_bytes(exchange.request, partial(self._inflight.hold, exchange.held)))
+        self._send(exchange)
+
+    async def _convert(self, exchange: Exchange) -> None:
+        """Reads the tensors of an inference, and hands it on."""
+        hold = partial(self._inflight.hold, exchange.held)
+        exchange.request = await self._inflight.steps.run(exchange.while_present(with_bytes(exchange.request, hold)))
+        if not exchange.gone:
+            self._send(exchange)
+
+    def _send(self, exchange: Exchange) -> None:
+        number, request, client = self._end.next_number(), exchange.request, exchange.held.client
         self._exchanges[number] = exchange
         exchange.left = partial(self._leave, number)
         self._end.send(link.HTTP, number, request.body, about=_about(request),

@@ -63,7 +63,8 @@ class Front:
         logging.basicConfig(level=settings.log_level, handlers=[ToLink(self.end, asyncio.get_running_loop())],
                             format="%(message)s")           # the engines' process adds the time and the level
         inflight = HeldElsewhere(settings.max_inflight_bytes, settings.send_timeout_secs, self.end)
-        self._listeners = Listeners(Limits(settings.max_body_bytes, inflight), shares_ports=True)
+        self._listeners = Listeners(Limits(settings.max_body_bytes, inflight, settings.max_json_bytes,
+                                           settings.min_body_rate, settings.body_grace_secs), shares_ports=True)
         try:
             if door := settings.http:
                 self.end.exchanges = calls = HttpCalls(self.end, inflight)

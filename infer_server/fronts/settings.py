@@ -24,6 +24,9 @@ class FrontSettings:
     max_body_bytes: int                 # over HTTP
     max_inflight_bytes: int
     send_timeout_secs: float
+    max_json_bytes: int = 64 << 20
+    min_body_rate: int = 500            # see Limits
+    body_grace_secs: float = 10.0
     fast: bool = False                  # ModelInfer on pygrpc-native
     tells_metadata: bool = False        # the engines' process asks for what comes beside messages over gRPC
     reflection: bool = False            # which is served where all but ModelInfer is

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError, MalformedMessageError
-from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed
+from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed, byte_strings
 from protos import inference, model_config
 
 MAX_RANK = 32               # of a tensor
@@ -247,6 +247,10 @@ def _from_contents(tensor: InputTensor, contents: inference.InferTensorContents)
 def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
     datatype = tensor.datatype
     _check_fields(tensor, [packed.field])
+    if datatype.name == "BYTES":
+        elements = byte_strings(packed.values, math.prod(tensor.shape))
+        _check_count(tensor, len(elements))
+        return shaped(tensor, object_array(elements))
     if datatype.array.kind == "f":
         found, rest = divmod(packed.values.nbytes, datatype.array.itemsize)
         if rest:
@@ -303,11 +307,16 @@ def _check_count(tensor: InputTensor, found: int) -> None:
 
 
 def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
-    """Integers in the datatype of a tensor. Raises InvalidRequestError if one does not fit."""
-    datatype, limits = tensor.datatype, np.iinfo(tensor.datatype.array)
+    """Integers in the datatype and shape of a tensor. Raises InvalidRequestError if one does not fit."""
+    return shaped(tensor, narrow(tensor.datatype, str(tensor), array))
+
+
+def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Convert integers to a datatype. what: describes the tensor. Raises InvalidRequestError if one does not fit."""
+    limits = np.iinfo(datatype.array)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise InvalidRequestError(f"{tensor}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
-    return shaped(tensor, array.astype(datatype.array))
+        raise InvalidRequestError(f"{what}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
+    return array.astype(datatype.array)
 
 
 def object_array(values: Sequence[bytes]) -> NDArray[Any]:

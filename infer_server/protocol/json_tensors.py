@@ -1,43 +1,114 @@
 """Tensors as JSON <-> ndarrays."""
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.codec import InputTensor, narrowed, object_array, shaped
+from infer_server.protocol.codec import Datatype, InputTensor, narrow, object_array, shaped
+from infer_server.protocol.json_values import JsonArray, Steps, flat
 
-NO_JSON = ("FP16", "BF16")                         # datatypes
-_DEEPEST = 100                                     # lists within lists; as deep as Triton reads, of whatever rank
+NO_JSON = ("FP16", "BF16")      # datatypes
+MANY = 2048                     # elements that are written as JSON at a time, in about a millisecond
+_OBJECT_BYTES = 41              # of a BYTES element beside its text: its object and the pointer to it
+_KINDS = {"i": int, "u": int, "f": float, "b": bool}       # of the chunks of a JsonArray
 
 
 def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
     """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
-    datatype = tensor.datatype
-    if datatype.name in NO_JSON:
-        raise InvalidRequestError(f"receiving {datatype.name} data via JSON is not supported. Please use the binary "
-                                  f"data format for input {tensor.name}")
+    check_json(tensor.datatype, tensor.name)
     if not isinstance(data, list):
         raise InvalidRequestError(f"Unable to parse 'data' of {tensor}: it is missing, or no list")
-    values, found = _flat(data)
-    count = math.prod(tensor.shape)
-    if len(values) != count:
-        raise InvalidRequestError("Unable to parse 'data': Shape does not match true shape of 'data' field: expected "
-                                  f"{count} values for {tensor}, got {len(values)}")
+    values = flat(data)
+    _check_count(tensor, len(values))
+    return shaped(tensor, _array(tensor.datatype, str(tensor), values))
+
+
+def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None]) -> Steps[NDArray[Any]]:
+    """Convert the values of a tensor in steps. Errors are those of from_json; hold: see read_array."""
+    array = yield from read_array(tensor.datatype, tensor.name, str(tensor), data, hold, math.prod(tensor.shape))
+    _check_count(tensor, len(array))
+    return shaped(tensor, array)
+
+
+def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: Callable[[int], None],
+               most: int | None = None) -> Steps[NDArray[Any]]:
+    """Convert the values of a long array into a flat ndarray, which empties the long array.
+
+    Parameters
+    ----------
+    datatype, name : Datatype, str
+        Of the tensor; `what` describes it in errors.
+    hold : callable
+        Counts the bytes of the result before they are allocated; may raise.
+    most : int, optional
+        The number of values that the tensor has.
+
+    Raises
+    ------
+    InvalidRequestError
+        There are more values, or values that are not of the datatype.
+    """
+    check_json(datatype, name)
+    if most is not None and data.count > most:
+        raise _wrong_count(most, what, str(data.count))
+    hold(data.count * datatype.array.itemsize)
+    array, size = np.empty(data.count, datatype.array), 0
+    for chunk in data.take_chunks():
+        part = _array(datatype, what, chunk)
+        if datatype.name == "BYTES":
+            hold(sum(map(len, part)) + _OBJECT_BYTES * len(part))
+        array[size:size + len(part)] = part
+        size += len(part)
+        yield
+    return array
+
+
+def check_json(datatype: Datatype, name: str) -> None:
+    """Raises InvalidRequestError: no JSON has tensors of this datatype."""
+    if datatype.name in NO_JSON:
+        raise InvalidRequestError(f"receiving {datatype.name} data via JSON is not supported. Please use the binary "
+                                  f"data format for input {name}")
+
+
+def _check_count(tensor: InputTensor, found: int) -> None:
+    if found != (count := math.prod(tensor.shape)):
+        raise _wrong_count(count, str(tensor), str(found))
+
+
+def _wrong_count(count: int, what: str, found: str) -> InvalidRequestError:
+    return InvalidRequestError("Unable to parse 'data': Shape does not match true shape of 'data' field: expected "
+                               f"{count} values for {what}, got {found}")
+
+
+def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Convert values into a flat array. Raises InvalidRequestError for values that are not of the datatype."""
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
-    if others := found - kinds.get(datatype.array.kind, {int}):
-        raise InvalidRequestError(f"{tensor}: a {others.pop().__name__} in 'data' is no {datatype.name}")
+    types = {_KINDS[values.dtype.kind]} if isinstance(values, np.ndarray) else set(map(type, values))
+    if others := types - kinds.get(datatype.array.kind, {int}):
+        raise InvalidRequestError(f"{what}: a {others.pop().__name__} in 'data' is no {datatype.name}")
     if datatype.name == "BYTES":
-        return shaped(tensor, object_array([value.encode() for value in values]))
+        return object_array([value.encode() for value in values])
     try:
         if datatype.array.kind in "iu":
-            return narrowed(tensor, np.array(values, np.uint64 if datatype.name == "UINT64" else np.int64))
-        return shaped(tensor, np.array(values, datatype.array))
+            return narrow(datatype, what, _integers(datatype, values))
+        return np.asarray(values, datatype.array)
     except OverflowError as error:
-        raise InvalidRequestError(f"{tensor}: a value is outside of what {datatype.name} holds") from error
+        raise InvalidRequestError(f"{what}: a value is outside of what {datatype.name} holds") from error
+
+
+def _integers(datatype: Datatype, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Return integers as uint64 for UINT64, else as int64. Raises OverflowError for values outside of that."""
+    widest = np.dtype(np.uint64 if datatype.name == "UINT64" else np.int64)
+    if isinstance(values, np.ndarray) and values.dtype != widest and (
+            int(values.max()) > np.iinfo(widest).max or int(values.min()) < np.iinfo(widest).min):
+        raise OverflowError
+    return np.asarray(values, widest)
 
 
 def to_json(array: NDArray[Any], datatype: str, errors: str = "strict") -> list[Any]:
@@ -53,16 +124,11 @@ def to_json(array: NDArray[Any], datatype: str, errors: str = "strict") -> list[
     return values
 
 
-def flat(data: list[Any]) -> list[Any]:
-    """A nested list as one. Raises InvalidRequestError: it is nested too deeply."""
-    return _flat(data)[0]
-
-
-def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
-    """The same, and the types of its elements."""
-    for _ in range(_DEEPEST):
-        types = set(map(type, data))            # the quickest look at all of a list
-        if list not in types:
-            return data, types
-        data = [inner for value in data for inner in (value if isinstance(value, list) else (value,))]
-    raise InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({_DEEPEST})")
+def json_pieces(array: NDArray[Any], datatype: str, errors: str = "strict") -> Iterator[bytes]:
+    """Iterate over the text of to_json's list, so that no piece of it keeps the interpreter for long."""
+    elements = array.reshape(-1)
+    yield b"["
+    for begin in range(0, elements.size, MANY):
+        text = json.dumps(to_json(elements[begin:begin + MANY], datatype, errors), separators=(",", ":")).encode()
+        yield (b"," if begin else b"") + text[1:-1]
+    yield b"]"

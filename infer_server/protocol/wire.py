@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from infer_server.errors import MalformedMessageError
+from infer_server.errors import MalformedMessageError, TooLargeError
 from infer_server.protocol.parameters import Reference, from_messages, references_of
 from protos import inference
 
@@ -33,13 +33,16 @@ _PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag 
                   for field in inference.InferTensorContents.DESCRIPTOR.fields if field.name != "bytes_contents"}
 _MANY_BYTES = 4096          # of an input; with fewer, protobuf's parser is as fast
 MAX_VARINT_BYTES = 10
+_BYTES_CONTENTS = inference.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_MOST_HEADER_BYTES = 256 << 10      # of what a message says beside its tensors: protobuf makes 20 times as much of it
 _MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
 KEPT_FORMS, KEPT_BYTES = 1024, 2048         # that are kept, and the most that the header, or the JSON, of one may have
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The values of an InferTensorContents that holds nothing else than one packed field, as they were received."""
+    """The values of an InferTensorContents that holds nothing else than one packed field, or byte strings, as they were
+    received: the latter each with its tag and length."""
     field: str                              # "fp32_contents"
     values: memoryview
 
@@ -155,6 +158,10 @@ def _last_of(size: int) -> list[_Layout]:
 
 
 def _form(header: bytes) -> Form:
+    """Raises DecodeError, TooLargeError."""
+    if len(header) > _MOST_HEADER_BYTES:
+        raise TooLargeError(f"the request has {len(header)} bytes beside the contents of its tensors, and may have "
+                            f"{_MOST_HEADER_BYTES}: send these in raw_input_contents, or as packed values")
     return _kept_form(header) if len(header) <= KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
 
 
@@ -197,8 +204,11 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
     protobuf reads every form: several contents, unpacked values, or fields that are not numbers.
     """
     found: tuple[int, int, int, int] | None = None          # where the field is, where what it holds is
-    position = begin
+    position, fields = begin, 0
     while position < end:
+        fields += 1
+        if fields > _MAX_FIELDS:
+            return None
         tag, value = _varint(data, position)
         if tag & 7 == _LENGTH_DELIMITED:
             length, start = _varint(data, value)
@@ -215,11 +225,28 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
     if not found or found[2] == found[3]:
         return None
     field_at, field_end, start, stop = found
+    rest = bytes(view[begin:field_at]) + bytes(view[field_end:end])
     tag, value = _varint(data, start)
+    if tag == _BYTES_CONTENTS:
+        return Packed("bytes_contents", view[start:stop]), rest
     length, first = _varint(data, value) if tag in _PACKED_FIELDS else (0, 0)
     if first + length != stop:
         return None
-    return Packed(_PACKED_FIELDS[tag], view[first:stop]), bytes(view[begin:field_at]) + bytes(view[field_end:end])
+    return Packed(_PACKED_FIELDS[tag], view[first:stop]), rest
+
+
+def byte_strings(values: memoryview, most: int) -> list[bytes]:
+    """Return the elements of Packed byte strings; no more than one beyond `most`. Raises MalformedMessageError."""
+    data, found, position = bytes(values), list[bytes](), 0
+    while position < len(data) and len(found) <= most:
+        if data[position] != _BYTES_CONTENTS:
+            raise _malformed("contents of several kinds in one input")
+        length, begin = _varint(data, position + 1)
+        position = begin + length
+        if position > len(data):
+            raise _malformed("an element of bytes_contents ends after its tensor")
+        found.append(data[begin:position])
+    return found
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

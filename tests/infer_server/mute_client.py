@@ -26,22 +26,23 @@ class MuteClient:
         self._windows: dict[int, int] = {}
         self._stream = -1
 
-    def ask(self, path: str, message: bytes, **headers: str) -> None:
-        """Sends a request on a stream of its own. grpc_timeout="300m" is the header grpc-timeout."""
+    def ask(self, path: str, message: bytes, announced: int = 0, **headers: str) -> None:
+        """Sends a request on a stream of its own. grpc_timeout="300m" is the header grpc-timeout. announced: the length
+        of a message of which this is the beginning."""
         self._stream += 2
         self._windows[self._stream] = 0
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers",
                   "content-type": "application/grpc"}
         fields |= {name.replace("_", "-"): text for name, text in headers.items()}
         self._send(_frame(_HEADERS, _END_HEADERS, self._stream, b"".join(_literal(*field) for field in fields.items())))
-        left = memoryview(b"\0" + struct.pack(">I", len(message)) + message)
+        left = memoryview(b"\0" + struct.pack(">I", announced or len(message)) + message)
         while left:
             room = min(self._connection_window, self._stream_window + self._windows[self._stream], _FRAME_BYTES)
             if room <= 0:
                 self.read_frame()
                 continue
             piece, left = left[:room], left[room:]
-            self._send(_frame(_DATA, 0 if left else _END_STREAM, self._stream, piece))
+            self._send(_frame(_DATA, 0 if left or announced else _END_STREAM, self._stream, piece))
             self._connection_window -= len(piece)
             self._windows[self._stream] -= len(piece)
 

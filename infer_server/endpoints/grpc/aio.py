@@ -23,6 +23,7 @@ def aio_server(max_message_bytes: int, channel: Mapping[str, int], shares_port: 
     return grpc.aio.server(options=[
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.per_message_decompression", 0),      # it has no limit: see compression
         ("grpc.so_reuseport", int(shares_port)),    # a second server on the port is a mistake, not a share of the load
         *channel.items(),
     ])

@@ -6,6 +6,8 @@ gets UNAVAILABLE, and asks another server.
 """
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import struct
@@ -13,9 +15,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import unquote
 
+from infer_server.endpoints.inflight import Client, Inflight
+from infer_server.process import resident_bytes
+
+log = logging.getLogger(__name__)
+
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
 _TCP_INFO = 11                      # <linux/tcp.h>; where it means something else, it is too short
 _BYTES_ACKED = struct.Struct("=120xQ")      # the field tcpi_bytes_acked of struct tcp_info
+_BYTES_RECEIVED = struct.Struct("=128xQ")   # and tcpi_bytes_received
+_LOOKING_SECS = 0.25
+_LOOKS = 20                                 # at what is received, before memory is taken for something else's
+_TRACKED_SHARE = 1 / 8                      # of the limit of bytes in flight, of memory that nothing explains
+_HELD_SHARE = 3 / 4                         # that messages on their way may hold
+_CALL_BYTES = 300                           # of headers and frames beside a message
 
 
 def stop_listening(port: int) -> None:
@@ -41,6 +54,75 @@ def disconnect(port: int, peer: str = "") -> None:
 def is_connected(port: int) -> bool:
     """Whether anybody is connected to a port of this process."""
     return any(not _listens(end) for _, end in _sockets(port))
+
+
+class PartialMessages:
+    """Ends connections whose unfinished messages hold too much memory.
+
+    gRPC's core keeps a message until it is complete, and tells nobody: a client that announces 200 MB on each of many
+    streams fills the memory of the machine. So the bytes that a connection has received are compared with those of the
+    messages that came of it, as soon as the process has more memory than requests and models explain. Where they exceed
+    three quarters of the limit of bytes in flight together, the connections with the most are ended. Belongs to the
+    event loop.
+    """
+
+    def __init__(self, port: int, inflight: Inflight) -> None:
+        self._port, self._inflight = port, inflight
+        self._loop = asyncio.get_running_loop()
+        self._floor_bytes = resident_bytes()            # of the process, as far as it is explained
+        self._received: dict[str, int] = {}             # by peer, when it was looked at last; {}: not tracked
+        self._pending: dict[str, int] = {}              # received since tracking began, and not delivered
+        self._looks = 0                                 # since then
+        self._looking = self._loop.call_later(_LOOKING_SECS, self._look)
+
+    def close(self) -> None:
+        self._looking.cancel()
+        self._inflight.on_message = None
+
+    def delivered(self, client: Client, count: int) -> None:
+        """To be called when a message of `count` bytes is complete."""
+        peer = unquote(client.peer())
+        if peer in self._pending:
+            self._pending[peer] -= count + _CALL_BYTES
+
+    def _look(self) -> None:
+        self._looking = self._loop.call_later(_LOOKING_SECS, self._look)
+        most, unexplained = self._inflight.max_bytes, resident_bytes() - self._inflight.held_bytes
+        self._floor_bytes = min(self._floor_bytes, unexplained)
+        if unexplained - self._floor_bytes < _TRACKED_SHARE * most:
+            self._received, self._pending, self._inflight.on_message, self._looks = {}, {}, None, 0
+            return
+        self._track()
+        self._looks += 1
+        left = sum(self._pending.values())
+        if left <= _HELD_SHARE * most:
+            if self._looks >= _LOOKS and left < _TRACKED_SHARE * most:
+                self._floor_bytes = unexplained         # it is something else's: a model was loaded
+            return
+        for peer in sorted(self._pending, key=self._pending.__getitem__, reverse=True):
+            if left <= _HELD_SHARE * most:
+                break
+            left -= self._pending.pop(peer)
+            log.warning("%s has sent %d MiB of messages that are not complete: its connection is closed", peer,
+                        self._received[peer] >> 20)
+            disconnect(self._port, peer)
+
+    def _track(self) -> None:
+        received = dict(_received_bytes(self._port))
+        for peer, count in received.items():
+            before = self._received.get(peer, count if not self._received else 0)
+            self._pending[peer] = max(0, self._pending.get(peer, 0) + count - before)
+        self._pending = {peer: count for peer, count in self._pending.items() if peer in received}
+        self._received, self._inflight.on_message = received, self.delivered
+
+
+def _received_bytes(port: int) -> Iterator[tuple[str, int]]:
+    """The connections to a port, by their peers, and the bytes that each has received since it began."""
+    for _, end in _sockets(port):
+        with suppress(OSError, struct.error):
+            if not _listens(end):
+                info = end.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_RECEIVED.size)
+                yield _peer(end), _BYTES_RECEIVED.unpack(info)[0]
 
 
 class Connections:

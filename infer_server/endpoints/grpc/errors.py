@@ -10,7 +10,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from infer_server import errors
-from infer_server.errors import MalformedMessageError, ServeError
+from infer_server.endpoints.grpc.compression import plain_control
+from infer_server.errors import MalformedMessageError, ServeError, TooLargeError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +38,7 @@ _STATUS: dict[type[ServeError], grpc.StatusCode] = {
     errors.RepositoryError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
+_MOST_REQUEST_BYTES = 256 << 10         # of a message that is no inference: protobuf makes 20 times as much of it
 _MOST_BYTES = 6000              # of a status, in metadata of 8 KiB
 
 
@@ -45,9 +47,13 @@ def status_of(error: ServeError) -> grpc.StatusCode:
     return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
 
 
-def parsed(message: type[Request], data: bytes) -> Request:
-    """A message from its bytes. Raises MalformedMessageError."""
+def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_BYTES) -> Request:
+    """A message from its bytes, which may be compressed. Raises MalformedMessageError, InvalidRequestError and
+    MemoryLimitError."""
     try:
+        data = plain_control(data)
+        if len(data) > most_bytes:
+            raise TooLargeError(f"a {message.DESCRIPTOR.name} of {len(data)} bytes; it may have {most_bytes}")
         return message.FromString(data)
     except DecodeError as error:
         raise MalformedMessageError(f"not a {message.DESCRIPTOR.name}: {error}") from error

@@ -13,6 +13,7 @@ import grpc
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
@@ -24,7 +25,7 @@ from infer_server.serving import Call, Served
 from protos import inference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GrpcFront(Front):
     disconnect: Callable[[str], None]       # ends the connection of a peer as gRPC names it
 
@@ -35,6 +36,7 @@ async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront
     inflight = front.inflight
     held = inflight.begin(Client(context, front.disconnect), len(data))
     context.add_done_callback(lambda _: inflight.end(held))
+    data = await plain(data, front.max_message_bytes, inflight, held)
     call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
     if front.on_demand:
         await front.on_demand.load(call.model)

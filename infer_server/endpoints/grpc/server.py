@@ -54,6 +54,7 @@ def _restricted(call: Call, category: str, restrictions: Restrictions) -> Call:
     return checked
 
 
+_ANY_BYTES = 1 << 31        # of a model to be loaded, with its files
 HEADER_PREFIX = "triton-grpc-protocol-"        # of headers with secrets
 
 
@@ -82,7 +83,9 @@ def create_server(service: Service, front: GrpcFront, lifecycle: Lifecycle,
 
 
 def _served(method: protos.Method, call: Callable[[Any], Awaitable[Message]]) -> Call:
+    limit = (_ANY_BYTES,) if method.name == "RepositoryModelLoad" else ()
+
     async def serve(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
-        return (await call(parsed(method.request, data))).SerializeToString()
+        return (await call(parsed(method.request, data, *limit))).SerializeToString()
 
     return serve

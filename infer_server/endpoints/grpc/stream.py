@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
@@ -85,7 +86,7 @@ class _Stream:
         while (data := await self.context.read()) is not grpc.aio.EOF:
             answer = _Answer(self)
             self._unanswered.append(answer)
-            answer.take(data)
+            await answer.take(data)
             while len(self._unanswered) + len(self._unsent) >= _MOST_AT_A_TIME:
                 self._room.clear()
                 await self._room.wait()
@@ -195,11 +196,12 @@ class _Answer:
         self.complete = False
         self._said_last = False                         # the last response did, that it is
 
-    def take(self, data: bytes) -> None:
+    async def take(self, data: bytes) -> None:
         """Submits a serialised ModelInferRequest."""
         front, received_ns = self._stream.front, time.monotonic_ns()
         try:
             self._held = front.inflight.begin(self._stream.client, len(data))
+            data = await plain(data, front.max_message_bytes, front.inflight, self._held)
             self._call = GrpcCall(split_request(data), received_ns, self._stream.context.time_remaining(), front,
                                   self._held)
             if front.on_demand:

@@ -8,31 +8,26 @@ https://www.rfc-editor.org/rfc/rfc9112
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from http import HTTPStatus
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, cast
 
-from infer_server.endpoints.http.compression import decompressed
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
+from infer_server.endpoints.http.exchange import Exchange, Handler
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
 from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
 from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.errors import CancelledError, MemoryLimitError, ServeError
-
-log = logging.getLogger(__name__)
+from infer_server.errors import MemoryLimitError, NotServedError
+from infer_server.protocol.compression import WINDOW, inflated
 
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
 _LOOKING_SECS = 2.0             # between two looks at these; no longer than the shortest
-
-
-class Handler(Protocol):
-    """Answers a request, now or later, by exchange.respond()."""
-
-    def __call__(self, exchange: Exchange) -> None: ...
+_MOST_WAITING = 32              # pipelined requests; what comes behind them is parsed when they are answered
+_PARSING_SECS = 0.001           # before the event loop has its turn
 
 
 class _Waiting(NamedTuple):
@@ -40,77 +35,6 @@ class _Waiting(NamedTuple):
     request: HttpRequest
     held: OpenCall
     keep_alive: bool
-
-
-class Connection(Protocol):
-    """Where requests come from: HttpConnection."""
-    exchange: Exchange | None           # that is being answered
-
-    def respond(self, exchange: Exchange, response: HttpResponse) -> None: ...
-
-    def begin(self, content_type: str, chunked: bool) -> None: ...
-
-    def part(self, piece: bytes) -> None: ...
-
-    def end(self, exchange: Exchange) -> None: ...
-
-
-class Exchange:
-    """A request and its response. Belongs to the event loop."""
-    __slots__ = ("request", "held", "_connection", "left")
-
-    def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
-        self.request, self.held, self._connection = request, held, connection
-        self.left: Callable[[], None] | None = None     # called if the client goes away before there is a response
-
-    def when_left(self, withdraw: Callable[[], None]) -> None:
-        """Has `withdraw` called if the client goes away before there is a response. Forgotten when there is one: what
-        was asked, and its answer, would keep each other until the garbage collector comes."""
-        if not self.gone:
-            self.left = withdraw
-
-    def leave(self) -> None:
-        """Its client goes away. What waits for a model to be loaded keeps the exchange, and not the body, which is
-        counted no more."""
-        if self.left:
-            self.left()
-            self.left = None
-        self.request = self.request._replace(body=b"")
-
-    @property
-    def gone(self) -> bool:
-        """Whether its client has gone, or has its response."""
-        return self._connection.exchange is not self
-
-    def respond(self, response: HttpResponse) -> None:
-        if not self.gone:
-            self._connection.respond(self, response)
-
-    def fail(self, error: Exception) -> None:
-        """Responds with an error."""
-        said = self.said(error)
-        self.respond(response_of(error) if isinstance(error, ServeError) else
-                     error_response(HTTPStatus.INTERNAL_SERVER_ERROR, said))
-
-    def said(self, error: Exception) -> str:
-        """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
-        if isinstance(error, ServeError):
-            return str(error)
-        log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
-        return f"internal error: {type(error).__name__}"
-
-    # ---- or a response whose body comes piece by piece: begin(), part() any number of times, end()
-    def begin(self, content_type: str) -> None:
-        if not self.gone:
-            self._connection.begin(content_type, chunked=self.request.version == "1.1")
-
-    def part(self, piece: bytes) -> None:
-        if not self.gone:
-            self._connection.part(piece)
-
-    def end(self) -> None:
-        if not self.gone:
-            self._connection.end(self)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -121,6 +45,7 @@ class HttpConnection(asyncio.Protocol):
         self._handle, self._limits, self._connections = handle, limits, connections
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader(limits, self)
+        self._looking_secs = min(_LOOKING_SECS, limits.body_grace_secs)
         self._transport: asyncio.Transport | None = None
         self._outlet: Outlet | None = None                      # as long as there is a transport
         self._waiting: deque[_Waiting] = deque()                # what came behind the request that is being answered
@@ -130,10 +55,10 @@ class HttpConnection(asyncio.Protocol):
         self._keep_alive = True
         self._has_begun = False                                 # to be answered piece by piece
         self._chunked = False                                   # these say how long they are
-        self._decompressing = set[asyncio.Task[None]]()         # the loop itself keeps no task alive
         self._awaits_go_on = False                              # the client waits for its turn to send a body
         self._has_ended = False                                 # what comes is no longer looked at
         self._silence: asyncio.TimerHandle | None = None        # of such a client, behind the last answer
+        self._parses_until = 0.0                                # by time.monotonic()
         self._half_closed: HalfClosed | None = None             # the client, which may have an answer to come
         self._refusal: HttpResponse | None = None               # what is said of it behind the answers before it
         self.exchange: Exchange | None = None                   # that is being answered
@@ -151,10 +76,30 @@ class HttpConnection(asyncio.Protocol):
         if self._has_ended:
             self._go_on_lingering()
             return
+        self._parses_until = time.monotonic() + _PARSING_SECS
         try:
             self._reader.feed(data)
         except RefusedError as refused:
             self._refuse(refused.response)
+        self._parse_later()
+
+    def _parse_later(self) -> None:
+        """Reads no more until what has been received is parsed."""
+        if self._reader.has_unparsed and self._transport:
+            self._transport.pause_reading()
+            if not self._waiting:               # else behind the last of these
+                self._loop.call_soon(self._parse_on)
+
+    def _parse_on(self) -> None:
+        self._parses_until = time.monotonic() + _PARSING_SECS
+        try:
+            self._reader.resume()
+        except RefusedError as refused:
+            self._refuse(refused.response)
+        if self._reader.has_unparsed:
+            self._parse_later()
+        elif not self._waiting and self._transport:
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         """Whether the connection goes on: for the answers to what came before the client closed its direction."""
@@ -196,6 +141,10 @@ class HttpConnection(asyncio.Protocol):
             self._transport.abort()
 
     # ---- reading.Receiver
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= _MOST_WAITING or time.monotonic() > self._parses_until
+
     def go_on(self) -> None:
         self._awaits_go_on = self.exchange is not None or bool(self._waiting)
         if self._transport and not self._awaits_go_on:
@@ -217,11 +166,18 @@ class HttpConnection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     # ---- transports.Owner
-    def body_grows(self) -> None:
-        if self._has_ended:
-            self._go_on_lingering()
-        else:
-            self.watch(IDLE_SECS)
+    def body_grows(self, count: int) -> bool:
+        if not self._has_ended:
+            try:
+                self._reader.body_grew(count)
+                self.watch(IDLE_SECS)
+                return True
+            except RefusedError as refused:
+                self._refuse(refused.response)
+        self._go_on_lingering()
+        if self._transport:
+            self._transport.set_protocol(self)
+        return False
 
     def body_received(self, body: bytearray) -> None:
         if self._transport:
@@ -234,26 +190,21 @@ class HttpConnection(asyncio.Protocol):
         self.exchange = exchange = Exchange(self, request, held)
         try:
             if coding := request.headers.get("content-encoding", ""):
-                task = asyncio.ensure_future(self._decompress(exchange, coding))
-                self._decompressing.add(task)
-                task.add_done_callback(self._decompressing.discard)
+                exchange.answer_later(self._decompress(exchange, coding.strip().lower()))
             else:
                 self._handle(exchange)
         except Exception as error:
             exchange.fail(error)
 
     async def _decompress(self, exchange: Exchange, coding: str) -> None:
-        def hold(count: int) -> None:
-            if exchange.gone:
-                raise CancelledError("its client has gone")
-            self._limits.inflight.hold(exchange.held, count)
-
-        try:
-            exchange.request = await decompressed(exchange.request, coding, self._limits.message_bytes, hold)
-            if not exchange.gone:
-                self._handle(exchange)
-        except Exception as error:
-            exchange.fail(error)
+        inflight, request = self._limits.inflight, exchange.request
+        if coding not in ("", "identity"):
+            if coding not in WINDOW:
+                raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
+            body = await inflight.steps.run(exchange.while_present(inflated(
+                request.body, coding, self._limits.most_bytes(request.headers), partial(inflight.hold, exchange.held))))
+            exchange.request = request._replace(body=body)
+        self._handle(exchange)
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Sends the response of the exchange, and goes on with what waits behind it."""
@@ -322,7 +273,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport and self.exchange is None and self._waiting:
             self._take(*self._waiting.popleft())
             if not self._waiting:
-                self._transport.resume_reading()
+                self._parse_on()
 
     def _refuse(self, response: HttpResponse) -> None:
         """Answers what is no request, or too large a one, behind those before it, and closes: where the next one begins
@@ -376,14 +327,18 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closes_at = self._loop.time() + secs if secs else math.inf
         if self._timer is None and secs:
-            self._timer = self._loop.call_later(min(secs, _LOOKING_SECS), self._look)
+            self._timer = self._loop.call_later(min(secs, self._looking_secs), self._look)
 
     def _look(self) -> None:
         self._timer = None
         left = self._closes_at - self._loop.time()
-        if left <= 0 and (self.exchange is not None or self._waiting):
+        is_waiting = self.exchange is not None or bool(self._waiting)
+        if not self._has_ended and (refused := self._reader.too_slow(is_waiting)):
+            self._refuse(refused.response)
+            return
+        if left <= 0 and is_waiting:
             left = _LOOKING_SECS            # who has an answer to come waits for us
         if left <= 0 and self._transport:
             self._transport.close()
         elif left < math.inf:
-            self._timer = self._loop.call_later(min(left, _LOOKING_SECS), self._look)
+            self._timer = self._loop.call_later(min(left, self._looking_secs), self._look)

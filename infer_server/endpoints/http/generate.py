@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.batching.request import Arrays, parameters_of
 from infer_server.config.config import TensorSpec
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.infer import HttpReply
+from infer_server.endpoints.http.exchange import Exchange
+from infer_server.endpoints.http.infer import LITTLE_JSON_BYTES, HttpReply
 from infer_server.endpoints.http.messages import HttpResponse, error_text, json_text, member
 from infer_server.errors import ExecutionError, InvalidRequestError
-from infer_server.protocol.codec import InputTensor
-from infer_server.protocol.json_tensors import NO_JSON, flat, from_json, to_json
+from infer_server.protocol.codec import InputTensor, shaped
+from infer_server.protocol.json_documents import LARGE_BYTES, read_members
+from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_array, to_json
+from infer_server.protocol.json_values import JsonArray, Steps, flat
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
@@ -37,7 +41,36 @@ def generate(exchange: Exchange, model: Model, version: str, front: Front, strea
 
     Raises ServeErrors.
     """
-    call = GenerateCall(exchange, model, version, front)
+    if len(exchange.request.body) > LARGE_BYTES:
+        exchange.answer_later(_generate_large(exchange, model, version, front, streamed))
+    else:
+        _submit(exchange, GenerateCall(exchange, exchange.request.json(), model, version, front), front, streamed)
+
+
+async def _generate_large(exchange: Exchange, model: Model, version: str, front: Front, streamed: bool) -> None:
+    """Does so for a body that is read in steps."""
+    steps = exchange.while_present(_read(exchange, model, front))
+    call = GenerateCall(exchange, await front.inflight.steps.run(steps), model, version, front)
+    if not exchange.gone:
+        exchange.request = exchange.request._replace(body=b"")
+        _submit(exchange, call, front, streamed)
+
+
+def _read(exchange: Exchange, model: Model, front: Front) -> Steps[dict[str, Any]]:
+    """Read a large body; long arrays of inputs become ndarrays."""
+    hold = partial(front.inflight.hold, exchange.held)
+    specs = {spec.name: spec for spec in model.config.inputs}
+    body = yield from read_members(exchange.request.body, len(exchange.request.body), hold)
+    for members in (body, member(body, _PARAMETERS, dict, {})):
+        for name, value in members.items():
+            spec = specs.get(name)
+            if isinstance(value, JsonArray):
+                members[name] = [] if spec is None else (
+                    yield from read_array(spec.datatype, name, f"input '{name}'", value, hold))
+    return body
+
+
+def _submit(exchange: Exchange, call: GenerateCall, front: Front, streamed: bool) -> None:
     reply = EventsReply(exchange) if streamed else OneReply(exchange)
     exchange.when_left(front.inferences.submit(call, reply).cancel)
 
@@ -46,12 +79,12 @@ class GenerateCall(Call):
     """A generation; its response is a JSON object as text."""
     protocol = "HTTP"
 
-    def __init__(self, exchange: Exchange, model: Model, version: str, front: Front) -> None:
-        """Raises InvalidRequestError: the body is no such request."""
+    def __init__(self, exchange: Exchange, body: Any, model: Model, version: str, front: Front) -> None:
+        """body: of the exchange, parsed. Raises InvalidRequestError: it is no such request."""
         request = exchange.request
         self.model, self.version, self.received_ns = model.name, version, request.received_ns
         self._front, self._held, self._headers = front, exchange.held, request.headers
-        body = request.json()
+        self._answer_bytes = 0                  # not known
         self.id = member(body, "id", str, "")
         members = {**body, **member(body, _PARAMETERS, dict, {})}
         specs = {spec.name: spec for spec in model.config.inputs}
@@ -83,10 +116,12 @@ class GenerateCall(Call):
         return self._parameters
 
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
+        self._answer_bytes = response_bytes
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, NDArray[Any]]:
-        return {tensor.name: from_json(tensor, self._values[tensor.name]) for tensor in tensors}
+        return {tensor.name: shaped(tensor, values) if isinstance(values := self._values[tensor.name], np.ndarray)
+                else from_json(tensor, values) for tensor in tensors}
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes]:
         if specs := [spec for spec in served.outputs if spec.datatype.name in NO_JSON]:
@@ -97,10 +132,19 @@ class GenerateCall(Call):
         about |= {"model_name": served.model, "model_version": str(served.version)}
 
         def encode(computed: Arrays) -> bytes:
-            values = {spec.name: to_json(computed[spec.name], spec.datatype.name, "replace") for spec in served.outputs
-                      if spec.name in computed}
-            plain = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
-            return json_text({**parameters_of(computed), **about, **plain})
+            short: dict[str, Any] = {}
+            long: list[bytes] = []
+            for spec in served.outputs:
+                if spec.name in computed:
+                    array = computed[spec.name]
+                    if array.size > MANY:
+                        long += (b",", json_text(spec.name), b":", *json_pieces(array, spec.datatype.name, "replace"))
+                    else:
+                        values = to_json(array, spec.datatype.name, "replace")
+                        short[spec.name] = values[0] if len(values) == 1 else values
+            text = json_text({**parameters_of(computed), **about, **short})
+            return b"".join((text[:-1], *long, b"}"))
+        self.lengthy = not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
         return encode
 
 
@@ -155,8 +199,8 @@ class EventsReply(HttpReply):
             self._exchange.begin(_EVENTS)
 
 
-def _values(value: Any) -> list[Any]:
-    return flat(value) if isinstance(value, list) else [value]
+def _values(value: Any) -> list[Any] | NDArray[Any]:
+    return value if isinstance(value, np.ndarray) else flat(value) if isinstance(value, list) else [value]
 
 
 def _shape(spec: TensorSpec, batched: bool, count: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,13 +18,18 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, Outputs, Reply, parameters_of
 from infer_server.config.config import ModelConfig
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.http.compression import accepted, compressed
-from infer_server.endpoints.http.connection import Exchange
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_text, parsed
+from infer_server.endpoints.http.exchange import Exchange
+from infer_server.endpoints.http.messages import (
+    HttpRequest,
+    HttpResponse,
+    accepted,
+    compressed,
+    json_text,
+)
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
-from infer_server.errors import InvalidRequestError, ServeError
+from infer_server.errors import InvalidRequestError, ServeError, TooLargeError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.protocol.codec import (
     InputTensor,
@@ -31,13 +37,19 @@ from infer_server.protocol.codec import (
     encode_raw,
     from_raw,
 )
-from infer_server.protocol.json_tensors import NO_JSON, from_json, to_json
-from infer_server.protocol.parameters import Parameters, Reference, digits, references_of
+from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
+from infer_server.protocol.json_inference import Form, as_object, typed
+from infer_server.protocol.json_tensors import MANY, NO_JSON, from_json, json_pieces, read_values, to_json
+from infer_server.protocol.json_values import JsonArray, parsed
+from infer_server.protocol.parameters import Parameters, digits
 from infer_server.protocol.wire import KEPT_BYTES, KEPT_FORMS
 from infer_server.repository.model import Model
 from infer_server.serving import Call, Served
 
 _JSON_BYTES = "inference-header-content-length"     # of the body; binary tensors follow
+LITTLE_JSON_BYTES = 16 << 10                        # of outputs, that are written as JSON in little time
+_NO_VALUES: Mapping[int, Sequence[bytes]] = MappingProxyType({})
+_FEW_TENSORS = 64                                   # of a request, which are told by name if they are too many
 
 
 def infer(exchange: Exchange, model: str, version: str, front: Front, find: Callable[[str, str], Model]) -> None:
@@ -46,10 +58,43 @@ def infer(exchange: Exchange, model: str, version: str, front: Front, find: Call
     find: the model of a name and a version, for a body whose tensor nothing but the model describes.
     """
     request = exchange.request
+    size = json_size(request)
+    if size > LARGE_BYTES:
+        exchange.answer_later(_infer_large(exchange, size, model, version, front, find))
+        return
     said, binary = (_described(find(model, version).config, request.body) if request.headers.get(_JSON_BYTES) == "0"
-                    else _split(request))
-    call = HttpCall(request, said, binary, model, version, front, exchange.held)
-    exchange.when_left(front.inferences.submit(call, _InferReply(exchange)).cancel)
+                    else _split(request, size, lambda: find(model, version).config))
+    _submit(exchange, HttpCall(request, said, binary, model, version, front, exchange.held))
+
+
+async def _infer_large(exchange: Exchange, size: int, model: str, version: str, front: Front,
+                       find: Callable[[str, str], Model]) -> None:
+    """Does so for a request with `size` bytes of JSON, which are read in steps. What does not fit the model is refused
+    before the values of its tensors are read."""
+    request, inflight = exchange.request, front.inflight
+    if size > front.max_json_bytes:
+        raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "
+                            f"{front.max_json_bytes} bytes. Use --http-max-json-mib to increase the limit")
+    found = find(model, version)
+    hold = functools.partial(inflight.hold, exchange.held)
+    head = await inflight.steps.run(exchange.while_present(read_inference(request.body, size, hold)))
+    _check_counts(head, found.config)
+    call = HttpCall(request, Form(head), memoryview(request.body)[size:], model, version, front, exchange.held)
+    fits = True
+    try:
+        found.signature.fit(call.inputs())
+    except InvalidRequestError:         # submit() raises it, and counts it
+        fits = False
+    if fits:
+        await call.read_json(exchange)
+        if size == len(request.body):
+            exchange.request = request._replace(body=b"")
+    if not exchange.gone:
+        _submit(exchange, call)
+
+
+def _submit(exchange: Exchange, call: HttpCall) -> None:
+    exchange.when_left(call.front.inferences.submit(call, _InferReply(exchange)).cancel)
 
 
 class HttpReply(Reply):
@@ -71,65 +116,6 @@ class _InferReply(HttpReply):
         self._exchange.respond(response)
 
 
-@dataclass(frozen=True)
-class JsonTensor:
-    """An input or a requested output, as the JSON has it."""
-    name: str
-    datatype: str = ""
-    shape: Sequence[int] = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    data: Any = None
-
-    def asked(self) -> Asked:
-        return Asked(self.name, self.parameters)
-
-
-@dataclass(eq=False)
-class Form:
-    """What the JSON of a request says. Requests of the same JSON, followed by their tensors, have the same one."""
-    head: Mapping[str, Any]
-    is_kept: bool = False                       # it may come again
-
-    def __post_init__(self) -> None:
-        """Raises InvalidRequestError: it is no inference request."""
-        self.id: str = _typed(self.head, "id", str, "")
-        self.parameters: dict[str, Any] = _typed(self.head, "parameters", dict, {})
-        self.inputs = _tensors(self.head, "inputs")
-        self.outputs = _tensors(self.head, "outputs")
-        self.encoder: Encoder | None = None     # of the last request, if another may have the same
-
-    @functools.cached_property
-    def sizes(self) -> list[int | None]:
-        """Of each input in the bytes behind the JSON; None: it is not there. Raises InvalidRequestError."""
-        return [_typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
-
-    @functools.cached_property
-    def references(self) -> Mapping[int, Reference]:
-        """The inputs that lie in shared memory, by their positions. Raises InvalidRequestError."""
-        return references_of(tensor.asked() for tensor in self.inputs)
-
-    def encoder_of(self, served: Served, regions: Regions) -> Encoder:
-        """Raises ServeErrors."""
-        if self.encoder is None or self.encoder.served is not served:
-            encoder = self._encoder(served, regions)
-            if encoder.has_places:      # its region may be another the next time
-                return encoder
-            self.encoder = encoder
-        return self.encoder
-
-    def _encoder(self, served: Served, regions: Regions) -> Encoder:
-        every = _typed(self.parameters, "binary_data_output", bool, False)
-        in_bytes = {tensor.name: _typed(tensor.parameters, "binary_data", bool, every) for tensor in self.outputs}
-        outputs = wanted(served, [tensor.asked() for tensor in self.outputs], regions)
-        binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
-        for output, raw in zip(outputs, binary, strict=True):
-            if not raw and not output.place and output.datatype.name in NO_JSON:
-                raise InvalidRequestError(f"sending {output.datatype.name} data via JSON is not supported. Please use "
-                                          f"the binary data format for output '{output.spec.name}': ask for it with "
-                                          "\"binary_data\": true")
-        return Encoder(served, outputs, binary, self.id)
-
-
 class HttpCall(Call):
     """An inference request; its response is an HttpResponse."""
     protocol = "HTTP"
@@ -139,7 +125,9 @@ class HttpCall(Call):
                  held: OpenCall) -> None:
         """said, binary: what the body consists of."""
         self.model, self.version, self.received_ns = model, version, request.received_ns
-        self._front, self._held, self._headers = front, held, request.headers
+        self.front, self._held, self._headers = front, held, request.headers
+        self._read: dict[int, NDArray[Any] | InvalidRequestError] = {}      # of its long JSON, by the input's position
+        self._answer_bytes = 0                                              # 0: not known
         self._said, self._binary = said, binary
         self.id = self._said.id
         self.form = self._said if self._said.is_kept else None
@@ -160,22 +148,35 @@ class HttpCall(Call):
     def parameters(self) -> Parameters:
         return self._said.parameters
 
+    async def read_json(self, exchange: Exchange) -> None:
+        """Reads the long values of its inputs, which contents() takes then."""
+        inflight = self.front.inflight
+        for i, (tensor, given) in enumerate(zip(self.inputs(), self._said.inputs, strict=True)):
+            if isinstance(given.data, JsonArray):
+                steps = read_values(tensor, given.data, functools.partial(inflight.hold, self._held))
+                try:
+                    self._read[i] = await inflight.steps.run(exchange.while_present(steps))
+                except InvalidRequestError as error:
+                    self._read[i] = error
+        self._said.forget_values()
+
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
+        self._answer_bytes = response_bytes
+        self.front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         arrays: dict[str, Any] = {}
         at = 0
         placed: Mapping[int, Any] = {}
         if references := self._said.references:
-            placed, self._lent = read(references, tensors, self._front.regions,
-                                      functools.partial(self._front.inflight.hold, self._held), devices)
+            placed, self._lent = read(references, tensors, self.front.regions,
+                                      functools.partial(self.front.inflight.hold, self._held), devices)
         for i, (tensor, given, size) in enumerate(zip(tensors, self._said.inputs, self._said.sizes, strict=True)):
             if i in placed:
                 arrays[tensor.name] = from_raw(tensor, raw) if isinstance(raw := placed[i], memoryview) else raw
                 continue
             if size is None:
-                arrays[tensor.name] = from_json(tensor, given.data)
+                arrays[tensor.name] = self._from_json(i, tensor, given.data)
                 continue
             if given.data is not None:
                 raise InvalidRequestError(f"{tensor}: 'data' and 'binary_data_size' must not both be given")
@@ -192,9 +193,18 @@ class HttpCall(Call):
                                       f"{len(self._binary) - at} bytes of the body belong to no input")
         return arrays
 
+    def _from_json(self, i: int, tensor: InputTensor, data: Any) -> NDArray[Any]:
+        array = self._read.get(i)
+        if array is None:
+            return from_json(tensor, data)
+        if isinstance(array, InvalidRequestError):
+            raise array
+        return array
+
     def encoder(self, served: Served) -> Callable[[Arrays], HttpResponse | ServeError]:
-        encode = self._said.encoder_of(served, self._front.regions)
-        self.lengthy, self.rooms = bool(self._coding) or encode.has_places, encode.rooms
+        encode = _encoder_of(self._said, served, self.front.regions)
+        writes_much = not all(encode.binary) and not 0 < self._answer_bytes <= LITTLE_JSON_BYTES
+        self.lengthy, self.rooms = bool(self._coding) or encode.has_places or writes_much, encode.rooms
         return if_whole(self._lent, functools.partial(_compressed, encode, self._coding)
                         if self._coding else encode)
 
@@ -237,39 +247,56 @@ class Encoder:
             return HttpResponse((*head.body, *contents), head.status, head.content_type, head.headers)
         described: list[dict[str, Any]] = []
         pieces: list[bytes | memoryview] = []
+        values: dict[int, list[bytes]] = {}
         try:
             for output, raw in zip(self.outputs, self.binary, strict=True):
                 if output.spec.name in computed:
-                    described.append(self._describe(output, raw, output.array(computed[output.spec.name]), pieces))
+                    array = output.array(computed[output.spec.name])
+                    if array.size > MANY and not (raw or output.place):
+                        values[len(described)] = list(json_pieces(array, output.datatype.name))
+                    described.append(self._describe(output, raw, array, pieces, is_long=len(described) in values))
         except ServeError as error:
             return error
-        head = self.head(described, parameters_of(computed), is_binary=bool(pieces))
+        head = self.head(described, parameters_of(computed), bool(pieces), values)
         return head._replace(body=(*head.body, *pieces))
 
-    def head(self, described: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any],
-             is_binary: bool) -> HttpResponse:
-        """A response with its JSON alone; is_binary: arrays follow it."""
+    def head(self, described: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any], is_binary: bool,
+             values: Mapping[int, Sequence[bytes]] = _NO_VALUES) -> HttpResponse:
+        """A response with its JSON alone.
+
+        is_binary: arrays follow it. values: the text of the `data` of long outputs, in pieces, by their positions.
+        """
         body: dict[str, Any] = {"id": self.request_id} if self.request_id else {}
         body |= {"model_name": self.served.model, "model_version": str(self.served.version)}
         if parameters:
             body["parameters"] = dict(parameters)
         body["outputs"] = described
-        text = json_text(body)
+        texts: list[bytes] = []
+        if values:
+            body["outputs"] = ()
+            texts.append(json_text(body).removesuffix(b"]}"))
+            for i, one in enumerate(described):
+                text = b"," * bool(i) + json_text(one)
+                texts += (text[:-1], b',"data":', *values[i], b"}") if i in values else (text,)
+            texts.append(b"]}")
+        else:
+            texts.append(json_text(body))
         if not is_binary:
-            return HttpResponse((text,))
-        return HttpResponse((text,), content_type="application/octet-stream",
-                            headers={"Inference-Header-Content-Length": str(len(text))})
+            return HttpResponse(texts)
+        return HttpResponse(texts, content_type="application/octet-stream",
+                            headers={"Inference-Header-Content-Length": str(sum(map(len, texts)))})
 
     def _describe(self, output: Output, raw: bool, array: NDArray[Any],
-                  pieces: list[bytes | memoryview]) -> dict[str, Any]:
-        """What the JSON says of an output; pieces: takes its bytes, if they follow the JSON."""
+                  pieces: list[bytes | memoryview], is_long: bool) -> dict[str, Any]:
+        """What the JSON says of an output, but for the `data` of a long one. pieces: takes its bytes, if they follow
+        the JSON."""
         one: dict[str, Any] = {"name": output.spec.name, "datatype": output.datatype.name, "shape": array.shape}
         if output.place or raw:
             content = output.place_raw(array)
             if content is not None:     # of one in shared memory no more is said: clients take parameters for sizes
                 pieces.append(bytes(content))       # the array is the engine's, for this batch only
                 one["parameters"] = {"binary_data_size": len(pieces[-1])}
-        else:
+        elif not is_long:
             one["data"] = to_json(array, output.datatype.name)
         return one
 
@@ -283,12 +310,55 @@ def _plain_head(encoder: Encoder, shapes: Sequence[tuple[int, ...]]) -> HttpResp
         for output, shape in zip(encoder.outputs, shapes, strict=True)], {}, is_binary=True)
 
 
+def _encoder_of(form: Form, served: Served, regions: Regions) -> Encoder:
+    """Return what encodes the responses to requests of a form. Raises ServeErrors."""
+    encoder: Encoder | None = form.encoder
+    if encoder is None or encoder.served is not served:
+        encoder = _encoder(form, served, regions)
+        if not encoder.has_places:      # whose region may be another the next time
+            form.encoder = encoder
+    return encoder
+
+
+def _encoder(form: Form, served: Served, regions: Regions) -> Encoder:
+    every = typed(form.parameters, "binary_data_output", bool, False)
+    in_bytes = {tensor.name: typed(tensor.parameters, "binary_data", bool, every) for tensor in form.outputs}
+    outputs = wanted(served, [Asked(*tensor.asked()) for tensor in form.outputs], regions)
+    binary = tuple(in_bytes.get(spec.name, every) for spec in served.outputs)
+    for output, raw in zip(outputs, binary, strict=True):
+        if not raw and not output.place and output.datatype.name in NO_JSON:
+            raise InvalidRequestError(f"sending {output.datatype.name} data via JSON is not supported. Please use "
+                                      f"the binary data format for output '{output.spec.name}': ask for it with "
+                                      "\"binary_data\": true")
+    return Encoder(served, outputs, binary, form.id)
+
+
 # ---- the message
-def _split(request: HttpRequest) -> tuple[Form, memoryview]:
-    """The JSON of a body, and what follows it. Raises InvalidRequestError."""
+def _split(request: HttpRequest, size: int, config: Callable[[], ModelConfig]) -> tuple[Form, memoryview]:
+    """The JSON of a body, which has `size` bytes, and what follows it. config: of its model. Raises
+    InvalidRequestError."""
+    head = bytes(request.body[:size])
+    if _JSON_BYTES in request.headers and size <= KEPT_BYTES:
+        return _kept_form(head), memoryview(request.body)[size:]
+    said = as_object(parsed(head), "the request")
+    _check_counts(said, config())
+    return Form(said), memoryview(request.body)[size:]
+
+
+def _check_counts(head: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raises InvalidRequestError: there are many more inputs or outputs than the model has. The message about a few
+    names them."""
+    for key, specs in (("inputs", config.inputs), ("outputs", config.outputs)):
+        tensors = head.get(key)
+        if isinstance(tensors, list) and len(tensors) > max(_FEW_TENSORS, len(specs)):
+            raise InvalidRequestError(f"the request has {len(tensors)} {key}, and model '{config.name}' {len(specs)}")
+
+
+def json_size(request: HttpRequest) -> int:
+    """Return the number of bytes of JSON that a body begins with. Raises InvalidRequestError: it is none."""
     length = request.headers.get(_JSON_BYTES)
     if length is None:
-        return Form(_object(parsed(request.body), "the request")), memoryview(b"")
+        return len(request.body)
     size = digits(length)
     if size is None:
         raise InvalidRequestError(f"Unable to parse Inference-Header-Content-Length, got: {length}, which is no number "
@@ -296,14 +366,12 @@ def _split(request: HttpRequest) -> tuple[Form, memoryview]:
     if size > len(request.body):
         raise InvalidRequestError(f"inference header size should be in range (0, {len(request.body)}), got: {length}, "
                                   "which is more than the body has (Inference-Header-Content-Length)")
-    head = bytes(request.body[:size])
-    return (_kept_form(head) if size <= KEPT_BYTES else Form(_object(parsed(head), "the request")),
-            memoryview(request.body)[size:])
+    return size
 
 
 @functools.lru_cache(KEPT_FORMS)
 def _kept_form(head: bytes) -> Form:
-    return Form(_object(parsed(head), "the request"), is_kept=True)
+    return Form(as_object(parsed(head), "the request"), is_kept=True)
 
 
 def _described(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memoryview]:
@@ -327,35 +395,3 @@ def _described(config: ModelConfig, body: bytes | bytearray) -> tuple[Form, memo
     return Form({"inputs": [{"name": spec.name, "datatype": spec.datatype.name, "shape": [1] * config.batched + shape,
                              "parameters": {"binary_data_size": len(contents)}}],
                  "parameters": {"binary_data_output": True}}), contents
-
-
-def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:
-    tensors = []
-    for each in _typed(head, key, list, []):
-        tensor = _object(each, f"an element of '{key}'")
-        name = _typed(tensor, "name", str, "")
-        shape = _typed(tensor, "shape", list, [])
-        if not name:
-            raise InvalidRequestError(f"an element of '{key}' has no name")
-        if any(type(extent) is not int or extent < 0 for extent in shape):
-            raise InvalidRequestError("Unable to parse 'shape': attempt to access JSON non-unsigned-integer as "
-                                      f"unsigned-integer: the shape of '{name}' is {shape}")
-        tensors.append(JsonTensor(name, _typed(tensor, "datatype", str, ""), shape,
-                                  _typed(tensor, "parameters", dict, {}), tensor.get("data")))
-    return tensors
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{what} is no JSON object")
-    return value
-
-
-def _typed(head: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """A member of a JSON object. Raises InvalidRequestError for one of another kind."""
-    value = head.get(key)
-    if value is None:
-        return default
-    if type(value) is not kind:
-        raise InvalidRequestError(f"'{key}': expected {kind.__name__}, got {type(value).__name__}")
-    return value

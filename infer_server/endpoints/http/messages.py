@@ -2,23 +2,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from importlib import import_module
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from infer_server import errors
 from infer_server.errors import ServeError
+from infer_server.protocol.compression import WINDOW
+from infer_server.protocol.json_documents import LARGE_BYTES
+from infer_server.protocol.json_values import parsed
 
 JSON = "application/json"
-_LARGE_BYTES = 4096         # of JSON, from which on the time to read it counts
-# Five times as fast as json, if it is installed. Integers of more than 64 bits are floats.
-_orjson_loads: Callable[[bytes | bytearray], Any] | None = (
-    import_module("orjson").loads if find_spec("orjson") else None)
 _OK = "HTTP/1.1 200 OK"
+_WORTHWHILE_BYTES = 1 << 10     # of a response, to be compressed
+_LEVEL = 1                      # of speed: tensors hardly get smaller with more
 
 # What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
@@ -31,6 +30,7 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.RestrictedError: HTTPStatus.FORBIDDEN,
     errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     errors.MemoryLimitError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.NotServedError: HTTPStatus.NOT_IMPLEMENTED,
     errors.ExecutionError: HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -58,7 +58,10 @@ class HttpRequest(NamedTuple):
         return self.headers.get(name, "").encode("latin-1")
 
     def json(self) -> Any:
-        """The body as JSON; {} if there is none. Raises InvalidRequestError."""
+        """The body as JSON; {} if there is none. Raises InvalidRequestError; TooLargeError: it is a large one, which is
+        to be read in steps."""
+        if len(self.body) > LARGE_BYTES:
+            raise errors.TooLargeError(f"a body of {len(self.body)} bytes: {self.path} takes {LARGE_BYTES} of JSON")
         return parsed(self.body) if self.body.strip() else {}
 
 
@@ -93,21 +96,6 @@ class HttpResponse(NamedTuple):
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def parsed(text: bytes | bytearray) -> Any:
-    """JSON. Raises InvalidRequestError: it is none, or has text in it that no UTF-8 is, halves of characters."""
-    if _orjson_loads and len(text) >= _LARGE_BYTES:
-        with suppress(ValueError):          # what json reads beyond JSON (NaN, 1e400), and its words for what is none
-            return _orjson_loads(text)
-    try:
-        decoded = str(text, "utf-8")
-        value = json.loads(decoded)
-        if "\\ud" in decoded or "\\uD" in decoded:
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except (ValueError, RecursionError) as error:
-        raise errors.InvalidRequestError(f"failed to parse the request JSON: {error}") from error
-
-
 def member(body: Any, name: str, kind: type, default: Any = None) -> Any:
     """A member of a body's JSON object, which may be left out if it has a default. Raises InvalidRequestError."""
     value = body.get(name, default) if isinstance(body, dict) else None
@@ -138,3 +126,18 @@ def response_of(error: ServeError) -> HttpResponse:
     """The status of the nearest class in the tree of errors that has one, and the message."""
     status = next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
     return error_response(status, str(error))
+
+
+def accepted(headers: Mapping[str, str]) -> str:
+    """The coding that a client wants its response in; "" if it said nothing that is served."""
+    wanted = [part.strip().lower() for part in headers.get("accept-encoding", "").split(",")]
+    return next((part for part in wanted if part in WINDOW), "")
+
+
+def compressed(response: HttpResponse, coding: str) -> HttpResponse:
+    """The response in that coding ("": as it is), if that is worthwhile."""
+    if not coding or response.body_bytes < _WORTHWHILE_BYTES:
+        return response
+    deflater = zlib.compressobj(_LEVEL, wbits=WINDOW[coding])
+    body = (*(deflater.compress(piece) for piece in response.body), deflater.flush())
+    return response._replace(body=body, headers={**response.headers, "Content-Encoding": coding})

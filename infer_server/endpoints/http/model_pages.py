@@ -8,17 +8,23 @@ from typing import Any
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, json_response, member
 from infer_server.endpoints.service import ModelService
 from infer_server.errors import InvalidRequestError
+from infer_server.protocol.json_documents import LARGE_BYTES, read_members
+from infer_server.protocol.json_values import JsonArray, Steps
 from infer_server.protocol.parameters import set_parameter
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.repository.overrides import PREFIX
+from infer_server.workers import StepRunner
 from protos import inference
+
+_BASE64_BYTES = 256 << 10       # decoded at a time; whole groups of four characters
 
 
 class ModelPages:
     """What answers each path, by the calls that gRPC has too."""
 
-    def __init__(self, models: ModelService) -> None:
-        self._models = models
+    def __init__(self, models: ModelService, steps: StepRunner) -> None:
+        """steps: reads large bodies, with the files of a model in them."""
+        self._models, self._steps = models, steps
 
     async def server(self, _: HttpRequest) -> HttpResponse:
         return json_response(to_json(await self._models.ServerMetadata(inference.ServerMetadataRequest())))
@@ -52,13 +58,15 @@ class ModelPages:
 
     async def load(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
         asked = inference.RepositoryModelLoadRequest(repository_name=repository, model_name=model)
-        _set_parameters(asked.parameters, request)
+        body = request.body
+        _set_parameters(asked.parameters, await self._steps.run(_read(body)) if len(body) > LARGE_BYTES
+                        else request.json())
         await self._models.RepositoryModelLoad(asked)
         return HttpResponse()
 
     async def unload(self, request: HttpRequest, repository: str, model: str) -> HttpResponse:
         asked = inference.RepositoryModelUnloadRequest(repository_name=repository, model_name=model)
-        _set_parameters(asked.parameters, request)
+        _set_parameters(asked.parameters, request.json())
         await self._models.RepositoryModelUnload(asked)
         return HttpResponse()
 
@@ -69,10 +77,33 @@ def _probe(what: str, holds: bool) -> HttpResponse:
     return json_response({what: holds})._replace(status=status)
 
 
-def _set_parameters(parameters: Any, request: HttpRequest) -> None:
+def _set_parameters(parameters: Any, body: Any) -> None:
     """The member "parameters" of a load or unload, as the messages have them."""
-    for name, value in member(request.json(), "parameters", dict, {}).items():
-        set_parameter(parameters[name], _decoded(name, value) if name.startswith(PREFIX) else value)
+    for name, value in member(body, "parameters", dict, {}).items():
+        is_text = name.startswith(PREFIX) and not isinstance(value, bytes)
+        set_parameter(parameters[name], _decoded(name, value) if is_text else value)
+
+
+def _read(body: bytes | bytearray) -> Steps[dict[str, Any]]:
+    """Read a large body; the files in it, text in base64, become bytes."""
+    document = yield from read_members(body, len(body), lambda count: None)     # as large as the body, which is counted
+    parameters = member(document, "parameters", dict, {})
+    for name, value in parameters.items():
+        if isinstance(value, JsonArray):
+            raise InvalidRequestError(f"parameter '{name}': expected a text, got a list")
+        if isinstance(value, str) and name.startswith(PREFIX):
+            parameters[name] = yield from _decoded_in_steps(name, value)
+    return document
+
+
+def _decoded_in_steps(name: str, text: str) -> Steps[bytes]:
+    pieces: list[bytes] = []
+    for at in range(0, len(text), _BASE64_BYTES):
+        if at + _BASE64_BYTES < len(text) and "=" in text[at:at + _BASE64_BYTES]:
+            raise InvalidRequestError(f"parameter '{name}': expected base64: it goes on behind its padding")
+        pieces.append(_decoded(name, text[at:at + _BASE64_BYTES]))
+        yield
+    return b"".join(pieces)
 
 
 def _decoded(name: str, text: Any) -> bytes:

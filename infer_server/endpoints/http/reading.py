@@ -1,12 +1,13 @@
 """Requests of HTTP/1.1 out of the pieces that a connection receives: httptools parses, whole requests are handed on.
 
-What their headers and bodies may have is bounded while they come, not when they are there.
+What their headers and bodies may have is bounded while they come, not when they are there. Bytes count when they have
+arrived; a body that arrives more slowly than the minimum rate is refused (408), as nginx and Apache do.
 """
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
@@ -21,6 +22,8 @@ from infer_server.errors import MemoryLimitError
 from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
+_MOST_HEADERS = 256
+_SLICE_BYTES = 4 << 10          # parsed at a time: hundreds of requests or chunks, which is a few milliseconds
 _JSON_BYTES = "inference-header-content-length"     # there where a body is not all JSON
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)       # where a client names the server in the request's line
 _KEPT_BYTES = 2048              # of a head
@@ -34,6 +37,13 @@ class Limits:
     """Of a listening port."""
     message_bytes: int          # of a body, also when it is decompressed
     inflight: Inflight
+    json_bytes: int = 64 << 20          # of the JSON in a body
+    min_body_rate: int = 500            # bytes per second, on average over each grace period; 0: any
+    body_grace_secs: float = 10.0
+
+    def most_bytes(self, headers: Mapping[str, str]) -> int:
+        """Return the limit of a body with these headers, in bytes: it is JSON unless they say otherwise."""
+        return self.message_bytes if _JSON_BYTES in headers else min(self.message_bytes, self.json_bytes)
 
 
 class RefusedError(Exception):
@@ -54,7 +64,12 @@ class Receiver(Client, Protocol):
         """The client waits to be told that its body is wanted."""
 
     def receive_body(self, size: int, begun: Sequence[bytes | bytearray | memoryview]) -> None:
-        """All that comes now is a body of that size, which has begun: to be handed to `end_of_body`, whole."""
+        """All that comes now is a body of that size, which has begun: to be handed to `end_of_body`, whole. Pieces of
+        it are counted by `body_grew`."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more requests are to be parsed until resume()."""
 
     def watch(self, secs: float | None) -> None:
         """More must come in so many seconds; None: none is awaited."""
@@ -68,10 +83,15 @@ class _Incoming:
     headers: dict[str, str] = field(default_factory=dict)
     head_bytes: int = 0
     unfinished_bytes: int = 0           # received without an end of the headers
-    body: list[bytes | bytearray] = field(default_factory=list)
+    is_headed: bool = False             # its headers are complete
+    body: bytes | bytearray = b""       # in one piece, however small the pieces are that it came in
     body_bytes: int = 0
-    expected_bytes: int = 0             # of the body, as it says; more once more has come
-    held: OpenCall | None = None        # once its headers are there
+    expected_bytes: int = 0             # of the body, as it says
+    most_bytes: int = 0                 # that the body may have
+    counted_bytes: int = 0              # of all of it, in flight
+    held: OpenCall | None = None        # what counts them; once some are counted
+    window_ends: float = 0.0            # of the current grace period, by time.monotonic()
+    window_bytes: int = 0               # of the body that came before it
     awaited_secs: float = 0.0           # for more of it, after what came last; 0: nothing came that counts
 
 
@@ -91,9 +111,13 @@ class RequestReader:
         self._incoming = _Incoming()
         self._fed = b""                             # what the parser is given, if it begins with a request
         self._known: _Known | None = None           # the last of these: with the same head, another says the same
+        self._unparsed = b""                        # received while the receiver was full
 
     def feed(self, data: bytes) -> None:
         """Raises RefusedError: the data are no request, or too large a one; where the next one begins is not known."""
+        if self._unparsed:
+            self._unparsed += data
+            return
         known, is_between = self._known, self._incoming.received_ns == 0
         if known and is_between and len(data) == known.size and data.startswith(known.head):
             self._take_again(known, data)
@@ -106,6 +130,17 @@ class RequestReader:
             self._feed(data)
             self._go_on(b"")
             self._fed = b""
+
+    @property
+    def has_unparsed(self) -> bool:
+        return bool(self._unparsed)
+
+    def resume(self) -> None:
+        """Parse what was received while the receiver was full. Raises RefusedError, as feed() does."""
+        data, self._unparsed = self._unparsed, b""
+        if data:
+            self._feed(data)
+            self._go_on(b"")
 
     def _take_again(self, known: _Known, data: bytes) -> None:
         body = data[len(known.head):]
@@ -129,38 +164,81 @@ class RequestReader:
         """With what has come behind the headers: it is parsed, unless a large body begins, or goes on, with it."""
         incoming = self._incoming
         missing = incoming.expected_bytes - incoming.body_bytes - len(rest)
-        if missing >= LARGE_BYTES and "transfer-encoding" not in incoming.headers:
-            begun, incoming.body = [*incoming.body, rest], []
+        if self._unparsed:
+            self._unparsed += rest
+        elif missing >= LARGE_BYTES and "transfer-encoding" not in incoming.headers:
+            begun, incoming.body = [incoming.body, rest], b""
+            incoming.body_bytes += len(rest)
+            self._count(incoming)
             self._receiver.receive_body(incoming.expected_bytes, begun)
         elif rest:
             self._feed(rest)
+        self._count(self._incoming)
         if self._incoming.awaited_secs:
             self._receiver.watch(self._incoming.awaited_secs)
             self._incoming.awaited_secs = 0.0
 
     def _feed(self, data: bytes | memoryview) -> None:
+        """Parses in slices, until the receiver is full."""
         while data:
+            if self._receiver.is_full:
+                self._unparsed = bytes(data)
+                return
             incoming = self._incoming
-            rest = self._parse(data)
-            if self._incoming is incoming and incoming.held is None:
-                incoming.unfinished_bytes += len(data)      # the parser tells of a header once all of it is there
+            piece = data if len(data) <= _SLICE_BYTES else memoryview(data)[:_SLICE_BYTES]
+            parsed_bytes = self._parse(piece)
+            if self._incoming is incoming and not incoming.is_headed:
+                incoming.unfinished_bytes += parsed_bytes   # the parser tells of a header once all of it is there
                 if incoming.unfinished_bytes > MOST_HEADER_BYTES:
                     raise _too_long_a_head()
-            data = rest
+            data = memoryview(data)[parsed_bytes:] if parsed_bytes < len(data) else b""
+
+    def _count(self, incoming: _Incoming) -> None:
+        """Counts what has arrived of a request that is not complete. Raises RefusedError."""
+        arrived_bytes = incoming.unfinished_bytes + incoming.body_bytes
+        if arrived_bytes > incoming.counted_bytes:
+            inflight = self._limits.inflight
+            try:
+                if incoming.held is None:
+                    incoming.held = inflight.begin(self._receiver, 0)
+                inflight.receive(incoming.held, arrived_bytes - incoming.counted_bytes)
+            except MemoryLimitError as error:
+                raise RefusedError(response_of(error)) from error
+            incoming.counted_bytes = arrived_bytes
+
+    def body_grew(self, count: int) -> None:
+        """Counts bytes of a body that the receiver takes (receive_body). Raises RefusedError."""
+        self._incoming.body_bytes += count
+        self._count(self._incoming)
+
+    def too_slow(self, is_waiting: bool) -> RefusedError | None:
+        """Return the refusal of a request whose body has arrived too slowly during the last grace period.
+
+        is_waiting: the connection is not read, or an answer is awaited on it: a new period begins.
+        """
+        incoming, rate, secs = self._incoming, self._limits.min_body_rate, self._limits.body_grace_secs
+        now = time.monotonic()
+        if not incoming.is_headed or not rate or (now < incoming.window_ends and not is_waiting):
+            return None
+        is_slow = incoming.body_bytes - incoming.window_bytes < rate * secs and not is_waiting
+        incoming.window_ends, incoming.window_bytes = now + secs, incoming.body_bytes
+        return RefusedError(error_response(
+            HTTPStatus.REQUEST_TIMEOUT, f"the body arrives at less than {rate} bytes per second "
+            "(--min-body-rate, --body-grace-secs)")) if is_slow else None
 
     def end_of_body(self, body: bytearray) -> None:
         """Hands the request on whose body this is. The parser, which has not seen all of it, is done with."""
-        self._incoming.body = [body]
+        self._incoming.body = body
         self.on_message_complete()
         self._parser = httptools.HttpRequestParser(self)
 
-    def _parse(self, data: bytes | memoryview) -> bytes | memoryview:
-        """What is left to be parsed: the parser stops behind a request for another protocol."""
+    def _parse(self, data: bytes | memoryview) -> int:
+        """Returns how many bytes were parsed: the parser stops behind a request for another protocol."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             offset: int = upgrade.args[0]
-            return data[offset:]
+            return offset
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             if not isinstance(cause, RefusedError):
@@ -168,16 +246,19 @@ class RequestReader:
             raise cause from None
         except httptools.HttpParserError as error:
             raise RefusedError(error_response(HTTPStatus.BAD_REQUEST, f"not an HTTP request: {error}")) from error
-        return b""
+        return len(data)
 
     def drop(self) -> None:
         """Forgets the request that is being received."""
         if self._incoming.held:
             self._limits.inflight.end(self._incoming.held)
         self._incoming = _Incoming()
+        self._unparsed = b""
 
     # ---- httptools' callbacks
     def on_message_begin(self) -> None:
+        if self._incoming.held:                 # of blank lines
+            self._limits.inflight.end(self._incoming.held)
         self._incoming = _Incoming(time.monotonic_ns(), awaited_secs=HEADER_SECS)
 
     def on_url(self, url: bytes) -> None:
@@ -196,6 +277,9 @@ class RequestReader:
         incoming.head_bytes += len(name) + len(value)
         if incoming.head_bytes > MOST_HEADER_BYTES:
             raise _too_long_a_head()
+        if len(incoming.headers) > _MOST_HEADERS:
+            raise RefusedError(error_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                                              f"more than {_MOST_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         headers = self._incoming.headers
@@ -206,47 +290,72 @@ class RequestReader:
         if self._parser.should_upgrade() and (coding or length.strip("0") or self._parser.get_method() == b"CONNECT"):
             raise _not_served("no other protocol than HTTP/1.1 is served here; send it without Upgrade")
         self._expect(digits(length) or 0)
-        self._incoming.awaited_secs = IDLE_SECS
         if headers.get("expect", "").lower() == "100-continue":
             self._receiver.go_on()
 
     def on_body(self, body: bytes) -> None:
         incoming = self._incoming
         incoming.awaited_secs = IDLE_SECS
-        incoming.body.append(body)
+        if not incoming.body:
+            incoming.body = body
+        elif isinstance(incoming.body, bytearray):
+            incoming.body += body
+        else:
+            incoming.body = bytearray(incoming.body) + body
         incoming.body_bytes += len(body)
-        if incoming.body_bytes > incoming.expected_bytes:
-            self._expect(incoming.body_bytes)
+        if incoming.body_bytes > incoming.most_bytes:           # chunked
+            self._check_size(incoming.body_bytes)
 
     def on_message_complete(self) -> None:
         incoming, self._incoming = self._incoming, _Incoming()
-        held = incoming.held
-        assert held is not None
+        held = self._held(incoming)
         self._receiver.watch(None)
         path = _ORIGIN.sub(b"", incoming.url).partition(b"?")[0].decode("latin-1")
-        body = incoming.body[0] if len(incoming.body) == 1 else b"".join(incoming.body)
+        body = incoming.body
         request = HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
                               incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
         self._remember(request)
         self._receiver.received(request, held, self._parser.should_keep_alive())
 
-    def _expect(self, count: int) -> None:
-        """There will be a body of so many bytes, or there are that many already."""
-        incoming, most, inflight = self._incoming, self._limits.message_bytes, self._limits.inflight
-        if count > most:
-            what = "request" if _JSON_BYTES in incoming.headers else "request JSON"
-            raise RefusedError(error_response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                                              f"{what} size of {count} bytes exceeds the maximum allowed input size of "
-                                              f"{most} bytes. Use --http-max-input-size to increase the limit. "
-                                              "(Of both protocols: --max-message-mib.)"))
+    def _held(self, incoming: _Incoming) -> OpenCall:
+        """Returns what counts a request that has arrived completely. Raises RefusedError."""
+        inflight, held = self._limits.inflight, incoming.held
         try:
-            if incoming.held is None:
-                incoming.held = inflight.begin(self._receiver, count)
-            else:
-                inflight.hold(incoming.held, count - incoming.expected_bytes)
+            if held is None:
+                return inflight.begin(self._receiver, incoming.body_bytes)
+            inflight.complete(held)
+            inflight.hold(held, incoming.body_bytes - incoming.counted_bytes)      # without the headers
+        except MemoryLimitError as error:
+            if held:
+                inflight.end(held)
+            raise RefusedError(response_of(error)) from error
+        return held
+
+    def _expect(self, count: int) -> None:
+        """The headers are complete, and announce a body of `count` bytes."""
+        incoming, inflight = self._incoming, self._limits.inflight
+        self._check_size(count)
+        if count > inflight.max_partial_bytes:
+            raise RefusedError(error_response(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request of {count} bytes exceeds the "
+                f"{inflight.max_partial_bytes} bytes that all requests on their way may hold (--max-inflight-mib)"))
+        try:
+            inflight.check_room(count)
         except MemoryLimitError as error:
             raise RefusedError(response_of(error)) from error
-        incoming.expected_bytes = count
+        incoming.is_headed, incoming.expected_bytes, incoming.awaited_secs = True, count, IDLE_SECS
+        incoming.most_bytes = self._limits.most_bytes(incoming.headers)
+        incoming.window_ends = time.monotonic() + self._limits.body_grace_secs
+
+    def _check_size(self, count: int) -> None:
+        """Raises RefusedError: no body may have so many bytes."""
+        most = self._limits.most_bytes(headers := self._incoming.headers)
+        if count > most:
+            what = "request" if _JSON_BYTES in headers else "request JSON"
+            option = "--http-max-json-mib" if most < self._limits.message_bytes else "--http-max-input-size"
+            raise RefusedError(error_response(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{what} size of {count} bytes exceeds the maximum allowed input "
+                f"size of {most} bytes. Use {option} to increase the limit. (Of both protocols: --max-message-mib.)"))
 
 
 def _not_served(why: str) -> RefusedError:

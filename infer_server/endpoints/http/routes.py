@@ -12,7 +12,7 @@ from functools import partial
 from http import HTTPStatus
 
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.http.connection import Exchange, Handler
+from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.generate import generate
 from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
@@ -36,7 +36,7 @@ _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 def server_routes(service: Service, front: Front, repository: Repository, lifecycle: Lifecycle,
                   restrictions: Restrictions, workers: int = 1) -> Handler:
     """The HTTP port: inference, and all that is asked of the server. workers: processes that read and answer."""
-    pages = ModelPages(service.models)
+    pages = ModelPages(service.models, front.inflight.steps)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
         ("statistics", "GET", r"/", StatusPage(repository, lifecycle, workers).page),

@@ -4,7 +4,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from infer_server.endpoints.http.connection import Handler, HttpConnection
+from infer_server.endpoints.http.connection import HttpConnection
+from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.tls import Tls
 

@@ -21,8 +21,8 @@ _bytearray.argtypes, _bytearray.restype = (ctypes.c_void_p, ctypes.c_ssize_t), c
 class Owner(Protocol):
     """Whose transport it borrows: HttpConnection."""
 
-    def body_grows(self) -> None:
-        """More of it has come."""
+    def body_grows(self, count: int) -> bool:
+        """`count` more bytes of it have come. False: it is not taken, and what comes next is the owner's."""
 
     def body_received(self, body: bytearray) -> None:
         """All of it has. The transport is to be taken back."""
@@ -53,9 +53,9 @@ class LargeBody(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._missing = self._missing[nbytes:]
-        if self._missing:
-            self._owner.body_grows()
-        else:
+        if not self._owner.body_grows(nbytes):
+            self._body, self._missing = bytearray(), memoryview(b"")
+        elif not self._missing:
             body, self._body, self._missing = self._body, bytearray(), memoryview(b"")
             self._owner.body_received(body)
 

@@ -1,7 +1,6 @@
 """What a body says, in JSON, behind JSON, without it, compressed or in pieces."""
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import math
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer_server.endpoints.http.compression import decompressed
-from infer_server.endpoints.http.messages import HttpRequest
-from infer_server.errors import InvalidRequestError
+from infer_server.errors import InvalidRequestError, TooLargeError
 from infer_server.protocol.codec import DATATYPES, InputTensor
+from infer_server.protocol.compression import inflated
 from infer_server.protocol.json_tensors import from_json
+from infer_server.workers import at_once
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post
 from tests.infer_server.endpoints.http.test_inference import X
 from tests.infer_server.endpoints.test_serving import eventually
@@ -51,7 +50,7 @@ class TritonPythonModel:
     (body_of(also={"timeout": "soon"}), (), 400, "expected int, got str"),
     (body_of(also={"mine": [1]}), (), 200, "3.0"),
     (gzip.compress(body_of()), ("Content-Encoding: gzip",), 200, "9.0"),
-    (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 503, "when it is decompressed"),
+    (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 413, "when it is decompressed"),
     (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
     (b"[" * 100_000, (), 400, "failed to parse"),
     (b'{"id": "\\ud800", ' + body_of()[1:], (), 400, "failed to parse"),
@@ -126,12 +125,16 @@ def test_a_handle_of_gpu_memory_that_is_no_base64_is_refused(server: RunningServ
 
 
 def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) -> None:
-    request = HttpRequest("POST", "/", body=gzip.compress(bytes(9 << 20)))
     counted: list[int] = []
-    assert asyncio.run(decompressed(request, "gzip", 9 << 20, counted.append)).body == bytes(9 << 20)
-    assert len(counted) == 3 and sum(counted) == 9 << 20
-    with pytest.raises(InvalidRequestError, match="no whole gzip"):
-        asyncio.run(decompressed(request._replace(body=request.body[:-1]), "gzip", 9 << 20, counted.append))
+    sent = gzip.compress(bytes(9 << 20))
+    assert at_once(inflated(sent, "gzip", 9 << 20, counted.append)) == bytes(9 << 20)
+    assert len(counted) == 18 and sum(counted) == 9 << 20
+    for body, says in ((sent[:-1], "no whole gzip"), (sent + b"x", "1 bytes behind the end"),
+                       (sent + sent, f"{len(sent)} bytes behind the end")):
+        with pytest.raises(InvalidRequestError, match=says):
+            at_once(inflated(body, "gzip", 9 << 20, counted.append))
+    with pytest.raises(TooLargeError):
+        at_once(inflated(sent, "gzip", (9 << 20) - 1, counted.append))
     assert eventually(lambda: server.server._inflight.held_bytes == 0)
 
 

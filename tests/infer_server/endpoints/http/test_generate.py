@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infer_server.endpoints.http import messages
-from infer_server.endpoints.http.messages import parsed
+from infer_server.protocol.json_values import parsed
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.endpoints.test_streams import COUNT_CONFIG

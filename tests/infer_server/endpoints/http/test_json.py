@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer_server.endpoints.http import messages
-from infer_server.endpoints.http.messages import parsed
 from infer_server.errors import InvalidRequestError
+from infer_server.protocol import json_values
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.protocol.json_tensors import from_json
+from infer_server.protocol.json_values import parsed
 
-SPACE = b" " * messages._LARGE_BYTES
+SPACE = b" " * json_values._FEW_BYTES
 RANDOM = np.random.default_rng(0).standard_normal(500)
 
 
@@ -34,10 +34,10 @@ def read(text: bytes) -> Any:
     b'["\\ud800"]', b'["\xff"]', b"[01]", b"[1, ]", b"[1 2]", b'{"a": }', b"[", b"", b"[" * 100_000,
     b"\xef\xbb\xbf[1]"])
 def test_large_bodies_are_read_as_small_ones_are(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    if messages._orjson_loads is None:
+    if json_values._orjson_loads is None:
         pytest.skip("orjson is not installed")
     found = read(text + SPACE), read(bytearray(text + SPACE))
-    monkeypatch.setattr(messages, "_orjson_loads", None)
+    monkeypatch.setattr(json_values, "_orjson_loads", None)
     assert found == (read(text + SPACE),) * 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer_server.endpoints.http.connection import Exchange
+from infer_server.endpoints.http.exchange import Exchange
 from infer_server.endpoints.http.transports import Outlet
 from infer_server.endpoints.inflight import Inflight
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, body_of, post, post_large

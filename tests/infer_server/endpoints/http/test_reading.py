@@ -22,7 +22,11 @@ OTHERS = (
 
 class Counted:
     """In the place of an Inflight."""
-    most = 1 << 20
+    most = max_partial_bytes = 1 << 20
+
+    def check_room(self, count: int) -> None:
+        if count > self.most:
+            raise MemoryLimitError("no room")
 
     def begin(self, client: Any, count: int) -> OpenCall:
         if count > self.most:
@@ -31,6 +35,12 @@ class Counted:
 
     def hold(self, call: OpenCall, count: int) -> None:
         call.held_bytes += count
+
+    receive = hold
+
+    def complete(self, call: OpenCall) -> None: ...
+
+    def end(self, call: OpenCall) -> None: ...
 
 
 class Received:
@@ -48,6 +58,10 @@ class Received:
 
     def go_on(self) -> None:
         self.asked_for += 1
+
+    @property
+    def is_full(self) -> bool:
+        return False
 
     def watch(self, secs: float | None) -> None:
         self.watched = secs

@@ -1,0 +1,117 @@
+"""A request and its response, between a connection and what answers."""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
+from infer_server.endpoints.inflight import OpenCall
+from infer_server.errors import CancelledError, ServeError
+from infer_server.protocol.json_values import Steps
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Handler(Protocol):
+    """Answers a request, now or later, by exchange.respond()."""
+
+    def __call__(self, exchange: Exchange) -> None: ...
+
+
+class Connection(Protocol):
+    """Where requests come from: HttpConnection."""
+    exchange: Exchange | None           # that is being answered
+
+    def respond(self, exchange: Exchange, response: HttpResponse) -> None: ...
+
+    def begin(self, content_type: str, chunked: bool) -> None: ...
+
+    def part(self, piece: bytes) -> None: ...
+
+    def end(self, exchange: Exchange) -> None: ...
+
+
+class Exchange:
+    """A request and its response. Belongs to the event loop."""
+    __slots__ = ("request", "held", "_connection", "left")
+    _tasks: ClassVar[set[asyncio.Task[None]]] = set()       # the loop itself keeps no task alive
+
+    def __init__(self, connection: Connection, request: HttpRequest, held: OpenCall) -> None:
+        self.request, self.held, self._connection = request, held, connection
+        self.left: Callable[[], None] | None = None     # called if the client goes away before there is a response
+
+    def answer_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that has the exchange answered; what it raises is the answer."""
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.fail(error)
+
+        task = asyncio.ensure_future(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def while_present(self, steps: Steps[T]) -> Steps[T]:
+        """Run a generator as long as the client is there. Raises CancelledError: it has gone."""
+        while not self.gone:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            yield
+        raise CancelledError("its client has gone")
+
+    def when_left(self, withdraw: Callable[[], None]) -> None:
+        """Has `withdraw` called if the client goes away before there is a response. Forgotten when there is one: what
+        was asked, and its answer, would keep each other until the garbage collector comes."""
+        if not self.gone:
+            self.left = withdraw
+
+    def leave(self) -> None:
+        """Its client goes away. What waits for a model to be loaded keeps the exchange, and not the body, which is
+        counted no more."""
+        if self.left:
+            self.left()
+            self.left = None
+        self.request = self.request._replace(body=b"")
+
+    @property
+    def gone(self) -> bool:
+        """Whether its client has gone, or has its response."""
+        return self._connection.exchange is not self
+
+    def respond(self, response: HttpResponse) -> None:
+        if not self.gone:
+            self._connection.respond(self, response)
+
+    def fail(self, error: Exception) -> None:
+        """Responds with an error."""
+        said = self.said(error)
+        self.respond(response_of(error) if isinstance(error, ServeError) else
+                     error_response(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+
+    def said(self, error: Exception) -> str:
+        """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
+        if isinstance(error, ServeError):
+            return str(error)
+        log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
+        return f"internal error: {type(error).__name__}"
+
+    # ---- or a response whose body comes piece by piece: begin(), part() any number of times, end()
+    def begin(self, content_type: str) -> None:
+        if not self.gone:
+            self._connection.begin(content_type, chunked=self.request.version == "1.1")
+
+    def part(self, piece: bytes) -> None:
+        if not self.gone:
+            self._connection.part(piece)
+
+    def end(self) -> None:
+        if not self.gone:
+            self._connection.end(self)

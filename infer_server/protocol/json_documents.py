@@ -1,0 +1,228 @@
+"""Reads large JSON requests in steps: ijson's parser takes a piece of the text at a time.
+
+Parsing the whole text at once would block the event loop for seconds, and Python objects for its numbers would take
+thirty times the bytes that were sent. Values of tensors become arrays instead (JsonArray); the rest of a document, the
+*frame*, is limited to MOST_FRAME_BYTES.
+
+    {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but 0.1, ...
+
+JSON has no NaN and no Infinity. A document with them is parsed at once, as a small one is, if it is not too large.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ijson
+from ijson.utils import sendable_list
+
+from infer_server.errors import InvalidRequestError, TooLargeError
+from infer_server.protocol.json_values import MOST_DEPTH, JsonArray, Steps, parsed, too_deep
+
+LARGE_BYTES = 64 << 10          # JSON from this size on is read in steps
+MOST_FRAME_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 10         # parsed in one step: a few milliseconds
+_VALUE_BYTES = 64               # counted for a value of the frame beside its text
+_MOST_AT_ONCE_BYTES = 1 << 20   # of a document with NaN or Infinity
+
+_LONG_NUMBER = re.compile(rb"[0-9]{1000}")
+
+# Paths of values that may be long. _ANY is any key, _EACH any element of an array.
+_ANY, _EACH = "*", "[]"
+_INFERENCE = (("inputs", _EACH, "data"),)
+_MEMBERS = ((_ANY,), ("parameters", _ANY))
+
+Hold = Callable[[int], None]
+
+
+def read_inference(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
+    """Read an inference request; the `data` of its inputs are JsonArrays.
+
+    Parameters
+    ----------
+    body : bytes-like
+        Begins with the JSON.
+    size : int
+        Length of the JSON in bytes.
+    hold : callable
+        Counts bytes of memory before they are used; may raise.
+
+    Raises
+    ------
+    InvalidRequestError
+        The text is not a JSON object.
+    TooLargeError
+        The frame has more than MOST_FRAME_BYTES.
+    """
+    return (yield from _read(body, size, hold, _INFERENCE))
+
+
+def read_members(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
+    """Read an object whose members, and those of its member `parameters`, may be long strings, or arrays of values.
+
+    These arrays become JsonArrays. Parameters and errors are those of read_inference.
+    """
+    return (yield from _read(body, size, hold, _MEMBERS))
+
+
+def _read(body: bytes | bytearray, size: int, hold: Hold, places: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
+    try:
+        return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold))
+    except ijson.JSONError as error:
+        if "integer overflow" in str(error):        # beyond 63 bits, as UINT64 has: decimals are exact, and slower
+            return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold, use_float=False))
+        if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
+            return _parsed_at_once(bytes(memoryview(body)[:size]), places, hold)
+        raise InvalidRequestError(f"failed to parse the request JSON: {str(error).splitlines()[0]}") from error
+    except ValueError as error:                     # text that is not UTF-8, a number of thousands of digits
+        raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
+
+
+def _parsed_in_steps(body: bytes | bytearray, size: int, document: _Document, hold: Hold,
+                     use_float: bool = True) -> Steps[dict[str, Any]]:
+    """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and what read_inference raises."""
+    events, text, at = sendable_list(), memoryview(body), 0
+    parser = ijson.basic_parse_coro(events, use_float=use_float)
+    try:
+        for at in range(0, size, _PIECE_BYTES):
+            piece = bytes(text[at:min(at + _PIECE_BYTES, size)])
+            if not use_float and _LONG_NUMBER.search(piece):        # which Python does not convert
+                raise InvalidRequestError("failed to parse the request JSON: a number has more than 1000 digits")
+            parser.send(piece)
+            if events:
+                document.take(events)
+                del events[:]
+            else:
+                hold(2 * len(piece))                # a long string: the parser collects it, then it becomes text
+            yield
+        parser.close()
+    except ijson.JSONError as error:
+        reason, *_ = str(error).splitlines()
+        raise ijson.JSONError(f"{reason} (at byte {at} or within {_PIECE_BYTES} behind it)") from error
+    document.take(events)
+    return document.root()
+
+
+def _parsed_at_once(text: bytes, places: tuple[tuple[str, ...], ...], hold: Hold) -> dict[str, Any]:
+    """Return the document with its long arrays as JsonArrays, as _read does."""
+    document = parsed(text)
+    if not isinstance(document, dict):
+        raise InvalidRequestError("the request is not a JSON object")
+
+    def collect(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list) and _is_place(path, places):
+            return JsonArray.of(value, hold)
+        if isinstance(value, dict):
+            return {key: collect(each, (*path, key)) for key, each in value.items()}
+        return [collect(each, (*path, _EACH)) for each in value] if isinstance(value, list) and len(path) < 2 else value
+    root: dict[str, Any] = collect(document, ())
+    return root
+
+
+def _is_place(path: tuple[str, ...] | list[str], places: tuple[tuple[str, ...], ...]) -> bool:
+    return any(len(path) == len(place) and all(want in (_ANY, key) for want, key in zip(place, path, strict=True))
+               for place in places)
+
+
+class _Document:
+    """Builds a document from the parser's events."""
+
+    def __init__(self, places: tuple[tuple[str, ...], ...], hold: Hold) -> None:
+        self._places, self._hold = places, hold
+        self._root: Any = None
+        self._open: list[dict[str, Any] | list[Any]] = []      # containers that have not ended, the innermost last
+        self._path: list[str] = []                             # key, or _EACH, of the next value of each of them
+        self._frame_bytes = 0
+        self._array: JsonArray | None = None                    # collects values now
+        self._depth = 0                                         # of the arrays that are open in it
+
+    def root(self) -> dict[str, Any]:
+        if not isinstance(self._root, dict):
+            raise InvalidRequestError("the request is not a JSON object")
+        return self._root
+
+    def take(self, events: list[tuple[str, Any]]) -> None:
+        """Add what the events say. Raises InvalidRequestError or TooLargeError."""
+        at = 0
+        while at < len(events):
+            if self._array is not None:
+                at = self._take_values(self._array, events, at)
+            else:
+                self._take_event(*events[at])
+                at += 1
+
+    def _take_event(self, event: str, value: Any) -> None:
+        if event == "map_key":
+            self._count(len(value))
+            inner = self._open[-1]
+            if value in inner:
+                raise InvalidRequestError(f"the member '{value[:100]}' is there twice in the request JSON")
+            self._path[-1] = value
+        elif event == "start_map":
+            self._begin({}, "")
+        elif event == "start_array":
+            if _is_place(self._path, self._places):
+                self._array, self._depth = JsonArray(), 1
+                self._put(self._array)
+            else:
+                self._begin([], _EACH)
+        elif event in ("end_map", "end_array"):
+            self._open.pop()
+            self._path.pop()
+        else:
+            is_long = isinstance(value, str) and _is_place(self._path, self._places)
+            if is_long:
+                self._hold(len(value))
+            self._count(len(value) if isinstance(value, str) and not is_long else 0)
+            self._put(value)
+
+    def _take_values(self, array: JsonArray, events: list[tuple[str, Any]], at: int) -> int:
+        """Add values to an array up to its end, or that of the events. Return the position of the next event."""
+        if at == 0 and not _BRACKETS.intersection([event for event, _ in events]):
+            array.add([value for _, value in events], self._hold)
+            return len(events)
+        values: list[Any] = []
+        for end in range(at, len(events)):
+            event, value = events[end]
+            if event == "start_array":
+                self._depth += 1
+                if self._depth > MOST_DEPTH:
+                    raise too_deep()
+            elif event == "end_array":
+                self._depth -= 1
+                if not self._depth:
+                    self._array = None
+                    break
+            elif event == "start_map":
+                raise InvalidRequestError("an array of values has a JSON object in it")
+            else:
+                values.append(value)
+        if values:
+            array.add(values, self._hold)
+        return end + 1
+
+    def _begin(self, container: dict[str, Any] | list[Any], key: str) -> None:
+        self._count(0)
+        self._put(container)
+        self._open.append(container)
+        self._path.append(key)
+        if len(self._open) > MOST_DEPTH:
+            raise InvalidRequestError(f"failed to parse the request JSON: it has more than {MOST_DEPTH} nested levels")
+
+    def _put(self, value: Any) -> None:
+        if not self._open:
+            self._root = value
+        elif isinstance(inner := self._open[-1], dict):
+            inner[self._path[-1]] = value
+        else:
+            inner.append(value)
+
+    def _count(self, text_bytes: int) -> None:
+        self._frame_bytes += text_bytes + _VALUE_BYTES
+        if self._frame_bytes > MOST_FRAME_BYTES:
+            raise TooLargeError(f"the request JSON has too many members and elements beside the values of its tensors: "
+                                f"they take more than {MOST_FRAME_BYTES} bytes")
+
+
+_BRACKETS = frozenset(("start_array", "end_array", "start_map"))

@@ -1,0 +1,120 @@
+"""Values of JSON requests: small documents, which are parsed at once, and the long arrays of large ones."""
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from decimal import Decimal
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain
+from sys import getsizeof
+from typing import Any, TypeVar
+
+from infer_server.errors import InvalidRequestError
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]        # yields where the event loop may run other work
+
+MOST_DEPTH = 100                # of nested lists: as deep as Triton reads
+_FEW_BYTES = 4096               # of JSON, which json parses as quickly
+_POINTER_BYTES = 8
+# Five times as fast as json, if it is installed. It reads integers of more than 64 bits as floats.
+_orjson_loads: Callable[[bytes | bytearray], Any] | None = (
+    import_module("orjson").loads if find_spec("orjson") else None)
+
+
+def parsed(text: bytes | bytearray) -> Any:
+    """Parse JSON at once. Raises InvalidRequestError if it is not JSON, or has invalid UTF-8 or unpaired surrogates."""
+    if _orjson_loads and len(text) >= _FEW_BYTES:
+        with suppress(ValueError):          # json reads more than JSON (NaN, 1e400), and its errors are clearer
+            return _orjson_loads(text)
+    try:
+        decoded = str(text, "utf-8")
+        value = json.loads(decoded)
+        if "\\ud" in decoded or "\\uD" in decoded:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
+
+
+class JsonArray:
+    """The values of a long array, flat: chunks of numbers or booleans as ndarrays, of anything else as lists."""
+
+    def __init__(self) -> None:
+        self.count = 0                      # of values
+        self._chunks: deque[Any] = deque()
+
+    @classmethod
+    def of(cls, data: list[Any], hold: Callable[[int], None]) -> JsonArray:
+        """Return the values of nested lists."""
+        array = cls()
+        array.add(flat(data), hold)
+        return array
+
+    def add(self, values: list[Any], hold: Callable[[int], None]) -> None:
+        """Append values. hold: counts the bytes that they take; may raise."""
+        chunk = _compact(values)
+        hold(sum(map(getsizeof, chunk)) + _POINTER_BYTES * len(chunk) if isinstance(chunk, list) else chunk.nbytes)
+        self._chunks.append(chunk)
+        self.count += len(chunk)
+
+    def take_chunks(self) -> Iterator[Any]:
+        """Iterate over the chunks, and drop each once it has been read."""
+        while self._chunks:
+            yield self._chunks.popleft()
+
+
+def _compact(values: list[Any]) -> Any:
+    """Return values of one kind as an ndarray (int64, uint64, float64 or bool), others as they are."""
+    import numpy as np  # here: frontend workers that read no JSON do without it
+    kinds = set(map(type, values))
+    if Decimal in kinds:                    # of a parser that keeps integers of any size
+        values = [float(value) if type(value) is Decimal else value for value in values]
+        kinds = kinds - {Decimal} | {float}
+    if kinds == {bool}:
+        return np.array(values, np.bool_)
+    if kinds == {int}:
+        for dtype in (np.int64, np.uint64):
+            with suppress(OverflowError):
+                return np.array(values, dtype)
+        return values
+    if kinds == {float}:
+        return np.array(values, np.float64)
+    if kinds == {int, float}:
+        with suppress(OverflowError):       # an integer beyond float64
+            return np.array(values, np.float64)
+    return values
+
+
+def flat(data: list[Any]) -> list[Any]:
+    """Flatten nested lists. Raises InvalidRequestError if they are nested too deeply."""
+    for depth in range(MOST_DEPTH, 0, -1):
+        types = set(map(type, data))        # the quickest look at all of a list
+        if list not in types:
+            return data
+        if len(types) > 1:
+            values: list[Any] = []
+            _flatten(data, values, depth)
+            return values
+        data = list(chain.from_iterable(data))
+    raise too_deep()
+
+
+def too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"'data': JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")
+
+
+def _flatten(data: list[Any], values: list[Any], depth: int) -> None:
+    if not depth:
+        raise too_deep()
+    if list not in set(map(type, data)):
+        values += data
+        return
+    for value in data:
+        if type(value) is list:
+            _flatten(value, values, depth - 1)
+        else:
+            values.append(value)
