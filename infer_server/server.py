@@ -48,7 +48,7 @@ from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.places import LocalFolder, Place
 from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
-from infer_server.repository.repository import Repository
+from infer_server.repository.repository import LOADS, Repository
 from infer_server.serving import Inferences
 from infer_server.workers import in_daemon_thread, wait_until
 from protos.version import NAME
@@ -82,6 +82,7 @@ class ServerOptions:
     config_name: str = ""                       # of the configuration of a model that goes before its config.pbtxt
     poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
     load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
+    load_threads: int = LOADS                   # models that are loaded at a time
     strict_readiness: bool = True               # not ready while a model that was to be served has failed
     drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
     exit_timeout_secs: float = 30.0             # for what was accepted to be answered
@@ -146,7 +147,7 @@ class Server:
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
         self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(self._places, loader.load, options.config_name)
+        self.repository = Repository(self._places, loader.load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
         self._poller = Poller(self.repository, self._places, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository

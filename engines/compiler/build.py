@@ -47,11 +47,13 @@ class EngineBuild:
     notices     what its user should know, a line each
     notes       what the passes did and refused (they print as lines); none of a plan from the cache
     cached      the file of the engine cache that the plan was taken from; None if it was built
+    entry       the file of the engine cache that has the plan now, if it is kept
     """
     plan: Plan
     notices: tuple[str, ...] = ()
     notes: tuple[Any, ...] = ()
     cached: Path | None = None
+    entry: Path | None = None
 
     @property
     def coverage(self) -> Coverage:
@@ -220,10 +222,11 @@ class _Build:
             if plan is not None:
                 for notice in plan.metadata.get("notices", ()):
                     self.say(notice)
-                return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before))
+                return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before), entry=cache.entry(before))
             build = self.built()
-            cache.store(key(), build.plan)      # under the content that the calibration cache has now
-            return build
+            after = key()                       # with the content that the calibration cache has now
+            cache.store(after, build.plan)
+            return replace(build, entry=cache.entry(after))
 
     def _has_its_files(self) -> bool:
         """Whether the caches that the user names are there: else a build has to write them."""

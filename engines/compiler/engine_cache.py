@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from engines.errors import ConfigError, PlanError
-from engines.files import user_cache
+from engines.files import atomic_write, user_cache
 from engines.plan.file import VERSION, read_plan, write_plan
 from engines.plan.plan import Plan
 from engines.plan.records import to_plain
@@ -43,10 +43,13 @@ SIZE_VARIABLE = "INFER_CACHE_GIB"
 _LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # whose version may show in a plan
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600      # a lock or a temporary file that is older has lost its owner
+_FORGOTTEN_SECONDS = 90 * 24 * 3600         # a note that nobody has read for so long
 
 # What is ours in a folder that may hold other files, too: the plan of a key; its lock, and what is still being written.
 _ENTRY = re.compile(r"[0-9a-f]{40}\.plan")
 _PASSING = re.compile(r"[0-9a-f]{40}\.lock|\.[0-9a-f]{40}\.plan\..*")
+_NOTE = re.compile(r"[0-9a-f]{40}\.json")       # see EngineCache.note
+_KEY = re.compile(r"[0-9a-f]{40}")
 
 # In an ONNX file, a tensor stored elsewhere has an entry {key: "location", value: path relative to the model}. This is
 # its protobuf encoding up to the path's length, so that no 2 GB model need be parsed to find its files.
@@ -73,7 +76,7 @@ class EngineCache:
     def key(self, model: Mapping[str, str], facts: Mapping[str, Any]) -> str:
         """A hash of a model (its `model_digest`), of the compiler, and of all else that changes the plan."""
         content = {"model": model, "facts": facts, "compiler": compiler_digest(), "format": VERSION}
-        return _digest(json.dumps(content, sort_keys=True, default=_plain).encode())
+        return digest(json.dumps(content, sort_keys=True, default=_plain).encode())
 
     def entry(self, key: str) -> Path:
         """Where the plan of that key is, if it is there."""
@@ -111,6 +114,31 @@ class EngineCache:
                            "half of the free disk, that it may take")
         except OSError as error:
             self._warn(error.strerror)
+
+    def note(self, key: str, entry: Path, texts: Sequence[str]) -> None:
+        """Note that a request with that key gives the plan of an entry, and what its build said.
+
+        Who knows no engine key, for it takes the compiler to make one, finds the plan by a key of its own: see noted().
+        """
+        if entry.parent == self.folder and _ENTRY.fullmatch(entry.name):
+            with suppress(OSError), atomic_write(self.folder / f"{key}.json") as file:
+                file.write(json.dumps({"plan": entry.stem, "texts": list(texts)}).encode())
+
+    def noted(self, key: str) -> tuple[Path, list[str]] | None:
+        """Return the entry that was noted under a key and what its build said; None if there is none. The time of its
+        last use is set."""
+        note = self.folder / f"{key}.json"
+        try:
+            content = json.loads(note.read_bytes())
+            entry, texts = self.entry(content["plan"]), [str(text) for text in content["texts"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if not _KEY.fullmatch(content["plan"]) or not entry.exists():
+            return None
+        with suppress(OSError):     # a folder that may only be read
+            os.utime(entry)
+            os.utime(note)
+        return entry, texts
 
     @contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -151,7 +179,8 @@ class EngineCache:
                 status = path.stat()
                 if _ENTRY.fullmatch(path.name):
                     found.append((status.st_mtime_ns, status.st_size, path))
-                elif _PASSING.fullmatch(path.name) and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                elif _PASSING.fullmatch(path.name) and time.time() - status.st_mtime > _ABANDONED_SECONDS or (
+                        _NOTE.fullmatch(path.name) and time.time() - status.st_mtime > _FORGOTTEN_SECONDS):
                     path.unlink()
         taken = sum(size for _, size, _ in found)
         limit = min(self.limit, (taken + shutil.disk_usage(self.folder).free) // 2)
@@ -210,7 +239,7 @@ def model_digest(model: Any) -> dict[str, str]:
         path = Path(model)
         return {"name": path.stem, "": _file_digest(path),
                 **{f"file {location}": _file_digest(file) for location, file in external_files(path)}}
-    return {"": _digest(model) if isinstance(model, bytes) else _digest(*_fields(model))}
+    return {"": digest(model) if isinstance(model, bytes) else digest(*_fields(model))}
 
 
 def _fields(message: Any) -> Iterator[bytes]:
@@ -227,7 +256,7 @@ def _fields(message: Any) -> Iterator[bytes]:
 @cache
 def compiler_digest() -> str:
     """Of all that turns a model into a plan: our sources, and the libraries' versions."""
-    return _digest(json.dumps([COMPILER_VERSION, sources_digest(Path(__file__).parents[1]),
+    return digest(json.dumps([COMPILER_VERSION, sources_digest(Path(__file__).parents[1]),
                                [_version(name) for name in _LIBRARIES]]).encode())
 
 
@@ -240,7 +269,7 @@ def _version(library: str) -> str:
 
 def sources_digest(package: Path) -> str:
     """Of the modules below a folder."""
-    return _digest(*(path.read_bytes() for path in sorted(package.rglob("*.py"))))
+    return digest(*(path.read_bytes() for path in sorted(package.rglob("*.py"))))
 
 
 def external_files(model: Path) -> list[tuple[str, Path]]:
@@ -272,7 +301,8 @@ def _string(data: mmap.mmap, at: int) -> str:
             return data[at:at + length].decode(errors="replace").replace("\0", "?")
 
 
-def _digest(*parts: bytes) -> str:
+def digest(*parts: bytes) -> str:
+    """Return the name that the cache has for these bytes: 40 hexadecimal digits."""
     hasher = hashlib.blake2b(digest_size=20)
     for part in parts:
         hasher.update(part)
@@ -290,5 +320,5 @@ def _file_digest(path: Path) -> str:
 def _plain(value: Any) -> Any:
     """What JSON cannot write by itself; an array by its digest."""
     if isinstance(value, np.ndarray):
-        return [str(value.dtype), value.shape, _digest(np.ascontiguousarray(value).tobytes())]
+        return [str(value.dtype), value.shape, digest(np.ascontiguousarray(value).tobytes())]
     return str(value) if isinstance(value, os.PathLike) else to_plain(value)

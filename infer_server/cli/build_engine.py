@@ -114,6 +114,8 @@ def _command(options: argparse.Namespace) -> int:
     if options.strict:
         _refuse_reference(build.coverage)
     build.save(options.output)
+    if options.entry_file and build.entry:
+        Path(options.entry_file).write_text(str(build.entry))
     if options.verbose and build.notes:
         print(*build.notes, sep="\n")
     notify(f"{options.output}: " + (
@@ -260,6 +262,7 @@ def make_parser() -> argparse.ArgumentParser:
     precision.add_argument("--best", action="store_const", const="best", dest="precision",
                            help="build in the fastest: int8 or fp32, layer by layer, where there is --calib; "
                                 "else one of the floats")
+    parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: where the plan is in the cache
     parser.set_defaults(precision="fp32")
     _add_calibration(parser)
     _add_shapes(parser)

@@ -32,11 +32,13 @@ from infer_server.listeners import address
 from infer_server.process import raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
+from infer_server.repository.repository import LOADS, MOST_LOADS
 from infer_server.server import Server, ServerOptions, places_of
 
 log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 256
+_USUAL_LOADS = 16       # at most: a build takes gigabytes
 
 
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
@@ -195,6 +197,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         repository_cache_bytes=parsed.repository_cache_mib << 20,
         model_memory_bytes=(parsed.model_memory_limit_mib or 0) << 20,
         poll_secs=parsed.repository_poll_secs if parsed.model_control_mode == "poll" else 0.0,
+        load_threads=parsed.model_load_thread_count or min(_USUAL_LOADS, max(LOADS, parsed.cores)),
         load_models=None if parsed.load_model == ["*"] else tuple(parsed.load_model),
         rate_limit=dict(parsed.rate_limit_resource) if parsed.rate_limit == "execution_count" else None,
         strict_readiness=parsed.strict_readiness, drain_grace_secs=parsed.drain_grace_secs,
@@ -262,6 +265,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
                         help="between looks for changes under poll (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
                         help="under explicit control, a model to load at start; can be repeated; * is every one")
+    parser.add_argument("--model-load-thread-count", type=up_to(MOST_LOADS), metavar="N",
+                        help="models that are loaded at a time (default: as many as --cores, at least 2, at most "
+                             f"{_USUAL_LOADS})")
     parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
                         help="not ready while a model that was to be served has failed (default true)")
     parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, metavar="BOOL",

@@ -18,7 +18,7 @@ _WITHOUT_EFFECT = (
     "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "disable-auto-complete-config", "enable-peer-access",
     "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size", "host-policy",
     "http-thread-count", "log-format", "metrics-interval-ms", "min-supported-compute-capability",
-    "model-load-gpu-limit", "model-load-retry-count", "model-load-thread-count", "pinned-memory-pool-byte-size",
+    "model-load-gpu-limit", "model-load-retry-count", "pinned-memory-pool-byte-size",
     "repoagent-directory", "reuse-grpc-port", "reuse-http-port", "sagemaker-port", "sagemaker-safe-port-range",
     "sagemaker-thread-count", "strict-model-config", "vertex-ai-default-model", "vertex-ai-port",
     "vertex-ai-thread-count")

@@ -149,8 +149,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         max_queue_delay_us=dynamic.max_queue_delay_microseconds)
     if message.max_batch_size < 0:
         raise ModelConfigError(f"max_batch_size: expected 0 or more, got {message.max_batch_size}")
-    for size in sorted(batching.preferred_batch_sizes):
-        # Before the configuration is completed, max_batch_size may still be open.
+    for size in sorted(batching.preferred_batch_sizes):     # max_batch_size may be open before it is completed
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")

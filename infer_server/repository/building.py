@@ -6,20 +6,24 @@ all that is kept: an engine runs from memory of its own.
 """
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from engines.machine.cpu import detect
 from infer_server.errors import NotBuiltError, RepositoryError
-from infer_server.repository.folders import Source
+from infer_server.repository.folders import Source, told_of
 
 log = logging.getLogger(__name__)
 
+_OPTIONS = 7                # where those of build_command() begin that decide what is built
 _REASON_LINES = 5           # of a compiler's errors, for the index
 
 
@@ -39,7 +43,22 @@ class Compiler:
 
         Raises RepositoryError with what build-engine said; NotBuiltError: the target cannot run a node.
         """
-        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads, target))
+        return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads, target),
+                              None if target else threads)
+
+    def cached(self, source: Source, threads: int) -> Path | None:
+        """Return the file of the engine cache with the plan for this machine's CPU that was built of the same ONNX file
+        with the same options; None if there is none. It saves the process that finds that out by importing the
+        compiler. Raises OSError."""
+        from engines.compiler.engine_cache import EngineCache
+        found = EngineCache(self._cache_dir or "").noted(request_key(source, threads))
+        if found is None:
+            return None
+        entry, texts = found
+        log.info("%s: from the engine cache (%s)", source.file, entry.name)
+        for text in texts:
+            log.warning("%s: %s", source.name, text)
+        return entry
 
     def relower(self, source: Source) -> AbstractContextManager[Path]:
         """A plan for this machine, lowered again from the graph in a plan for another; as build() otherwise."""
@@ -53,11 +72,14 @@ class Compiler:
                                                     str(source.file), "-o", str(plan), "--retune", str(gpu), *kept])
 
     @contextmanager
-    def _compiled(self, source: Source, command: Callable[[Path], list[str]]) -> Iterator[Path]:
+    def _compiled(self, source: Source, command: Callable[[Path], list[str]],
+                  threads: int | None = None) -> Iterator[Path]:
+        """threads: notes the plan in the engine cache as one for so many: see cached()."""
         with TemporaryDirectory(prefix="infer-server-") as folder:
             plan = Path(folder, f"{source.name}.plan")
             log.info("building %s", source.file)
-            said, status = self._run(command(plan))
+            entry = Path(folder, "entry")
+            said, status = self._run(command(plan) + (["--entry-file", str(entry)] if threads else []))
             lines = [line for line in said.splitlines() if line.strip()]
             if status:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
@@ -65,7 +87,16 @@ class Compiler:
                 raise kind(f"building {source.file} failed: {reason}")
             for line in lines:              # with --quiet: what fell back, and why
                 log.warning("%s: %s", source.name, line)
+            if threads and entry.exists():
+                self._note(source, threads, Path(entry.read_text()), lines)
             yield plan
+
+    def _note(self, source: Source, threads: int, entry: Path, lines: Sequence[str]) -> None:
+        from engines.compiler.engine_cache import EngineCache
+        try:
+            EngineCache(self._cache_dir or "").note(request_key(source, threads), entry, lines)
+        except OSError as error:            # a file is gone meanwhile: the next load builds once more
+            log.debug("%s: %s", source.file, error)
 
     def close(self) -> None:
         """Terminates the builds that still run; their build() raises RepositoryError."""
@@ -87,6 +118,27 @@ class Compiler:
             with self._lock:
                 self._running.remove(process)
         return said, process.returncode
+
+
+def request_key(source: Source, threads: int) -> str:
+    """Return a digest of all that a build for this machine's CPU follows from: the model, the options and the files
+    that they name, the compiler and the CPU. Raises OSError."""
+    from engines.compiler.engine_cache import compiler_digest, digest, model_digest
+    options, cpu = source.config.build, detect()
+    named = [("calib", options.calib), ("calib_cache", options.calib_cache), ("preprocess", options.preprocess)]
+    files = [(name, told_of(source.path(given.partition(":")[0], name))) for name, given in named if given]
+    command = build_command(source, Path(), None, threads)[_OPTIONS:]
+    return digest(json.dumps([
+        model_digest(source.file), [option.replace(str(source.folder), "") for option in command], files,
+        compiler_digest(), _tools_digest(), cpu.architecture, cpu.model, sorted(cpu.features)]).encode())
+
+
+@cache
+def _tools_digest() -> list[str]:
+    """Return digests of what reads the options of a build, and what calibrates."""
+    from engines.compiler.engine_cache import sources_digest
+    root = Path(__file__).parents[2]
+    return [sources_digest(root / "calibration"), sources_digest(root / "infer_server" / "cli")]
 
 
 def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int, target: str = "") -> list[str]:

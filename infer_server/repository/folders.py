@@ -168,6 +168,12 @@ def after_load(source: Source, before: Fingerprint) -> Fingerprint:
     return {**before, path[len(str(source.folder)):]: (_content if source.is_of_request else _status)(path)}
 
 
+def told_of(path: Path) -> list[tuple[str, Hashable]]:
+    """Return what differs when a file, or one in a folder, is another: its name, size and time. Blocks."""
+    return sorted((os.path.relpath(file, path), (status.st_size, status.st_mtime_ns))
+                  for file in _files(path) for status in [os.stat(file)])
+
+
 def _message_of(source: Source) -> bytes:
     message = model_config.ModelConfig()
     message.CopyFrom(source.message)

@@ -148,6 +148,8 @@ class Loader:
     def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> LoadedEngine:
         """runs_elsewhere: it is a plan for a GPU of this machine."""
         if source.is_onnx:
+            if cached := self._cached_engine(source, threads):
+                return cached
             with self.compiler.build(source, threads) as plan:
                 return self._loaded(source, plan, threads)
         try:
@@ -159,6 +161,15 @@ class Loader:
             log.warning("%s: %s", source.name, mismatch)
         with self.compiler.relower(source) as plan:
             return self._loaded(source, plan, threads)
+
+    def _cached_engine(self, source: Source, threads: int) -> LoadedEngine | None:
+        """Return the engine of a model.onnx from the engine cache; None if it is not there, or cannot be used."""
+        try:
+            plan = self.compiler.cached(source, threads)
+            return self._loaded(source, plan, threads) if plan else None
+        except (EngineError, OSError) as error:
+            log.warning("%s: what the engine cache has cannot be used, and it is built: %s", source.file, error)
+            return None
 
     def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> LoadedEngine:
         specialise = source.config.build.specialise or (

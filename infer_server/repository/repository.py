@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 LOAD_FAILED = "load failed for model"       # Triton's words for what was found, and could not be loaded
 _UNLOADED = "unloaded"  # the reason of versions that were let go of when somebody asked for it
-_LOADS = 2              # at a time: a model that takes minutes to build does not hold up all others
+LOADS = 2               # at a time: a model that takes minutes to build does not hold up all others
+MOST_LOADS = 64         # that may be asked for
 _READS = 16             # likewise, of folders, or copies of them: of thousands of models, not thousands of threads
 
 
@@ -50,8 +51,9 @@ class IndexEntry:
 class Repository:
     """Folders of models. find() is the request path: two dictionary lookups."""
 
-    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model], config_name: str = "") -> None:
-        """config_name: see read_model."""
+    def __init__(self, places: Sequence[Place], load: Callable[[Source], Model], config_name: str = "",
+                 loads: int = LOADS) -> None:
+        """config_name: see read_model. loads: models that are loaded at a time."""
         self._places = places
         self._config_name = config_name
         self._load = load
@@ -65,7 +67,7 @@ class Repository:
         self._starting: dict[str, asyncio.Future[None]] = {}    # the loads of load_all
         self._needed = Counter[str]()                       # by ensembles that are being loaded
         self.waiting = Waits().waiting
-        self._loads, self._reads = Turns(_LOADS), asyncio.Semaphore(_READS)
+        self._loads, self._reads = Turns(loads), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models that may be copied the next time, as they were not the last
 
     def watch(self, changed: Callable[[], None]) -> None:
