@@ -110,6 +110,13 @@ def elementwise(function: Callable[[Array], Array], array: Any, dtype: np.dtype[
     return Deferred(function, (array,), dtype, array.shape) if isinstance(array, Deferred) else function(array)
 
 
+def combined(function: Callable[[Array, Array], Array], a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
+    """What a function makes of each element of two arrays that broadcast, either of which may be deferred."""
+    if isinstance(a, Deferred) or isinstance(b, Deferred):
+        return Deferred(function, (a, b), dtype, broadcast(a.shape, b.shape))
+    return function(a, b)
+
+
 def _as_array(one: Any) -> Any:
     return one if isinstance(one, Deferred) else np.asarray(one)
 

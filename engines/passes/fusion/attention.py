@@ -2,19 +2,30 @@
 
     MatMul(Softmax(MatMul(q, k') * scale + mask), v) = ScaledDotProductAttention(q, k, v, mask)
 
-The scale may be a Mul anywhere between q or k and the Softmax; the mask an Add, or a Where by a constant, before or
-after the scale. Transposes that split heads stay nodes of their own: a backend sees through them.
+The scale may be a Mul anywhere between q or k and the Softmax; the mask an Add, or a Where that puts a constant of
+-1e4 or less in place of scores, before or after the scale. A Where is an Add of HIDDEN, in which float32 loses the
+score:
+
+    Where(hidden, c, s) = s + (HIDDEN if hidden else 0)         after a softmax
+
+Keys that are hidden have a weight of 0 where a query sees others, and equal weights where it sees none: the query then
+has the mean of the values, whatever c and its scores are. This holds for visible scores above c + 104, whose
+exponential float32 tells from 0. What is added to hidden scores later would be lost, so such a pattern is no attention.
+
+Transposes that split heads stay nodes of their own: a backend sees through them.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from engines.ir.counted import as_int
-from engines.ir.deferred import elementwise
+from engines.ir.deferred import combined, elementwise
+from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Dim, Graph, Node
 from engines.passes.layout.permutations import axis_groups
 from engines.passes.rewriting.dataflow import Walk, dataflow
@@ -24,6 +35,8 @@ from engines.passes.rewriting.notes import Note, note
 
 MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
 MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
+ABSORBING = -1e31           # plus a usual score, or the number of another mask, is itself in float32
+HIDDEN = float(np.finfo(np.float32).min)
 
 
 class _Refused(Exception):
@@ -46,6 +59,14 @@ class _Mask:
     factor: float = 1.0
     value: float | None = None
     holds: bool = True                  # whether the value is put where the condition is true
+
+    @property
+    def hidden(self) -> float:
+        """The number that is added to a score in place of putting the value there."""
+        assert self.value is not None
+        if self.value > ABSORBING:
+            return HIDDEN
+        return self.value if self.value >= HIDDEN else -math.inf        # float32 ends there
 
 
 def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
@@ -116,18 +137,37 @@ class _AttentionFusion(GraphEditor):
 
     # ---- masks
     def _mask(self, found: _Scores, base: str) -> list[str]:
-        """What is added to the scores, as one tensor; [] if nothing is."""
+        """Return the name of what is added to the scores, or [] if nothing is. Raises _Refused."""
+        _check_masks(found.masks)
         scores = self.graph.shape(found.nodes[-1].outputs[0])
-        parts = [self._fitted(self._scaled(mask, base) if mask.value is None else self._where(mask, mask.value, base),
-                              mask.shape, scores, base) for mask in found.masks]
-        total = parts[:1]
-        for part in parts[1:]:
-            a, b = map(self.constant, (*total, part))
-            if a is not None and b is not None:
-                total = [self.add_constant(f"{base}.mask", a + b)]
+        total = ""
+        for mask in reversed(found.masks):          # from the product down to the softmax
+            if mask.value is None:
+                part = self._fitted(self._scaled(mask, base), mask.shape, scores, base)
+                total = self._sum(total, part, base) if total else part
             else:
-                total = [self.add(f"{base}.mask", "Add", [*total, part])]
-        return total
+                total = self._hidden(mask, mask.hidden, total, scores, base)
+        return [total] if total else []
+
+    def _sum(self, total: str, part: str, base: str) -> str:
+        """The sum of two masks."""
+        a, b = self.constant(total), self.constant(part)
+        if a is not None and b is not None:
+            return self.add_constant(f"{base}.mask", a + b)
+        return self.add(f"{base}.mask", "Add", [total, part])
+
+    def _hidden(self, mask: _Mask, number: float, total: str, scores: tuple[Dim, ...], base: str) -> str:
+        """The mask `total`, or no mask yet, with the number in place of it where the condition hides a score."""
+        condition, before = self.graph.constants.get(mask.name), self.constant(total)
+        if not total or condition is not None and before is not None:
+            part = self._fitted(self._where(mask, number, base), mask.shape, scores, base)
+            if before is None:
+                return part
+            return self.add_constant(f"{base}.mask", combined(_in_place, self.constant(part), before, FLOAT))
+        if mask.shape != scores:
+            raise _Refused("its mask is made for scores of another shape")
+        parts = [self.add_constant(f"{base}.hidden", np.full(1, number, np.float32)), total]
+        return self.add(f"{base}.mask", "Where", [mask.name, *(parts if mask.holds else parts[::-1])])
 
     def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
         """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
@@ -159,7 +199,7 @@ class _AttentionFusion(GraphEditor):
         """0 where a score is seen, the value where it is hidden."""
         array = self.graph.constants.get(mask.name)
         if array is not None:
-            added = elementwise(partial(_added, mask.holds, value), array, np.dtype(np.float32))
+            added = elementwise(partial(_added, mask.holds, value), array, FLOAT)
             return self.add_constant(f"{base}.mask", added)
         numbers = [self.add_constant(f"{base}.{label}", np.full(1, n, np.float32))
                    for label, n in (("hidden", value), ("seen", 0.0))]
@@ -169,6 +209,23 @@ class _AttentionFusion(GraphEditor):
 def _added(holds: bool, value: float, mask: Array) -> Array:
     """The value where the mask is that, else 0."""
     return np.where(mask.astype(bool) == holds, value, 0).astype(np.float32)
+
+
+def _in_place(hidden: Array, mask: Array) -> Array:
+    """The first where it is not 0, else the second."""
+    return np.where(hidden != 0, hidden, mask)
+
+
+def _check_masks(masks: Sequence[_Mask]) -> None:
+    """Raises _Refused if masks, the last applied first, do not amount to one number that is added to each score."""
+    values = [mask.value for mask in masks if mask.value is not None and mask.value > -math.inf]
+    if len(set(values)) > 1:
+        raise _Refused("it puts different numbers in place of scores")
+    added = False
+    for mask in masks:
+        if added and mask.value is not None and mask.value > ABSORBING:
+            raise _Refused("a mask is added to numbers that stand in place of scores")
+        added |= mask.value is None
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
