@@ -10,7 +10,9 @@ for scores, so where ranges are unlike the tie between two tensors is cut:
     a Concat of results         stays float32, if graph outputs are made of it by moves and pointwise operations
 
 Ranges are unlike if a tensor that is computed with would have a scale more than UNLIKE times its own. A cut costs a
-pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst.
+pass over the tensor, a coarse scale 20 log10(UNLIKE) dB at worst: 12 dB for 4. Measured with ranges of real weights and
+data, a text recogniser (PP-OCRv4) gets 3 conversions with 1.5 and 2, none with 3 to 8; a detector (NanoDet) gets none
+with 1.5 to 8.
 """
 from __future__ import annotations
 

@@ -101,11 +101,18 @@ def test_the_users_cache_is_the_default_and_a_folder_is_another(
 
 
 @pytest.mark.parametrize("changed", [{"max_batch": 8}, {"precision": "bf16"}, {"threads": 2}, {"target": "portable"},
-                                     {"keep_float": ("conv",)}, {"opt_batch": 2}])
+                                     {"opt_batch": 2}])
 def test_another_option_is_another_engine(path: Path, cache: EngineCache, changed: dict[str, Any]) -> None:
     build_engine(path, cache=cache, **OPTIONS)
     assert not build_engine(path, cache=cache, **{**OPTIONS, **changed}).cached
     assert build_engine(path, cache=cache, **OPTIONS).cached
+
+
+def test_other_layers_in_float_are_another_engine(path: Path, cache: EngineCache) -> None:
+    options = {**OPTIONS, "precision": "int8", "calibration": Calibration(feeds(), "minmax"), "cache": cache}
+    assert not build_engine(path, **options).cached
+    assert not build_engine(path, **options, keep_float=("*",)).cached
+    assert build_engine(path, **options).cached
 
 
 def test_a_lookup_says_again_what_its_user_should_know(path: Path, cache: EngineCache) -> None:

@@ -346,6 +346,9 @@ def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: P
     (folder / "config.pbtxt").write_text('input { name: "x" data_type: TYPE_FP32 optional: true }')
     command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
     assert command[command.index("--threads"):] == ["--threads", "2", "--optional", "x"]
+    (folder / "config.pbtxt").write_text('parameters { key: "keep_float" value { string_value: "head/*, -a..." } }')
+    command = build_command(*read_model(tmp_path, "m"), tmp_path / "m.plan", None, threads=2)
+    assert command[command.index("--threads"):] == ["--threads", "2", "--keep-float=head/*", "--keep-float=-a..."]
     (folder / "config.pbtxt").write_text("""
         parameters { key: "timing" value { string_value: "false" } }
         optimization { execution_accelerators {

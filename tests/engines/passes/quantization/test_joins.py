@@ -1,4 +1,4 @@
-"""Scales of tensors that are moved into one another: in the graph that `quantize` makes, by ranges written down here."""
+"""Scales of tensors that are moved into one another, in the graph that `quantize` makes of given ranges."""
 from __future__ import annotations
 
 import numpy as np
@@ -14,7 +14,8 @@ from engines.passes.quantization.kept import check_kept, check_names, kept_nodes
 from engines.passes.quantization.quantize import edges_to_calibrate, quantize
 
 RANDOM = np.random.default_rng(0)
-TWO_READERS = """s = Conv(x, w8)  b = Conv(s, w8)  cc = Concat<axis = 1>(s, b)  z = Conv(cc, w16)  y = Conv<strides = [2, 2]>(s, w8)"""
+TWO_READERS = """s = Conv(x, w8)  b = Conv(s, w8)  cc = Concat<axis = 1>(s, b)  z = Conv(cc, w16)
+    y = Conv<strides = [2, 2]>(s, w8)"""
 
 
 def graph_of(nodes: str, outputs: str = "y") -> Graph:
@@ -58,7 +59,8 @@ def test_sources_of_like_ranges_are_written_where_the_concat_lies():
 
 
 def test_a_source_that_only_the_concat_reads_is_written_at_its_scale():
-    nodes = "s = Conv(x, w8)  t = Relu(s)  b = Conv(x, w8)  u = Sigmoid(b)  cc = Concat<axis = 1>(t, u)  y = Conv(cc, w16)"
+    nodes = """s = Conv(x, w8)  t = Relu(s)  b = Conv(x, v8)  u = Sigmoid(b)  cc = Concat<axis = 1>(t, u)
+        y = Conv(cc, w16)"""
     graph = with_ranges(graph_of(nodes), t=100, cc=100)
     assert not conversions(graph) and scales(graph)["u"] == scales(graph)["cc"] == 100
 
