@@ -91,6 +91,15 @@ def test_channels_of_unlike_size_are_parts_but_not_those_of_a_softmax() -> None:
     assert parts(one_dead, Sources(("y",), np.zeros((1, 200), np.int32))) == ("",)
 
 
+def test_values_that_became_zero_are_a_fault_though_the_peaks_keep_the_ratio() -> None:
+    scores = np.full((4, 100), 0.1, np.float32)
+    scores[:, :10] = 1
+    rounded = np.rint(scores)
+    found = compare([{"y": scores}], [{"y": rounded}])
+    assert found.sqnr_db > 6 and "90 % of its values that are not 0 have become 0" in found.fault
+    assert not compare([{"y": rounded}], [{"y": rounded}]).fault
+
+
 def test_the_worst_part_is_the_score_of_a_comparison_and_is_named() -> None:
     rng = np.random.default_rng(1)
     right = np.concatenate([rng.uniform(0, 300, (8, 4)), rng.uniform(0, 1, (8, 2))], axis=1).astype(np.float32)

@@ -41,7 +41,7 @@ def test_each_column_has_a_category_of_its_own_encoder() -> None:
 def test_a_column_that_two_encoders_read_has_a_category_of_both() -> None:
     model = columns([["left", "both"], SIZES])
     model.graph.node.insert(0, helper.make_node("OneHotEncoder", ["column0"], ["other"], domain="ai.onnx.ml",
-                                                cats_strings=["both", "right"], zeros=0))
+                                                cats_strings=["right", "both"], zeros=0))
     model.graph.node.insert(0, model.graph.node.pop(1))
     model.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, ["n", 1, 2]))
     assert usual(made(model)) == [[["both", "large"]]]
