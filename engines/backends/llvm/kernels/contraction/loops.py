@@ -82,6 +82,10 @@ class TiledLoops(ABC):
         f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 2)
         *self.weights, self.constants, y = addresses[inputs:]
         tensors = [*addresses[:inputs], y]
+        self.loops(f, tensors)
+
+    def loops(self, f: Function, tensors: list[Value]) -> None:
+        """All tiles of the grid's piece that the kernel is called for."""
         if self.kernel.by_batch:
             self._pixels_of_the_batch(f, tensors)
         else:
@@ -195,7 +199,7 @@ class TiledLoops(ABC):
         def call(i: Value, j: Value, part: Part, tile: Value) -> None:
             x, *others = self._pixel(here, i, j)
             x, arguments = self.tile_arguments(part, x, dict(weights), tile, channels)
-            f.run(self._microkernel(part, channels), x, constants, *others, *arguments.values())
+            f.run(self.microkernel(part, channels), x, constants, *others, *arguments.values())
 
         visit(call)
 
@@ -216,7 +220,7 @@ class TiledLoops(ABC):
         return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
 
     # ---- the micro-kernel
-    def _microkernel(self, part: Part, channels: int) -> str:
+    def microkernel(self, part: Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name.
 
         Tactics that differ in their blocks only have it in common, where they are in one module.

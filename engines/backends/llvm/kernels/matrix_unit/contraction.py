@@ -1,0 +1,127 @@
+"""The contraction by a matrix unit: its tactics, packed weights and cost. loops.py writes its code.
+
+    for block of pixels:                                            }
+      for panel of couts:                                           }  as every tiled contraction: tiled.py, loops.py
+        for tile of pixels:                                         }  there
+          for tap row, tap column, block of up to 64 bytes of K:
+            b[v] = weights of 16 couts                              a load of 1 KiB, packed as it lies in the register
+            a[t] = x of 16 pixels                                   a row for each pixel, a pitch apart
+            c[t, v] += a[t] * b[v]                                  16 pixels x 16 couts x 64 bytes of K
+          c -> scratch in the first level of cache
+          program, store                                            as every contraction (store.py)
+
+x is read in place: the pitch of a register's rows is that between the pixels of neighbouring outputs, so strides,
+dilation and halos cost nothing.
+
+All blocks of K have one size. In INT8 the last block of a run begins earlier if the run is no multiple, with zero
+weights for what was summed before; it reads at most 3 bytes behind the run. Zero times infinity is not a number, so
+blocks of floats divide the run.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.kernel import solves
+from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops, register_cuts
+from engines.codegen.ir_builder import Module
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.problem import Array
+
+LEAST_DEPTH = 32        # bytes of K in a block of floats; shorter ones waste more than half of the products
+MOST_SUMS = 4           # registers of sums: the others hold what is multiplied
+# (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 registers of sums. 28 divides 196 and 784 pixels.
+SHAPES = ((32, 2), (28, 2), (16, 4), (14, 4), (16, 2), (32, 1), (16, 1))
+
+
+@dataclass(frozen=True)
+class AmxTile(Tile):
+    layout: ClassVar[str] = "amx"
+
+
+@solves(Contraction)
+class MatrixUnitContraction(TiledContraction):
+    """Weights are packed [panel][block of K][vector][quad][lane][byte]."""
+    tile = AmxTile
+    unit: ClassVar[MatrixUnit] = AMX
+
+    def applies(self, isa: Isa) -> bool:
+        if isa.matrix is None or not isa.matrix.product(self.problem.precision) or self.problem.weights:
+            return False
+        return self.exact or self.depth >= LEAST_DEPTH
+
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        return SHAPES if self.applies(isa) else ()
+
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        return [tile for tile in super().tactics(isa)
+                if len(register_cuts(tile.rows, tile.cols)) * tile.vectors <= MOST_SUMS]
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        return list(dict.fromkeys(one for one in super().refinements(isa, best) if not one.prefetch))
+
+    @property
+    def exact(self) -> bool:
+        return self.problem.precision == "int8"
+
+    # ---- K
+    @property
+    def run_bytes(self) -> int:
+        return self.run * self.problem.x.size
+
+    @cached_property
+    def depth(self) -> int:
+        """Bytes of x in a block of K, a multiple of the unit's group; 0 if a run of floats has no such divisor."""
+        group = self.unit.group
+        if self.exact:
+            return min(self.unit.row_bytes, -(-self.run // group) * group)
+        groups = self.run_bytes // group * (self.run_bytes % group == 0)
+        divisors = (n for n in range(1, self.unit.row_bytes // group + 1) if groups and groups % n == 0)
+        return group * max(divisors, default=0)
+
+    @cached_property
+    def block_starts(self) -> list[int]:
+        """Bytes from the start of a run to each of its blocks."""
+        starts = list(range(0, self.run_bytes, self.depth))
+        group = self.unit.group
+        starts[-1] = max(min(starts[-1], -(-(self.run_bytes - self.depth) // group) * group), 0)
+        return starts
+
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
+        return len(self.block_starts) * len(self.run_offsets()), self.depth * isa.lanes
+
+    # ---- cost
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        tiles = -(-pixels // self.unit.rows)
+        products = vectors * sum(self.unit.cycles(len(rows)) for rows in np.array_split(range(pixels), tiles))
+        return max(products, self.unit.load_cycles * (tiles + vectors))
+
+    # ---- constants
+    def packing_anywhere(self, tactic: Tile) -> Any:
+        problem = self.problem
+        return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,
+                problem.y.dtype, problem.y.shape[-1], self.run, tactic.vectors)
+
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        panels, group = cout_panels(self.problem, isa, tactic.vectors), self.unit.group
+        stored = self.arithmetic(isa).store_weights(constants["weights"])
+        runs = np.ascontiguousarray(self.runs(stored)).view(np.int8)        # [cout][run][byte]
+        blocks, done = np.zeros((*runs.shape[:2], len(self.block_starts), self.depth), np.int8), 0
+        for number, start in enumerate(self.block_starts):
+            part = runs[..., done:start + self.depth]
+            blocks[:, :, number, done - start:done - start + part.shape[-1]] = part
+            done = start + self.depth
+        quads = blocks.reshape(len(blocks), -1, self.depth // group, group)     # [cout][block][quad][byte]
+        packed = [quads[panel].transpose(2, 0, 3, 1, 4).ravel() for panel in panels]    # [block][vector][quad][lane]...
+        return np.concatenate(packed), pack_program(self.problem, panels, constants)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts).emit()
