@@ -1,7 +1,7 @@
 """What one core of this machine does at best, measured by the smallest kernels that can ask for it.
 
-    products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers; and the products
-                            of a matrix unit, where there is one: the better of the two is the peak
+    products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers; and of the
+                            products of a matrix unit, where there is one: the better of the two is the peak
     reads                   a loop of nothing but loads, over buffers that fit a level of the memory
     additions               a chain, each waiting for the one before: one a cycle on every core, so it tells its clock
 

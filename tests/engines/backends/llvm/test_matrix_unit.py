@@ -1,6 +1,7 @@
 """Contractions by tile registers: every tactic, exact in INT8; their instructions and configurations."""
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -29,7 +30,9 @@ LAYERS = {
     "3x3, stride 2": Shape(7, 7, 48, 96, taps=(3, 3), stride=(2, 2)),
     "3x3, dilated": Shape(7, 17, 64, 32, taps=(3, 3), dilation=(2, 2)),
     "3x3, stride and dilation in gaps": Shape(4, 9, 32, 16, taps=(3, 2), stride=(1, 2), dilation=(3, 2), gaps=True),
+    "3x3, 9 channels, odd runs": Shape(6, 20, 9, 32, taps=(3, 3), stride=(2, 2)),
     "1x1, 49 pixels": Shape(7, 7, 160, 64),
+    "1x1, 35 pixels in gaps": Shape(5, 7, 64, 32, gaps=True),
     "1x1, stride 2": Shape(7, 7, 128, 64, stride=(2, 2)),
     "1x1, a long run": Shape(1, 37, 1000, 33),
     "a run of 65 bytes": Shape(1, 33, 65, 70),
@@ -53,14 +56,15 @@ def test_every_tactic_of_bytes_equals_the_reference_bit_for_bit(name: str) -> No
     assert kernel.tactics(AVX512_AMX)
     tactics = kernel.tactics(AVX512_AMX)[::1 if name in LAYERS else 3]
     for number, tactic in enumerate(tactics):
-        check(kernel, CPU, inputs, constants, tactic=replace(tactic, block=number % 3), pieces=2, slack=3)
+        tactic = replace(tactic, block=number % 3, prefetch=number % 2 == 1)
+        check(kernel, CPU, inputs, constants, tactic=tactic, pieces=2, slack=3)
 
 
 @EVERY_LAYER
 def test_every_tactic_of_bfloat_agrees_with_the_reference(name: str) -> None:
     kernel, inputs, constants = kernel_of(name, "bf16")
     constants["weights"] = constants["weights"] / 4
-    assert bool(kernel.tactics(AVX512_AMX)) == (kernel.depth >= 32)
+    assert bool(kernel.tactics(AVX512_AMX)) == (kernel.depth >= (16 if kernel.run_bytes <= 64 else 32))
     for tactic in kernel.tactics(AVX512_AMX)[::1 if name in LAYERS else 3]:
         check(kernel, CPU, inputs, constants, TOLERANCE["bf16"], tactic=tactic, pieces=2, slack=0)
 
@@ -81,6 +85,16 @@ def test_emulated_tile_registers_give_what_the_machine_gives(name: str, precisio
 def test_kernels_that_read_their_extents_at_run_time_equal_the_reference(name: str) -> None:
     kernel, inputs, constants = kernel_of(name, "int8")
     check(kernel, ToldRunner(AVX512_AMX), inputs, constants, pieces=2, slack=3)
+
+
+def test_images_of_few_columns_have_tiles_of_whole_rows_in_one_run() -> None:
+    kernel, inputs, constants = kernel_of("3x3, 7 pixels a row", "int8")
+    wide = AmxTile(7, 7, 1)
+    assert wide in kernel.tactics(AVX512_AMX) and kernel.wide == 9
+    assert [places for _, _, places in kernel.cut(7, 7).runs] == [16] * 4       # 6 * 9 + 7 places
+    check(kernel, ToldRunner(AVX512_AMX), inputs, constants, tactic=wide, pieces=2, slack=3)
+    strided, _, _ = kernel_of("3x3, stride 2", "int8")
+    assert strided.wide == 0 and all(tile.rows < 3 for tile in strided.tactics(AVX512_AMX))
 
 
 @pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels"])
@@ -154,6 +168,14 @@ def test_a_tile_of_32_pixels_by_32_couts_loads_a_register_for_each_product() -> 
     counts = Counter(line.split()[0] for line in text.splitlines() if line.startswith(("\ttile", "\ttdp", "\tldtile")))
     assert counts["tdpbusd"] == counts["tileloadd"] and counts["tilestored"] == 4
     assert counts["ldtilecfg"] == counts["tilerelease"] == 1
+
+
+def test_weights_are_asked_for_ahead_a_line_at_a_time() -> None:
+    shape, tile = Shape(1, 64, 256, 64), AmxTile(1, 32, 2)
+    assert "prefetcht" not in assembly_of(shape, tile)
+    text = assembly_of(shape, replace(tile, prefetch=True))
+    lines = re.findall(r"prefetcht1\s+(\d+)\(", text)
+    assert len(lines) == 8 * text.count("\ttdpbusd") and {int(at) % 64 for at in lines} == {0}
 
 
 # ---- instructions

@@ -15,13 +15,14 @@ dilation and halos cost nothing.
 
 All blocks of K have one size. In INT8 the last block of a run begins earlier if the run is no multiple, with zero
 weights for what was summed before; it reads at most 3 bytes behind the run. Zero times infinity is not a number, so
-blocks of floats divide the run.
+blocks of floats divide the run; a short run of an odd number of them is copied, with zeros behind it.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,12 +32,14 @@ from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops, register_cuts
+from engines.backends.llvm.kernels.matrix_unit.loops import Cut, MatrixLoops
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
-LEAST_DEPTH = 32        # bytes of K in a block of floats; shorter ones waste more than half of the products
+LEAST_DEPTH = 32        # bytes of K in each of several blocks of floats; shorter ones waste more than half of a product
+LEAST_RUN = 16          # the same of a run that is one block
+COPY_CYCLES = 1.5       # to copy a pixel's run: a load and a store
 MOST_SUMS = 4           # registers of sums: the others hold what is multiplied
 # (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 registers of sums. 28 divides 196 and 784 pixels.
 SHAPES = ((32, 2), (28, 2), (16, 4), (14, 4), (16, 2), (32, 1), (16, 1))
@@ -56,17 +59,35 @@ class MatrixUnitContraction(TiledContraction):
     def applies(self, isa: Isa) -> bool:
         if isa.matrix is None or not isa.matrix.product(self.problem.precision) or self.problem.weights:
             return False
-        return self.exact or self.depth >= LEAST_DEPTH
+        return self.exact or self.depth >= (LEAST_RUN if self.run_bytes <= self.unit.row_bytes else LEAST_DEPTH)
 
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
         return SHAPES if self.applies(isa) else ()
 
     def tactics(self, isa: Isa) -> Sequence[Tile]:
-        return [tile for tile in super().tactics(isa)
-                if len(register_cuts(tile.rows, tile.cols)) * tile.vectors <= MOST_SUMS]
+        tiles = dict.fromkeys((*super().tactics(isa), *self._wide_tiles(isa)))
+        return [tile for tile in tiles if len(self.cut(tile.rows, tile.cols).runs) * tile.vectors <= MOST_SUMS]
 
-    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
-        return list(dict.fromkeys(one for one in super().refinements(isa, best) if not one.prefetch))
+    def _wide_tiles(self, isa: Isa) -> Iterator[Tile]:
+        """Tiles of as many whole rows as one run through them has room for, where an image has few columns."""
+        wide, flat = self.wide, self.flat
+        if not wide or not self.applies(isa) or flat.cols >= self.unit.rows:
+            return
+        for vectors in (1, 2, 4):
+            rows = min((MOST_SUMS // vectors * self.unit.rows - flat.cols) // wide + 1, flat.rows)
+            if rows > 1 and vectors <= isa.vectors_for(flat.cout):
+                yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
+
+    @cached_property
+    def wide(self) -> int:
+        """Places between the first pixels of two rows, as Cut counts them; 0 if that is no whole number, or if most of
+        the places between rows would be computed in vain."""
+        x, stride = self.flat.x, self.flat.stride
+        row, column = x.strides[0] * stride[0], x.strides[1] * stride[1]
+        return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
+
+    def cut(self, rows: int, cols: int) -> Cut:
+        return Cut(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
 
     @property
     def exact(self) -> bool:
@@ -84,8 +105,16 @@ class MatrixUnitContraction(TiledContraction):
         if self.exact:
             return min(self.unit.row_bytes, -(-self.run // group) * group)
         groups = self.run_bytes // group * (self.run_bytes % group == 0)
+        if self.staged:
+            return -(-self.run_bytes // group) * group
         divisors = (n for n in range(1, self.unit.row_bytes // group + 1) if groups and groups % n == 0)
         return group * max(divisors, default=0)
+
+    @property
+    def staged(self) -> bool:
+        """True if runs of floats are copied, with zeros behind them."""
+        unit, size = self.unit, self.run_bytes
+        return not self.exact and size <= unit.row_bytes and size % unit.group != 0
 
     @cached_property
     def block_starts(self) -> list[int]:
@@ -100,9 +129,10 @@ class MatrixUnitContraction(TiledContraction):
 
     # ---- cost
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        tiles = -(-pixels // self.unit.rows)
-        products = vectors * sum(self.unit.cycles(len(rows)) for rows in np.array_split(range(pixels), tiles))
-        return max(products, self.unit.load_cycles * (tiles + vectors))
+        runs = self.cut(pixels // tile.cols or 1, min(pixels, tile.cols)).runs
+        products = vectors * sum(self.unit.cycles(places) for _, _, places in runs)
+        copies = COPY_CYCLES * pixels if self.staged else 0.0
+        return max(products, self.unit.load_cycles * (len(runs) + vectors)) + copies
 
     # ---- constants
     def packing_anywhere(self, tactic: Tile) -> Any:
@@ -124,4 +154,5 @@ class MatrixUnitContraction(TiledContraction):
         return np.concatenate(packed), pack_program(self.problem, panels, constants)
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts).emit()
+        wide, staged = self.cut(tactic.rows, tactic.cols).wide, self.run if self.staged else 0
+        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts, wide, staged).emit()

@@ -27,25 +27,56 @@ from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.codegen.extents import TABLE
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.types import PTR
+from engines.codegen.types import I1, I16, I32, PTR, vector
 
 WOVEN_PRODUCTS = 16             # of a tile, among which the epilogue of the tile before is spread
 LINE = 64
-SCRATCH = 4 << 10               # bytes of the sums of a tile: four registers
+AHEAD = 8 << 10                 # bytes of weights between those that are loaded and those that are asked for
+SCRATCH = STAGE = 4 << 10       # bytes of the sums of a tile: four registers; and of the pixels that are copied
 Level = tuple[str, int, int]    # a loop of K: name, turns, bytes of x between them
 
 
-def register_cuts(rows: int, cols: int) -> list[tuple[int, int, int]]:
-    """(row, column, pixels) of each register of x in a tile: up to 16 neighbours of a row, as even as can be."""
-    pieces = -(-cols // AMX.rows)
-    narrow, wider = divmod(cols, pieces)
-    widths = [narrow + 1] * wider + [narrow] * (pieces - wider)
-    return [(i, sum(widths[:n]), width) for i in range(rows) for n, width in enumerate(widths)]
+@dataclass(frozen=True)
+class Cut:
+    """How the pixels of a tile lie in registers of x: runs of up to 16 places that are a pixel's pitch of x apart.
+
+    Each row of the tile has runs of its own; or, if the pitch of rows is `wide` places, one run goes through all rows,
+    and the places between two rows are computed in vain.
+    """
+    rows: int
+    cols: int
+    wide: int = 0
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(row, column, places) of each register: as even as can be; or equal, where a run goes through all rows: the
+        last one overlaps the one before."""
+        if self.wide:
+            places = (self.rows - 1) * self.wide + self.cols
+            count = -(-places // AMX.rows)
+            size = -(-places // count)
+            return [(0, min(n * size, places - size), size) for n in range(count)]
+        return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
+
+    def place(self, i: int, j: int) -> int:
+        """The number of pixel (i, j) among all places."""
+        return i * (self.wide or self.cols) + j
+
+
+def _even(places: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of pieces of up to 16 places."""
+    pieces = -(-places // AMX.rows)
+    for n in range(pieces):
+        start = n * places // pieces
+        yield start, (n + 1) * places // pieces - start
 
 
 @dataclass(frozen=True)
 class _Registers:
-    """The tile registers of a micro-kernel: sums first, then x; weights take turns on the rest."""
+    """The tile registers of a micro-kernel: sums first, then x, then weights.
+
+    Where there are too few, weights take turns on what is left; or, beside weights of one vector, x does.
+    """
     unit: MatrixUnit
     rows: Sequence[int]         # pixels of each register of x
     vectors: int
@@ -54,11 +85,18 @@ class _Registers:
     def c(self, t: int, v: int) -> int:
         return t * self.vectors + v
 
+    @property
+    def count_a(self) -> int:
+        """Registers of x."""
+        left = self.unit.registers - len(self.rows) * self.vectors - 1
+        assert len(self.rows) <= left or self.vectors == 1 and len(set(self.rows)) == 1, "x cannot take turns"
+        return min(len(self.rows), left)
+
     def a(self, t: int) -> int:
-        return len(self.rows) * self.vectors + t
+        return len(self.rows) * self.vectors + t % self.count_a
 
     def b(self, v: int) -> int:
-        first = self.a(len(self.rows))
+        first = len(self.rows) * self.vectors + self.count_a
         return first + v % (self.unit.registers - first)
 
     @property
@@ -142,10 +180,12 @@ class MatrixLoops(TiledLoops):
     arrays = 1
 
     def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile, depth: int,
-                 block_starts: Sequence[int]) -> None:
+                 block_starts: Sequence[int], wide: int, staged: int) -> None:
+        """wide: places between rows in one run (Cut), or 0. staged: elements of a run that is copied, or 0."""
         super().__init__(kernel, module, name, isa, tile)
         assert isa.matrix is not None
         self.unit, self.depth, self.block_starts = isa.matrix, depth, block_starts
+        self.wide, self.staged = wide, staged
         self.product = isa.matrix.product(self.problem.precision)
         self.exact = self.arithmetic.exact
 
@@ -161,7 +201,7 @@ class MatrixLoops(TiledLoops):
 
     def loops(self, f: Function, tensors: list[Value]) -> None:
         operands = len(self.problem.operands)
-        size = _Pending(f.parameters["operands"], operands).size + SCRATCH
+        size = _Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
         self.pending = _Pending(f.room(size, LINE, "record"), operands)
         null = Value(f, PTR, "null")
         self.pending.finish, self.pending.configuration = null, null
@@ -179,9 +219,9 @@ class MatrixLoops(TiledLoops):
         f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **self.parameters(part))
         finish = self._epilogue_alone(f"{name}_finish", part, channels)
         pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
-        cuts = register_cuts(part.rows, part.cols)
-        registers = _Registers(self.unit, [count for _, _, count in cuts], lanes.vectors, self.depth)
-        work = _Products(self, f, registers, [self.offset(i, j) for i, j, _ in cuts])
+        cut = self._cut(part)
+        registers = _Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
+        work = _Products(self, f, registers, cut, pending.scratch)
         if self._weaves:
             waiting = pending.finish.compare("eq", Value(f, PTR, finish))
             with f.when(waiting.compare("eq", 0)):
@@ -194,7 +234,7 @@ class MatrixLoops(TiledLoops):
             pending.run()
             work.configured(pending)
             work.write()
-        work.store(pending.scratch)
+        work.store()
         pending.finish = Value(f, PTR, finish)
         pending.remember(f.parameters)
         return name
@@ -203,6 +243,9 @@ class MatrixLoops(TiledLoops):
     def _weaves(self) -> bool:
         """Kernels that read extents at run time run the epilogue apart."""
         return self.module.trace is None
+
+    def _cut(self, part: Part) -> Cut:
+        return Cut(part.rows, part.cols, self.wide if part.rows > 1 else 0)
 
     def _lanes(self, channels: int) -> Lanes:
         return Lanes(self.isa, channels, self.problem.y.dtype == "uint8")
@@ -217,19 +260,22 @@ class MatrixLoops(TiledLoops):
 
     def _epilogue(self, f: Function, part: Part, lanes: Lanes, pending: _Pending) -> None:
         problem, scratch, pitch = self.problem, pending.scratch, lanes.vectors * LINE
+        places = [self._cut(part).place(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
-                      lambda p: _StoredSums(self.isa, scratch + p * pitch, lanes.vectors, self.exact),
+                      lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
                       pending.addresses())
 
 
 class _Products:
     """Writes the products of a tile into a micro-kernel.
 
-    offsets: bytes of x from the tile's first pixel to the first one of each register.
+    scratch: memory for the sums.
     """
 
-    def __init__(self, loops: MatrixLoops, f: Function, registers: _Registers, offsets: Sequence[int]) -> None:
-        self.loops, self.f, self.registers, self.offsets = loops, f, registers, offsets
+    def __init__(self, loops: MatrixLoops, f: Function, registers: _Registers, cut: Cut, scratch: Value) -> None:
+        self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
+        self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
+        self.places = [cut.place(i, j) for i, j, _ in cut.runs]
         self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
         self.x_pitch = loops.problem.x.strides[1] * loops.problem.stride[1]
         starts = loops.block_starts
@@ -256,13 +302,12 @@ class _Products:
         at = {key: self.f.parameters[key] for key in ("x", "w")}
         self._taps(levels, at, epilogue)
 
-    def store(self, scratch: Value) -> None:
-        """Store the sums as [pixel][vector][lane]."""
-        first, pitch = 0, self.registers.vectors * LINE
-        for t, count in enumerate(self.registers.rows):
+    def store(self) -> None:
+        """Store the sums as [place][vector][lane]."""
+        pitch = self.registers.vectors * LINE
+        for t, first in enumerate(self.places):
             for v in range(self.registers.vectors):
-                self.tiles.store(self.registers.c(t, v), scratch + (first * pitch + v * LINE), pitch)
-            first += count
+                self.tiles.store(self.registers.c(t, v), self.scratch + (first * pitch + v * LINE), pitch)
 
     def _taps(self, levels: Sequence[Level], at: dict[str, Value], epilogue: Any) -> None:
         """The loops over taps; with an epilogue, the first run is apart from the others."""
@@ -309,13 +354,34 @@ class _Products:
         """One block of K. A register is loaded just before the first product that reads it."""
         registers, tiles = self.registers, self.tiles
         for v in range(registers.vectors):
-            tiles.load(registers.b(v), at["w"] + v * self.step, LINE)
+            weights = at["w"] + v * self.step
+            tiles.load(registers.b(v), weights, LINE)
             for t, offset in enumerate(self.offsets):
                 if v == 0:
-                    tiles.load(registers.a(t), at["x"] + offset, self.x_pitch)
+                    self._load_x(t, at["x"] + offset)
                 tiles.multiply(self.loops.product, registers.c(t, v), registers.a(t), registers.b(v))
+                for line in range(t, self.step // LINE, len(self.offsets)) if self.loops.tile.prefetch else ():
+                    self.loops.isa.prefetch(weights + (AHEAD + line * LINE))
         at["w"] += registers.vectors * self.step
         at["x"] += self.loops.depth
+
+
+    def _load_x(self, t: int, address: Value) -> None:
+        """Load a register of x. What lies behind a run that ends inside a group is not multiplied by zero, for it may
+        be infinite: such runs are copied, with zeros behind them."""
+        register, f = self.registers.a(t), self.f
+        if not self.loops.staged:
+            self.tiles.load(register, address, self.x_pitch)
+            return
+        elements = LINE // self.loops.problem.x.size
+        row, mask = vector(elements, I16), vector(elements, I1)
+        valid = ", ".join(f"{I1} {int(n < self.loops.staged)}" for n in range(elements))
+        stage = self.scratch + (SCRATCH + t * AMX.rows * LINE)
+        for place in range(self.registers.rows[t]):
+            copied = f.call(row, f"llvm.masked.load.v{elements}i16.p0", address + place * self.x_pitch,
+                            f.constant(1, I32), Value(f, mask, f"<{valid}>"), f.constant(0, row), hint="pixel")
+            f.store(copied, stage + place * LINE, LINE)
+        self.tiles.load(register, stage, LINE)
 
 
 def _spread(products: Sequence[str], epilogue: Sequence[str], *names: str) -> Iterator[str]:
