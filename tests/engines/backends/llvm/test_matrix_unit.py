@@ -87,6 +87,21 @@ def test_kernels_that_read_their_extents_at_run_time_equal_the_reference(name: s
     check(kernel, ToldRunner(AVX512_AMX), inputs, constants, pieces=2, slack=3)
 
 
+@pytest.mark.parametrize("name", ["3x3, 7 pixels a row", "1x1, 49 pixels", "a narrow last panel"])
+def test_a_panel_of_weights_meets_several_items(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.backends.llvm.kernels.matrix_unit.contraction.FAR_WEIGHTS", 0)
+    kernel, inputs, constants = kernel_of(name, "int8")
+    monkeypatch.setattr("engines.backends.llvm.kernels.matrix_unit.contraction.TOGETHER_BYTES",
+                        2 * int(np.prod(kernel.problem.x.shape)))
+    assert kernel.items_together == 2
+    more = [np.concatenate([array, array[::-1], array[:1]]) for array in inputs]
+    for tactic in kernel.tactics(AVX512_AMX)[:2]:
+        tactic = replace(tactic, prefetch=True)     # compiled by no other test
+        for pieces in (1, 3):
+            check(kernel, CPU, more, constants, tactic=tactic, pieces=pieces, slack=3)
+        assert {one.block for one in kernel.refinements(AVX512_AMX, tactic)} == {0}
+
+
 def test_images_of_few_columns_have_tiles_of_whole_rows_in_one_run() -> None:
     kernel, inputs, constants = kernel_of("3x3, 7 pixels a row", "int8")
     wide = AmxTile(7, 7, 1)

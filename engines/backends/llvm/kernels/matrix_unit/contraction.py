@@ -19,6 +19,7 @@ blocks of floats divide the run; a short run of an odd number of them is copied,
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,8 @@ from engines.lowering.problems.problem import Array
 LEAST_DEPTH = 32        # bytes of K in each of several blocks of floats; shorter ones waste more than half of a product
 LEAST_RUN = 16          # the same of a run that is one block
 COPY_CYCLES = 1.5       # to copy a pixel's run: a load and a store
+FAR_WEIGHTS = 1280 << 10    # bytes of weights that do not stay in the second level of cache
+TOGETHER_BYTES = 1 << 20    # of x of several items, in that level
 MOST_SUMS = 4           # registers of sums: the others hold what is multiplied
 # (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 registers of sums. 28 divides 196 and 784 pixels.
 SHAPES = ((32, 2), (28, 2), (16, 4), (14, 4), (16, 2), (32, 1), (16, 1))
@@ -92,6 +95,31 @@ class MatrixUnitContraction(TiledContraction):
     @property
     def exact(self) -> bool:
         return self.problem.precision == "int8"
+
+    @cached_property
+    def items_together(self) -> int:
+        """Items that a panel of weights meets before the next one is read: as many as the second level of cache has
+        room for, where all weights would not stay in it from one item to the next."""
+        problem = self.problem
+        if not self._far_weights or self.planes.of_volumes:
+            return 1
+        return max(TOGETHER_BYTES // (math.prod(problem.x.shape) * problem.x.size), 1)
+
+    @property
+    def _far_weights(self) -> bool:
+        """True if all weights do not stay in cache from one item to the next."""
+        problem = self.problem
+        return problem.groups * problem.cout * len(self.run_offsets()) * self.run_bytes > FAR_WEIGHTS
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        """Weights that do not stay in cache are asked for ahead, but not read for several blocks of an item."""
+        far, together = self._far_weights, self.items_together > 1
+        return list(dict.fromkeys(tile for tile in super().refinements(isa, best)
+                                  if (far or not tile.prefetch) and not (together and tile.block)))
+
+    def unseen(self, isa: Isa, tactic: Tile) -> float:
+        """Prefetches gained 3 % at most, and lose where weights are in cache: they have to win when they are timed."""
+        return 1.0
 
     # ---- K
     @property
@@ -155,4 +183,5 @@ class MatrixUnitContraction(TiledContraction):
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
         wide, staged = self.cut(tactic.rows, tactic.cols).wide, self.run if self.staged else 0
-        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts, wide, staged).emit()
+        items = 1 if module.trace else self.items_together
+        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts, wide, staged, items).emit()

@@ -15,7 +15,7 @@ epilogue runs first.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,12 +180,13 @@ class MatrixLoops(TiledLoops):
     arrays = 1
 
     def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile, depth: int,
-                 block_starts: Sequence[int], wide: int, staged: int) -> None:
-        """wide: places between rows in one run (Cut), or 0. staged: elements of a run that is copied, or 0."""
+                 block_starts: Sequence[int], wide: int, staged: int, items: int) -> None:
+        """wide: places between rows in one run (Cut), or 0. staged: elements of a run that is copied, or 0. items: how
+        many a panel of weights meets before the next one is read."""
         super().__init__(kernel, module, name, isa, tile)
         assert isa.matrix is not None
         self.unit, self.depth, self.block_starts = isa.matrix, depth, block_starts
-        self.wide, self.staged = wide, staged
+        self.wide, self.staged, self.items = wide, staged, items
         self.product = isa.matrix.product(self.problem.precision)
         self.exact = self.arithmetic.exact
 
@@ -208,6 +209,27 @@ class MatrixLoops(TiledLoops):
         super().loops(f, tensors)
         self.pending.run()
         Tiles(f, self.unit).release()
+
+    def blocks(self, f: Function, base: list[Value]) -> None:
+        """A block of pixels may be several items, so that weights beyond the second level are read once for all."""
+        if self.items == 1 or self.tile.block or self.module.trace:
+            super().blocks(f, base)
+            return
+        begin, end = self.bounds[:2]
+        tile_rows = self.kernel.tile_rows(self.tile)
+        rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
+        first_item, last_item = begin.divided(tile_rows), (end + (tile_rows - 1)).divided(tile_rows)
+        for start in f.range("items", first_item, last_item, self.items):
+            stop = (start + self.items).at_most(last_item)
+
+            def visit(call: Callable[..., None], start: Value = start, stop: Value = stop) -> None:
+                for item in f.range("item", start, stop):
+                    first = f.select(item.compare("eq", first_item), begin.remainder(tile_rows), begin.like(0))
+                    last = (end - item * tile_rows).at_most(tile_rows)
+                    offsets = self.kernel.planes.offsets(item, self.views)
+                    self.tiles(f, first, last)(_of_item(call, first * rows, first * cols, offsets))
+
+            self.panels(f, base, visit)
 
     # ---- the micro-kernel
     def microkernel(self, part: Part, channels: int) -> str:
@@ -264,6 +286,13 @@ class MatrixLoops(TiledLoops):
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
                       pending.addresses())
+
+
+def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
+    """`call` for tiles that are counted from a row and a column of an item."""
+    def moved(i: Value, j: Value, part: Part, tile: Value) -> None:
+        call(i + row, j + column, part, tile, offsets)
+    return moved
 
 
 class _Products:
