@@ -1,7 +1,8 @@
 """What this machine is: the features that code may use, and the figures that decide tactics.
 
 Feature names are those of Linux's /proc/cpuinfo ("avx2", "avx512_vnni", "asimddp", ...), which is where they come from:
-the kernel lists a feature only if it also saves its registers.
+the kernel lists a feature only if it also saves its registers. Of tile registers (amx_*) it does so only for processes
+that ask, so `detect` asks where they are listed, and leaves them out if it is refused (tiles.py).
 """
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from engines.machine.tiles import permitted
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -23,10 +26,17 @@ class CpuInfo:
     features: frozenset[str]                # empty where the system does not say
     caches: tuple[tuple[str, int], ...]     # ("L1d", bytes), ("L2", ...), ...: those of the first core
     cores: int                              # that this process may use
+    tile_refusal: str = ""                  # why this process may not use the tile registers that the CPU has
 
     def missing(self, required: frozenset[str]) -> frozenset[str]:
         """What code needs and this machine does not have."""
         return required - self.features
+
+    def lacking(self, required: frozenset[str]) -> str:
+        """The missing features as text, with the reason if the kernel withholds tile registers; "" if none is."""
+        missing = self.missing(required)
+        refused = self.tile_refusal if any(name.startswith("amx_") for name in missing) else ""
+        return ", ".join(sorted(missing)) + (f" ({refused})" if refused else "")
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
@@ -65,4 +75,5 @@ def detect() -> CpuInfo:
     """This machine. Outside Linux no feature is known, so that only portable plans run."""
     known = _CPUINFO.exists()
     model, features = parse_cpuinfo(_CPUINFO.read_text()) if known else (platform.processor(), frozenset())
-    return CpuInfo(platform.machine(), model, features, _caches(), len(allowed_cpus()))
+    features, refusal = permitted(features)
+    return CpuInfo(platform.machine(), model, features, _caches(), len(allowed_cpus()), refusal)

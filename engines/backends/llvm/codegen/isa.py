@@ -3,7 +3,8 @@
 A kernel sees vectors of `lanes` int32 or float32 and one INT8 primitive, on each lane, exact in int32:
     dot4(acc, pixel, weights) = acc + sum over e in 0..3 of u8 pixel[e] * s8 weights[e]
 
-Everything else is plain LLVM vector arithmetic. A new machine is a new table, never a new kernel.
+Everything else is plain LLVM vector arithmetic. A new machine of vectors is a new table, never a new kernel; a machine
+with a matrix unit has a table of that too (tiles.py), which kernels of their own use.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
 from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import I8, I16, I32, overload, vector
 from engines.codegen.words import Words
@@ -43,6 +45,7 @@ class Isa(Words):
     prefetched: float = 1.0                 # of a time with weights at hand: what asking for them is worth in a network
     paired_tiles: Tiles = ()                # of INT8 weights as `pairing` lays them out, where there is `paired_dot`
     half: Isa | None = None                 # the same machine's registers of half the width, for few channels
+    matrix: MatrixUnit | None = None        # registers that hold matrices, beside those of vectors
 
     @property
     def bytes(self) -> int:
@@ -322,13 +325,16 @@ _512: Any = dict(packs=("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packusw
                  winograd_tiles=((14, 2), (6, 4)), winograd_weights=5 << 19)
 
 
-def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = False) -> Isa:
+def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = False,
+            matrix: MatrixUnit | None = None) -> Isa:
     """With its half: as many registers, one vector of couts."""
     machine: Any = dict(cpu="x86-64-v4", features=f"{features},-prefer-256-bit", requires=requires, bf16=bf16)
     half = Vnni(name, 8, 32, **machine, packs=_PACKS_256, tiles=((24, 1), (16, 1), (12, 1), (8, 1)), prefetched=0.94)
-    return Vnni(name, 16, 32, **machine, **_512, half=half)
+    return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix)
 
 
+AVX512_AMX = _avx512("avx512_amx", "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",
+                     _V4 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}, bf16=True, matrix=AMX)
 AVX512_BF16 = _avx512("avx512_bf16", "+avx512vnni,+avx512bf16", _V4 | {"avx512_bf16"}, bf16=True)
 AVX512_VNNI = _avx512("avx512_vnni", "+avx512vnni", _V4)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
@@ -345,7 +351,7 @@ AARCH64 = Isa("aarch64", 4, 32, "generic", "+neon", frozenset({"asimd"}), _ARM, 
 PORTABLE = Portable("portable", 4, 16, "", "", frozenset(), float_tiles=_TILES_256)
 
 # Best first: the first one whose features the machine has is the one it gets.
-ALL = (AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
+ALL = (AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
 
 
 def isa_named(name: str) -> Isa:

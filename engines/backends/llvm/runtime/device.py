@@ -47,9 +47,9 @@ class CpuDevice:
         architecture = part.cpu.get("architecture", machine.architecture)
         if architecture != machine.architecture:
             return f"made for {architecture}, but this machine is {machine.architecture}"
-        missing = machine.missing(frozenset(part.cpu.get("features", ())))
+        missing = machine.lacking(frozenset(part.cpu.get("features", ())))
         if missing:
-            return f"made for '{part.target}', but this CPU ({machine.model}) lacks {', '.join(sorted(missing))}"
+            return f"made for '{part.target}', but this CPU ({machine.model}) lacks {missing}"
         return ""
 
     def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:

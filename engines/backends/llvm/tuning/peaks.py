@@ -1,6 +1,7 @@
 """What one core of this machine does at best, measured by the smallest kernels that can ask for it.
 
-    products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers
+    products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers; and of the
+                            products of a matrix unit, where there is one: the better of the two is the peak
     reads                   a loop of nothing but loads, over buffers that fit a level of the memory
     additions               a chain, each waiting for the one before: one a cycle on every core, so it tells its clock
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.isa import Isa, best_isa
+from engines.backends.llvm.codegen.tiles import MatrixUnit, Tiles
 from engines.backends.llvm.kernels.common.access import hidden
 from engines.backends.llvm.kernels.common.arithmetic import Arithmetic, Int8, Operand, arithmetic_for
 from engines.backends.llvm.kernels.kernel import begin_kernel
@@ -30,12 +32,14 @@ from engines.backends.llvm.tuning.timing import aligned
 from engines.codegen.ir_builder import Module, Value
 from engines.codegen.types import I8, I64, vector
 from engines.ir.graph import Array
+from engines.lowering.problems.view import SIZES
 from engines.machine.clock import thread_seconds
 from engines.machine.cpu import CpuInfo, detect
 from engines.plan.roofline import Level, Peaks
 
 PRECISIONS = ("int8", "int16", "fp32", "bf16", "fp16")
 CHAINS = 10                 # independent sums: more than an instruction's latency times its throughput on today's cores
+TILE_CHAINS = 4             # registers of sums of a matrix unit: more do not fit beside their operands
 TURNS = 100_000             # of the loop of products for one call, so that the call itself costs nothing
 STREAMS = 8                 # vectors that a turn of the loop of reads loads
 READ_BYTES = 1 << 24        # at least, for one call: the same
@@ -58,10 +62,12 @@ def measure_peaks(clock: Callable[[], float] = thread_seconds) -> Peaks:
     isa = best_isa(cpu.features)
     ways = {precision: [arithmetic_for(precision, isa)] for precision in PRECISIONS}
     ways["int8"] += [PAIRED] if isa.paired_tiles else []
-    products = {arithmetic: _products(isa, arithmetic) for some in ways.values() for arithmetic in some}
+    products = {precision: [_products(isa, arithmetic) for arithmetic in some] for precision, some in ways.items()}
+    for precision, _ in isa.matrix.products if isa.matrix else ():
+        products[precision].append(_tile_products(isa, precision))
     reads, chain = _reads(isa, cpu), _additions(isa)
-    rates = _rates([*products.values(), *reads.values(), chain], clock)
-    macs = {precision: max(rates[products[arithmetic]] for arithmetic in some) for precision, some in ways.items()}
+    rates = _rates([*(loop for some in products.values() for loop in some), *reads.values(), chain], clock)
+    macs = {precision: max(rates[loop] for loop in some) for precision, some in products.items()}
     levels = tuple(Level(name, size, rates[loop]) for (name, size), loop in reads.items())
     return Peaks(cpu.model, isa.name, macs, levels, rates[chain])
 
@@ -135,6 +141,26 @@ def _products(isa: Isa, arithmetic: Arithmetic) -> _Loop:
     sizes = isa.bytes, arithmetic.weight_bytes(isa), CHAINS * isa.bytes
     call = partial(_Kernel(module, "products", isa), [aligned(np.zeros(size, np.uint8)) for size in sizes], (0, TURNS))
     return _Loop(call, TURNS * CHAINS * isa.lanes * arithmetic.elements)
+
+
+def emit_tile_products(module: Module, name: str, unit: MatrixUnit, precision: str) -> None:
+    """rows: turns of a loop of a product to each of four registers, of two left and two right operands."""
+    f, _, (begin, end, _, _) = begin_kernel(module, name, 0)
+    tiles, instruction = Tiles(f, unit), unit.product(precision)
+    tiles.configure(dict.fromkeys(range(unit.registers), (unit.rows, unit.row_bytes)))
+    for _ in f.range("turn", begin, end):
+        for sums in range(TILE_CHAINS):
+            tiles.multiply(instruction, sums, TILE_CHAINS + sums // 2, TILE_CHAINS + 2 + sums % 2)
+    tiles.release()
+
+
+def _tile_products(isa: Isa, precision: str) -> _Loop:
+    """TURNS turns, on zeros."""
+    assert isa.matrix is not None
+    module = Module()
+    emit_tile_products(module, "tile_products", isa.matrix, precision)
+    turns, macs = TURNS // TILE_CHAINS, isa.matrix.macs(SIZES[arithmetic_for(precision, isa).dtype])
+    return _Loop(partial(_Kernel(module, "tile_products", isa), [], (0, turns)), turns * TILE_CHAINS * macs)
 
 
 class _Kernel:

@@ -3,6 +3,9 @@
 With `Module(emulation=EMULATION)` the text of any Isa runs on any machine, bit for bit, only slower. It is how the
 kernels of machines that we do not have are tested, and nothing else.
 
+Tile instructions are defined beside their text (codegen/tiles.py); their registers are memory of this process, so code
+that uses them runs on one thread at a time.
+
 Sources: Intel SDM (VPDPBUSD, VPDPWSSD, VPMADDWD, VPMADDUBSW, VPSHUFB, VPACKSSDW, VPACKUSWB, VDPBF16PS, VCVTNEPS2BF16),
 Arm ARM (SDOT, USDOT).
 """
@@ -10,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from engines.backends.llvm.codegen.tiles import STATE_BYTES, meanings
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import FLOAT, I8, I16, I32, vector
 
@@ -173,4 +179,5 @@ def _definitions() -> dict[str, str]:
     return table
 
 
-EMULATION = _definitions()
+_TILE_STATE = np.zeros(STATE_BYTES, np.uint8)
+EMULATION = _definitions() | meanings(_TILE_STATE.ctypes.data)

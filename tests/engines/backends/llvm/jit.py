@@ -14,17 +14,19 @@ from engines.backends.llvm.codegen.compile import compile_object
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
+from engines.machine.tiles import permitted
 
 # LLVM's name of a feature -> the name in /proc/cpuinfo, where they differ
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
-            "neon": "asimd", "dotprod": "asimddp"}
+            "neon": "asimd", "dotprod": "asimddp", "amx-tile": "amx_tile", "amx-int8": "amx_int8",
+            "amx-bf16": "amx_bf16", "amx-fp16": "amx_fp16"}
 
 
 @cache
 def host_features() -> frozenset[str]:
-    """What this machine has, as Isa.requires names it."""
+    """What this machine has and this process may use, as Isa.requires names it."""
     found = llvm.get_host_cpu_features()
-    return frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has)
+    return permitted(frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has))[0]
 
 
 def runs_here(isa: Isa) -> bool:

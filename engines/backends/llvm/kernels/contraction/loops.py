@@ -5,7 +5,7 @@ tiled.py says what the loops are; a subclass of TiledLoops for each kernel write
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
@@ -82,12 +82,16 @@ class TiledLoops(ABC):
         f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 2)
         *self.weights, self.constants, y = addresses[inputs:]
         tensors = [*addresses[:inputs], y]
+        self.loops(f, tensors)
+
+    def loops(self, f: Function, tensors: list[Value]) -> None:
+        """All tiles of the grid's piece that the kernel is called for."""
         if self.kernel.by_batch:
             self._pixels_of_the_batch(f, tensors)
         else:
-            self._blocks(f, tensors)
+            self.blocks(f, tensors)
 
-    def _blocks(self, f: Function, base: list[Value]) -> None:
+    def blocks(self, f: Function, base: list[Value]) -> None:
         """Row u of the grid is row u % tile_rows of item u // tile_rows, or of that plane of all items; a block of them
         meets one panel after the other."""
         begin, end = self.bounds[:2]
@@ -101,9 +105,9 @@ class TiledLoops(ABC):
             last = (end - item * tile_rows).at_most(tile_rows)
             for start in f.range("block", first, last, block):
                 stop = (start + block).at_most(last)
-                self._panels(f, self._pixel(here, start * rows, start * cols), self._tiles(f, start, stop))
+                self.panels(f, self._pixel(here, start * rows, start * cols), self.tiles(f, start, stop))
 
-    def _tiles(self, f: Function, start: Value, stop: Value) -> Visit:
+    def tiles(self, f: Function, start: Value, stop: Value) -> Visit:
         """The tiles of rows start..stop - 1 of tiles, counted from the first, each with the size of its
         micro-kernel."""
         problem, tile = self.problem, self.tile
@@ -167,9 +171,9 @@ class TiledLoops(ABC):
                 for tail, size in tails(whole, rest, cols):
                     call(whole.like(0), tail, Part(1, size), whole)
 
-            self._panels(f, self._pixel(base, start.like(0), start), visit)
+            self.panels(f, self._pixel(base, start.like(0), start), visit)
 
-    def _panels(self, f: Function, block: list[Value], visit: Visit) -> None:
+    def panels(self, f: Function, block: list[Value], visit: Visit) -> None:
         """The panels of couts that this call was given, over the tiles of a block."""
         problem, begin, end = self.problem, *self.bounds[2:]
         if problem.groups > 1:
@@ -192,10 +196,11 @@ class TiledLoops(ABC):
         here = _moved(block, [start.like(0), *self._channels(start)])
         weights = self.panel_weights(f, before, first, start)
 
-        def call(i: Value, j: Value, part: Part, tile: Value) -> None:
-            x, *others = self._pixel(here, i, j)
+        def call(i: Value, j: Value, part: Part, tile: Value, item: Sequence[Value] = ()) -> None:
+            """item: bytes from the block to the tile's item, in x, the operands and y."""
+            x, *others = self._pixel(_moved(here, item) if item else here, i, j)
             x, arguments = self.tile_arguments(part, x, dict(weights), tile, channels)
-            f.run(self._microkernel(part, channels), x, constants, *others, *arguments.values())
+            f.run(self.microkernel(part, channels), x, constants, *others, *arguments.values())
 
         visit(call)
 
@@ -216,7 +221,7 @@ class TiledLoops(ABC):
         return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
 
     # ---- the micro-kernel
-    def _microkernel(self, part: Part, channels: int) -> str:
+    def microkernel(self, part: Part, channels: int) -> str:
         """rows x cols pixels of `channels` couts, all of K in registers; its name.
 
         Tactics that differ in their blocks only have it in common, where they are in one module.
@@ -237,5 +242,5 @@ class TiledLoops(ABC):
         return name
 
 
-def _moved(addresses: list[Value], offsets: list[Value]) -> list[Value]:
+def _moved(addresses: list[Value], offsets: Sequence[Value]) -> list[Value]:
     return [address + offset for address, offset in zip(addresses, offsets, strict=True)]

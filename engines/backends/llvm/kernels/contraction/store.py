@@ -5,7 +5,7 @@ which the constants of one vector are enough: beside a tile's sums there is no r
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engines.backends.llvm.codegen.lanes import Lanes
 from engines.backends.llvm.kernels.common.access import hidden
@@ -18,27 +18,28 @@ TOGETHER = 4        # pixels whose programs are interleaved, if they are long
 
 
 def emit_epilogue(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
-                  pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
+                  pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
+                  addresses: Mapping[str, Value] | None = None) -> None:
     """sums(p): the vectors of float32 of the p-th of `pixels` (row, column of the tile).
 
-    f's parameters `constants`, `operand0`, ... and `y` are of the tile's first pixel and the panel's first cout.
+    addresses: `constants`, `operand0`, ... and `y` of the tile's first pixel and the panel's first cout; by default f's
+    parameters of these names.
     """
-    if y.dtype == "uint8":
-        _by_pixel(f, lanes, program, operands, y, pixels, sums)
-    else:
-        _by_vector(f, lanes, program, operands, y, pixels, sums)
+    write = _by_pixel if y.dtype == "uint8" else _by_vector
+    write(f, lanes, program, operands, y, pixels, sums, addresses or f.parameters)
 
 
 def _by_vector(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
-               pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
+               pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
+               addresses: Mapping[str, Value]) -> None:
     finished, together = [sums(p) for p in range(len(pixels))], TOGETHER if program.long else 1
     for v, first in enumerate(range(0, lanes.channels, lanes.isa.lanes)):
         f.write(f"; vector {v}: {program}")
         part = Lanes(lanes.isa, min(lanes.isa.lanes, lanes.channels - first), False)
-        constants = load_vector(lanes, f.parameters["constants"], program.constants, v)
+        constants = load_vector(lanes, addresses["constants"], program.constants, v)
 
         def at(name: str, view: View, i: int, j: int, first: int = first) -> Value:
-            return f.parameters[name] + (i * view.strides[0] + j * view.strides[1] + first * view.strides[2])
+            return addresses[name] + (i * view.strides[0] + j * view.strides[1] + first * view.strides[2])
 
         for start in range(0, len(pixels), together):
             group = pixels[start:start + together]
@@ -51,21 +52,22 @@ def _by_vector(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Se
 
 
 def _by_pixel(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
-              pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]]) -> None:
+              pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
+              addresses: Mapping[str, Value]) -> None:
     def result(p: int, i: int, j: int, constants: list[list[Value]]) -> list[Value]:
         f.write(f"; pixel {p}: {program}")
         offsets = (i * view.strides[0] + j * view.strides[1] for view in operands)
         values = sums(p)
-        others = [load_channels(lanes, view, f.parameters[f"operand{n}"] + offset)
+        others = [load_channels(lanes, view, addresses[f"operand{n}"] + offset)
                   for n, (view, offset) in enumerate(zip(operands, offsets, strict=True))]
         return run_program(lanes, program, values, others, constants)
 
     together = 4 // lanes.vectors
     keep = program.constants * lanes.vectors <= lanes.isa.registers // 2
-    constants = load_constants(lanes, f.parameters["constants"], program.constants)
+    constants = load_constants(lanes, addresses["constants"], program.constants)
     for first in range(0, len(pixels), together):
         group = pixels[first:first + together]
         if first and not keep:      # else LLVM would keep them on the stack
-            constants = load_constants(lanes, hidden(f.parameters["constants"]), program.constants)
+            constants = load_constants(lanes, hidden(addresses["constants"]), program.constants)
         values = [result(first + n, i, j, constants) for n, (i, j) in enumerate(group)]
-        lanes.store(y.dtype, values, [f.parameters["y"] + (i * y.strides[0] + j * y.strides[1]) for i, j in group])
+        lanes.store(y.dtype, values, [addresses["y"] + (i * y.strides[0] + j * y.strides[1]) for i, j in group])

@@ -1,0 +1,187 @@
+"""The contraction by a matrix unit: its tactics, packed weights and cost. loops.py writes its code.
+
+    for block of pixels:                                            }
+      for panel of couts:                                           }  as every tiled contraction: tiled.py, loops.py
+        for tile of pixels:                                         }  there
+          for tap row, tap column, block of up to 64 bytes of K:
+            b[v] = weights of 16 couts                              a load of 1 KiB, packed as it lies in the register
+            a[t] = x of 16 pixels                                   a row for each pixel, a pitch apart
+            c[t, v] += a[t] * b[v]                                  16 pixels x 16 couts x 64 bytes of K
+          c -> scratch in the first level of cache
+          program, store                                            as every contraction (store.py)
+
+x is read in place: the pitch of a register's rows is that between the pixels of neighbouring outputs, so strides,
+dilation and halos cost nothing.
+
+All blocks of K have one size. In INT8 the last block of a run begins earlier if the run is no multiple, with zero
+weights for what was summed before; it reads at most 3 bytes behind the run. Zero times infinity is not a number, so
+blocks of floats divide the run; a short run of an odd number of them is copied, with zeros behind it.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
+from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.kernel import solves
+from engines.backends.llvm.kernels.matrix_unit.loops import Cut, MatrixLoops
+from engines.codegen.ir_builder import Module
+from engines.lowering.problems.convolution import Contraction
+from engines.lowering.problems.problem import Array
+
+LEAST_DEPTH = 32        # bytes of K in each of several blocks of floats; shorter ones waste more than half of a product
+LEAST_RUN = 16          # the same of a run that is one block
+COPY_CYCLES = 1.5       # to copy a pixel's run: a load and a store
+FAR_WEIGHTS = 1280 << 10    # bytes of weights that do not stay in the second level of cache
+TOGETHER_BYTES = 1 << 20    # of x of several items, in that level
+MOST_SUMS = 4           # registers of sums: the others hold what is multiplied
+# (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 registers of sums. 28 divides 196 and 784 pixels.
+SHAPES = ((32, 2), (28, 2), (16, 4), (14, 4), (16, 2), (32, 1), (16, 1))
+
+
+@dataclass(frozen=True)
+class AmxTile(Tile):
+    layout: ClassVar[str] = "amx"
+
+
+@solves(Contraction)
+class MatrixUnitContraction(TiledContraction):
+    """Weights are packed [panel][block of K][vector][quad][lane][byte]."""
+    tile = AmxTile
+    unit: ClassVar[MatrixUnit] = AMX
+
+    def applies(self, isa: Isa) -> bool:
+        if isa.matrix is None or not isa.matrix.product(self.problem.precision) or self.problem.weights:
+            return False
+        return self.exact or self.depth >= (LEAST_RUN if self.run_bytes <= self.unit.row_bytes else LEAST_DEPTH)
+
+    def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
+        return SHAPES if self.applies(isa) else ()
+
+    def tactics(self, isa: Isa) -> Sequence[Tile]:
+        tiles = dict.fromkeys((*super().tactics(isa), *self._wide_tiles(isa)))
+        return [tile for tile in tiles if len(self.cut(tile.rows, tile.cols).runs) * tile.vectors <= MOST_SUMS]
+
+    def _wide_tiles(self, isa: Isa) -> Iterator[Tile]:
+        """Tiles of as many whole rows as one run through them has room for, where an image has few columns."""
+        wide, flat = self.wide, self.flat
+        if not wide or not self.applies(isa) or flat.cols >= self.unit.rows:
+            return
+        for vectors in (1, 2, 4):
+            rows = min((MOST_SUMS // vectors * self.unit.rows - flat.cols) // wide + 1, flat.rows)
+            if rows > 1 and vectors <= isa.vectors_for(flat.cout):
+                yield self.tile(-(-flat.rows // -(-flat.rows // rows)), flat.cols, vectors)
+
+    @cached_property
+    def wide(self) -> int:
+        """Places between the first pixels of two rows, as Cut counts them; 0 if that is no whole number, or if most of
+        the places between rows would be computed in vain."""
+        x, stride = self.flat.x, self.flat.stride
+        row, column = x.strides[0] * stride[0], x.strides[1] * stride[1]
+        return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
+
+    def cut(self, rows: int, cols: int) -> Cut:
+        return Cut(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
+
+    @property
+    def exact(self) -> bool:
+        return self.problem.precision == "int8"
+
+    @cached_property
+    def items_together(self) -> int:
+        """Items that a panel of weights meets before the next one is read: as many as the second level of cache has
+        room for, where all weights would not stay in it from one item to the next."""
+        problem = self.problem
+        if not self._far_weights or self.planes.of_volumes:
+            return 1
+        return max(TOGETHER_BYTES // (math.prod(problem.x.shape) * problem.x.size), 1)
+
+    @property
+    def _far_weights(self) -> bool:
+        """True if all weights do not stay in cache from one item to the next."""
+        problem = self.problem
+        return problem.groups * problem.cout * len(self.run_offsets()) * self.run_bytes > FAR_WEIGHTS
+
+    def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
+        """Weights that do not stay in cache are asked for ahead, but not read for several blocks of an item."""
+        far, together = self._far_weights, self.items_together > 1
+        return list(dict.fromkeys(tile for tile in super().refinements(isa, best)
+                                  if (far or not tile.prefetch) and not (together and tile.block)))
+
+    def unseen(self, isa: Isa, tactic: Tile) -> float:
+        """Prefetches gained 3 % at most, and lose where weights are in cache: they have to win when they are timed."""
+        return 1.0
+
+    # ---- K
+    @property
+    def run_bytes(self) -> int:
+        return self.run * self.problem.x.size
+
+    @cached_property
+    def depth(self) -> int:
+        """Bytes of x in a block of K, a multiple of the unit's group; 0 if a run of floats has no such divisor."""
+        group = self.unit.group
+        if self.exact:
+            return min(self.unit.row_bytes, -(-self.run // group) * group)
+        groups = self.run_bytes // group * (self.run_bytes % group == 0)
+        if self.staged:
+            return -(-self.run_bytes // group) * group
+        divisors = (n for n in range(1, self.unit.row_bytes // group + 1) if groups and groups % n == 0)
+        return group * max(divisors, default=0)
+
+    @property
+    def staged(self) -> bool:
+        """True if runs of floats are copied, with zeros behind them."""
+        unit, size = self.unit, self.run_bytes
+        return not self.exact and size <= unit.row_bytes and size % unit.group != 0
+
+    @cached_property
+    def block_starts(self) -> list[int]:
+        """Bytes from the start of a run to each of its blocks."""
+        starts = list(range(0, self.run_bytes, self.depth))
+        group = self.unit.group
+        starts[-1] = max(min(starts[-1], -(-(self.run_bytes - self.depth) // group) * group), 0)
+        return starts
+
+    def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
+        return len(self.block_starts) * len(self.run_offsets()), self.depth * isa.lanes
+
+    # ---- cost
+    def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
+        runs = self.cut(pixels // tile.cols or 1, min(pixels, tile.cols)).runs
+        products = vectors * sum(self.unit.cycles(places) for _, _, places in runs)
+        copies = COPY_CYCLES * pixels if self.staged else 0.0
+        return max(products, self.unit.load_cycles * (len(runs) + vectors)) + copies
+
+    # ---- constants
+    def packing_anywhere(self, tactic: Tile) -> Any:
+        problem = self.problem
+        return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,
+                problem.y.dtype, problem.y.shape[-1], self.run, tactic.vectors)
+
+    def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
+        panels, group = cout_panels(self.problem, isa, tactic.vectors), self.unit.group
+        stored = self.arithmetic(isa).store_weights(constants["weights"])
+        runs = np.ascontiguousarray(self.runs(stored)).view(np.int8)        # [cout][run][byte]
+        blocks, done = np.zeros((*runs.shape[:2], len(self.block_starts), self.depth), np.int8), 0
+        for number, start in enumerate(self.block_starts):
+            part = runs[..., done:start + self.depth]
+            blocks[:, :, number, done - start:done - start + part.shape[-1]] = part
+            done = start + self.depth
+        quads = blocks.reshape(len(blocks), -1, self.depth // group, group)     # [cout][block][quad][byte]
+        packed = [quads[panel].transpose(2, 0, 3, 1, 4).ravel() for panel in panels]    # [block][vector][quad][lane]...
+        return np.concatenate(packed), pack_program(self.problem, panels, constants)
+
+    def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
+        wide, staged = self.cut(tactic.rows, tactic.cols).wide, self.run if self.staged else 0
+        items = 1 if module.trace else self.items_together
+        MatrixLoops(self, module, name, isa, tactic, self.depth, self.block_starts, wide, staged, items).emit()

@@ -1,0 +1,426 @@
+"""The code of a contraction by a matrix unit.
+
+A micro-kernel multiplies a tile and leaves its sums in scratch memory; the next call runs their epilogue between its
+own products, so that the vector units work beside the matrix unit:
+
+    products of tile 0
+    products of tile 1, epilogue of tile 0
+    products of tile 2, epilogue of tile 1
+    ...
+    epilogue of the last tile
+
+A record on the stack says which tile is pending: its micro-kernel, by the address of the function that runs the
+epilogue alone, and the addresses of its constants, y and operands. Where the next tile has another size, the pending
+epilogue runs first.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engines.backends.llvm.codegen.isa import Isa
+from engines.backends.llvm.codegen.lanes import Lanes
+from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes, Tiles
+from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
+from engines.backends.llvm.kernels.contraction.store import emit_epilogue
+from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.codegen.extents import TABLE
+from engines.codegen.ir_builder import Function, Module, Value
+from engines.codegen.types import I1, I16, I32, PTR, vector
+
+WOVEN_PRODUCTS = 16             # of a tile, among which the epilogue of the tile before is spread
+LINE = 64
+AHEAD = 8 << 10                 # bytes of weights between those that are loaded and those that are asked for
+SCRATCH = STAGE = 4 << 10       # bytes of the sums of a tile: four registers; and of the pixels that are copied
+Level = tuple[str, int, int]    # a loop of K: name, turns, bytes of x between them
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the pixels of a tile lie in registers of x: runs of up to 16 places that are a pixel's pitch of x apart.
+
+    Each row of the tile has runs of its own; or, if the pitch of rows is `wide` places, one run goes through all rows,
+    and the places between two rows are computed in vain.
+    """
+    rows: int
+    cols: int
+    wide: int = 0
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(row, column, places) of each register: as even as can be; or equal, where a run goes through all rows: the
+        last one overlaps the one before."""
+        if self.wide:
+            places = (self.rows - 1) * self.wide + self.cols
+            count = -(-places // AMX.rows)
+            size = -(-places // count)
+            return [(0, min(n * size, places - size), size) for n in range(count)]
+        return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
+
+    def place(self, i: int, j: int) -> int:
+        """The number of pixel (i, j) among all places."""
+        return i * (self.wide or self.cols) + j
+
+
+def _even(places: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of pieces of up to 16 places."""
+    pieces = -(-places // AMX.rows)
+    for n in range(pieces):
+        start = n * places // pieces
+        yield start, (n + 1) * places // pieces - start
+
+
+@dataclass(frozen=True)
+class _Registers:
+    """The tile registers of a micro-kernel: sums first, then x, then weights.
+
+    Where there are too few, weights take turns on what is left; or, beside weights of one vector, x does.
+    """
+    unit: MatrixUnit
+    rows: Sequence[int]         # pixels of each register of x
+    vectors: int
+    depth: int
+
+    def c(self, t: int, v: int) -> int:
+        return t * self.vectors + v
+
+    @property
+    def count_a(self) -> int:
+        """Registers of x."""
+        left = self.unit.registers - len(self.rows) * self.vectors - 1
+        assert len(self.rows) <= left or self.vectors == 1 and len(set(self.rows)) == 1, "x cannot take turns"
+        return min(len(self.rows), left)
+
+    def a(self, t: int) -> int:
+        return len(self.rows) * self.vectors + t % self.count_a
+
+    def b(self, v: int) -> int:
+        first = len(self.rows) * self.vectors + self.count_a
+        return first + v % (self.unit.registers - first)
+
+    @property
+    def shapes(self) -> Shapes:
+        shapes = {self.b(v): (self.depth // self.unit.group, self.unit.row_bytes) for v in range(self.vectors)}
+        for t, rows in enumerate(self.rows):
+            shapes[self.a(t)] = rows, self.depth
+            shapes.update({self.c(t, v): (rows, self.unit.row_bytes) for v in range(self.vectors)})
+        return shapes
+
+
+class _StoredSums(Sequence[Value]):
+    """The sums of a pixel in scratch memory, each loaded when it is indexed."""
+
+    def __init__(self, isa: Isa, address: Value, vectors: int, exact: bool) -> None:
+        self._isa, self._address, self._vectors, self._exact = isa, address, vectors, exact
+
+    def __len__(self) -> int:
+        return self._vectors
+
+    def __getitem__(self, v: Any) -> Any:
+        if v >= self._vectors:
+            raise IndexError(v)
+        isa, at = self._isa, self._address + v * LINE
+        if not self._exact:
+            return at.f.load(isa.floats, at, LINE, "sum")
+        return isa.to_float(at.f.load(isa.ints, at, LINE, "sum"))
+
+
+class _Pending:
+    """The record of the pending tile, and the scratch memory behind it."""
+
+    def __init__(self, record: Value, operands: int) -> None:
+        self.record = record
+        self.names = ("constants", "y", *(f"operand{n}" for n in range(operands)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record, in whole lines."""
+        return -(-8 * (2 + len(self.names)) // LINE) * LINE
+
+    @property
+    def scratch(self) -> Value:
+        return self.record + self.size
+
+    @property
+    def finish(self) -> Value:
+        return self.record.f.load(PTR, self.record, 8, "finish")
+
+    @finish.setter
+    def finish(self, function: Value) -> None:
+        self.record.f.store(function, self.record, 8)
+
+    @property
+    def configuration(self) -> Value:
+        """The address of the configuration that the tile registers have."""
+        return self.record.f.load(PTR, self.record + 8, 8, "configuration")
+
+    @configuration.setter
+    def configuration(self, address: Value) -> None:
+        self.record.f.store(address, self.record + 8, 8)
+
+    def addresses(self) -> dict[str, Value]:
+        return {name: self.record.f.load(PTR, self.record + 8 * n, 8, f"pending {name}")
+                for n, name in enumerate(self.names, 2)}
+
+    def remember(self, addresses: Mapping[str, Value]) -> None:
+        for n, name in enumerate(self.names, 2):
+            self.record.f.store(addresses[name], self.record + 8 * n, 8)
+
+    def run(self) -> None:
+        """Call the pending epilogue, if there is one."""
+        f, finish = self.record.f, self.finish
+        with f.when(finish.compare("ne", Value(f, PTR, "null"))):
+            table = f", {PTR} %{TABLE}" if f.module.trace else ""
+            f.write(f"call void {finish.name}({self.record}{table})")
+
+
+class MatrixLoops(TiledLoops):
+    """The parameters of a micro-kernel beside those of every tile: the panel's weights and the pending record."""
+    arrays = 1
+
+    def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile, depth: int,
+                 block_starts: Sequence[int], wide: int, staged: int, items: int) -> None:
+        """wide: places between rows in one run (Cut), or 0. staged: elements of a run that is copied, or 0. items: how
+        many a panel of weights meets before the next one is read."""
+        super().__init__(kernel, module, name, isa, tile)
+        assert isa.matrix is not None
+        self.unit, self.depth, self.block_starts = isa.matrix, depth, block_starts
+        self.wide, self.staged, self.items = wide, staged, items
+        self.product = isa.matrix.product(self.problem.precision)
+        self.exact = self.arithmetic.exact
+
+    def parameters(self, part: Part) -> Mapping[str, str]:
+        return dict(w=PTR, record=PTR)
+
+    def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
+        blocks = len(self.block_starts) * len(self.kernel.run_offsets())
+        return {"w": self.weights[0] + before * (blocks * self.depth), "record": self.pending.record}
+
+    def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
+        raise NotImplementedError("the sums are in tile registers: see microkernel")
+
+    def loops(self, f: Function, tensors: list[Value]) -> None:
+        operands = len(self.problem.operands)
+        size = _Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
+        self.pending = _Pending(f.room(size, LINE, "record"), operands)
+        null = Value(f, PTR, "null")
+        self.pending.finish, self.pending.configuration = null, null
+        super().loops(f, tensors)
+        self.pending.run()
+        Tiles(f, self.unit).release()
+
+    def blocks(self, f: Function, base: list[Value]) -> None:
+        """A block of pixels may be several items, so that weights beyond the second level are read once for all."""
+        if self.items == 1 or self.tile.block or self.module.trace:
+            super().blocks(f, base)
+            return
+        begin, end = self.bounds[:2]
+        tile_rows = self.kernel.tile_rows(self.tile)
+        rows, cols = (0, self.tile.cols) if self.problem.rows == 1 else (self.tile.rows, 0)
+        first_item, last_item = begin.divided(tile_rows), (end + (tile_rows - 1)).divided(tile_rows)
+        for start in f.range("items", first_item, last_item, self.items):
+            stop = (start + self.items).at_most(last_item)
+
+            def visit(call: Callable[..., None], start: Value = start, stop: Value = stop) -> None:
+                for item in f.range("item", start, stop):
+                    first = f.select(item.compare("eq", first_item), begin.remainder(tile_rows), begin.like(0))
+                    last = (end - item * tile_rows).at_most(tile_rows)
+                    offsets = self.kernel.planes.offsets(item, self.views)
+                    self.tiles(f, first, last)(_of_item(call, first * rows, first * cols, offsets))
+
+            self.panels(f, base, visit)
+
+    # ---- the micro-kernel
+    def microkernel(self, part: Part, channels: int) -> str:
+        name = "_".join([*self.form.split(), f"{part.rows}x{part.cols}x{channels}"])
+        if name in self.module.functions:
+            return name
+        problem = self.problem
+        operands = {f"operand{n}": PTR for n in range(len(problem.operands))}
+        f = self.module.function(name, internal=True, x=PTR, constants=PTR, **operands, y=PTR, **self.parameters(part))
+        finish = self._epilogue_alone(f"{name}_finish", part, channels)
+        pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
+        cut = self._cut(part)
+        registers = _Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
+        work = _Products(self, f, registers, cut, pending.scratch)
+        if self._weaves:
+            waiting = pending.finish.compare("eq", Value(f, PTR, finish))
+            with f.when(waiting.compare("eq", 0)):
+                pending.run()
+                work.configured(pending)
+                work.write()
+            with f.when(waiting):
+                work.write(lambda: self._epilogue(f, part, lanes, pending))
+        else:
+            pending.run()
+            work.configured(pending)
+            work.write()
+        work.store()
+        pending.finish = Value(f, PTR, finish)
+        pending.remember(f.parameters)
+        return name
+
+    @property
+    def _weaves(self) -> bool:
+        """Kernels that read extents at run time run the epilogue apart."""
+        return self.module.trace is None
+
+    def _cut(self, part: Part) -> Cut:
+        return Cut(part.rows, part.cols, self.wide if part.rows > 1 else 0)
+
+    def _lanes(self, channels: int) -> Lanes:
+        return Lanes(self.isa, channels, self.problem.y.dtype == "uint8")
+
+    def _epilogue_alone(self, name: str, part: Part, channels: int) -> str:
+        """Write the function that runs the pending epilogue of this micro-kernel; return its name in the text."""
+        f = self.module.function(name, internal=True, record=PTR)
+        pending = _Pending(f.parameters["record"], len(self.problem.operands))
+        self._epilogue(f, part, self._lanes(channels), pending)
+        pending.finish = Value(f, PTR, "null")
+        return f"@{name}"
+
+    def _epilogue(self, f: Function, part: Part, lanes: Lanes, pending: _Pending) -> None:
+        problem, scratch, pitch = self.problem, pending.scratch, lanes.vectors * LINE
+        places = [self._cut(part).place(i, j) for i, j in part.pixels]
+        emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
+                      lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
+                      pending.addresses())
+
+
+def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
+    """`call` for tiles that are counted from a row and a column of an item."""
+    def moved(i: Value, j: Value, part: Part, tile: Value) -> None:
+        call(i + row, j + column, part, tile, offsets)
+    return moved
+
+
+class _Products:
+    """Writes the products of a tile into a micro-kernel.
+
+    scratch: memory for the sums.
+    """
+
+    def __init__(self, loops: MatrixLoops, f: Function, registers: _Registers, cut: Cut, scratch: Value) -> None:
+        self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
+        self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
+        self.places = [cut.place(i, j) for i, j, _ in cut.runs]
+        self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
+        self.x_pitch = loops.problem.x.strides[1] * loops.problem.stride[1]
+        starts = loops.block_starts
+        self.even = all(start == number * loops.depth for number, start in enumerate(starts))
+        self.whole_blocks = len(starts) - (not self.even)
+
+    def configured(self, pending: _Pending) -> None:
+        """Configure the registers unless they have these shapes."""
+        address = self.tiles.configuration(self.registers.shapes)
+        with self.f.when(pending.configuration.compare("ne", address)):
+            self.tiles.configure(self.registers.shapes)
+            pending.configuration = address
+
+    def write(self, epilogue: Any = None) -> None:
+        """Sum all of K. epilogue: writes straight-line code, which is spread among the first products."""
+        for t in range(len(self.registers.rows)):
+            for v in range(self.registers.vectors):
+                self.tiles.zero(self.registers.c(t, v))
+        kernel, problem = self.loops.kernel, self.loops.problem
+        x_row, x_pixel, _ = problem.x.strides
+        levels = [("tap plane", kernel.planes.taps, kernel.planes.tap_step),
+                  ("tap row", problem.taps[0], x_row * problem.dilation[0]),
+                  ("tap column", 1 if kernel.one_run else problem.taps[1], x_pixel * problem.dilation[1])]
+        at = {key: self.f.parameters[key] for key in ("x", "w")}
+        self._taps(levels, at, epilogue)
+
+    def store(self) -> None:
+        """Store the sums as [place][vector][lane]."""
+        pitch = self.registers.vectors * LINE
+        for t, first in enumerate(self.places):
+            for v in range(self.registers.vectors):
+                self.tiles.store(self.registers.c(t, v), self.scratch + (first * pitch + v * LINE), pitch)
+
+    def _taps(self, levels: Sequence[Level], at: dict[str, Value], epilogue: Any) -> None:
+        """The loops over taps; with an epilogue, the first run is apart from the others."""
+        if not levels:
+            self._run(at, epilogue)
+            return
+        (name, count, step), *inner = levels
+        if epilogue:
+            start = at["x"]
+            self._taps(inner, at, epilogue)
+            if count == 1:
+                return
+            at["x"], count = start + step, count - 1
+        for _ in self.f.loop(name, count, at=at):
+            start = at["x"]
+            self._taps(inner, at, None)
+            at["x"] = start + step
+
+    def _run(self, at: dict[str, Value], epilogue: Any) -> None:
+        """The blocks of one run."""
+        apart = 0
+        if epilogue:
+            products = len(self.registers.rows) * self.registers.vectors
+            apart = min(self.whole_blocks, max(WOVEN_PRODUCTS // products, 1))
+            self._woven(at, apart, epilogue)
+        if self.whole_blocks - apart:
+            for _ in self.f.loop("k", self.whole_blocks - apart, at=at):
+                self._block(at)
+        if not self.even:
+            starts = self.loops.block_starts
+            at["x"] = at["x"] + (starts[-1] - (len(starts) - 1) * self.loops.depth)
+            self._block(at)
+
+    def _woven(self, at: dict[str, Value], blocks: int, epilogue: Any) -> None:
+        f, start = self.f, len(self.f.lines)
+        for _ in range(blocks):
+            self._block(at)
+        middle = len(f.lines)
+        epilogue()
+        f.lines[start:] = _spread(f.lines[start:middle], f.lines[middle:], f"@llvm.x86.{self.loops.product}",
+                                  f"@emulated.x86.{self.loops.product}")
+
+    def _block(self, at: dict[str, Value]) -> None:
+        """One block of K. A register is loaded just before the first product that reads it."""
+        registers, tiles = self.registers, self.tiles
+        for v in range(registers.vectors):
+            weights = at["w"] + v * self.step
+            tiles.load(registers.b(v), weights, LINE)
+            for t, offset in enumerate(self.offsets):
+                if v == 0:
+                    self._load_x(t, at["x"] + offset)
+                tiles.multiply(self.loops.product, registers.c(t, v), registers.a(t), registers.b(v))
+                for line in range(t, self.step // LINE, len(self.offsets)) if self.loops.tile.prefetch else ():
+                    self.loops.isa.prefetch(weights + (AHEAD + line * LINE))
+        at["w"] += registers.vectors * self.step
+        at["x"] += self.loops.depth
+
+
+    def _load_x(self, t: int, address: Value) -> None:
+        """Load a register of x. What lies behind a run that ends inside a group is not multiplied by zero, for it may
+        be infinite: such runs are copied, with zeros behind them."""
+        register, f = self.registers.a(t), self.f
+        if not self.loops.staged:
+            self.tiles.load(register, address, self.x_pitch)
+            return
+        elements = LINE // self.loops.problem.x.size
+        row, mask = vector(elements, I16), vector(elements, I1)
+        valid = ", ".join(f"{I1} {int(n < self.loops.staged)}" for n in range(elements))
+        stage = self.scratch + (SCRATCH + t * AMX.rows * LINE)
+        for place in range(self.registers.rows[t]):
+            copied = f.call(row, f"llvm.masked.load.v{elements}i16.p0", address + place * self.x_pitch,
+                            f.constant(1, I32), Value(f, mask, f"<{valid}>"), f.constant(0, row), hint="pixel")
+            f.store(copied, stage + place * LINE, LINE)
+        self.tiles.load(register, stage, LINE)
+
+
+def _spread(products: Sequence[str], epilogue: Sequence[str], *names: str) -> Iterator[str]:
+    """The lines of `products` with those of `epilogue` spread evenly behind its instructions of these names."""
+    count = sum(any(name in line for name in names) for line in products)
+    done = written = 0
+    for line in products:
+        yield line
+        if any(name in line for name in names):
+            written += 1
+            upto = len(epilogue) * written // count
+            yield from epilogue[done:upto]
+            done = upto
