@@ -1,8 +1,8 @@
 """Resize: every axis is interpolated by itself, as a matrix [out, in] of weights; nearest selects instead.
 
 Where a pixel lies is computed in float32, in the order of ONNX Runtime, so that ties round as they do there. With
-align_corners the last pixels lie on each other whatever the scale says, as in ONNX Runtime, OpenVINO and PyTorch: onnx's
-reference divides by a length that is no integer.
+align_corners the last pixels lie on each other whatever the scale says, as in ONNX Runtime, OpenVINO and PyTorch;
+onnx's reference divides by a length that is no integer.
 """
 from __future__ import annotations
 
