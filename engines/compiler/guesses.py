@@ -7,28 +7,33 @@ becomes as long as they reach.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from engines.errors import EngineError
-from engines.frontend.extents import likely_extents, open_extents, shapes_for
+from engines.frontend.extents import SOME, is_decoder, likely_extents, open_extents, shapes_for
 from engines.frontend.onnx_file import OnnxModel
 from engines.frontend.onnx_import import graph_from_onnx
-from engines.ir.counted import Counting, Pinned, plain
+from engines.ir.counted import Counting, Pinned, Quotient, plain
 from engines.ir.graph import TensorType
+from engines.ir.polynomials import Polynomial, number_of
 from engines.plan.extents import Extents
 
 ALIKE = (1, 64, 32, 16, 2)          # for all open extents, where the likely ones make no graph ...
 LENGTHS = (128, 512, 1024, 4096)    # ... and for those that come last, where the others are 1: signals beside states
 MOST_TURNS = 16                     # of answers, for one guess
+DEEPEST = 32                        # quotients inside of each other, as strides leave them
 
 
 def guesses(source: OnnxModel, types: Mapping[str, TensorType], all_of_them: bool = True) -> Iterator[Extents]:
     """Numbers for all open extents, the likeliest first; the others beside likely ones only if `all_of_them` are asked
     for."""
-    likely = likely_extents(types)
-    yield likely
-    if fitting := _fitting(source, types, likely):
-        yield fitting
+    for past in (SOME, 0) if is_decoder(types) else (0,):
+        likely = likely_extents(types, past)
+        yield likely
+        if all(likely.values()) and (fitting := _fitting(source, types, likely)):      # counted from 1 on
+            yield fitting
     if not all_of_them:
         return
     names = open_extents(types)
@@ -55,9 +60,20 @@ def _fitting(source: OnnxModel, types: Mapping[str, TensorType], extents: Extent
             continue
         except EngineError:
             others = [other for other in _turned(counting, tried) if other not in found]
+            if not others and tried is not extents and _is_graph(source, types, tried):
+                return tried            # what is known of one number only is not known of one that is counted
         found += others
         waiting += reversed(others)
     return None
+
+
+def _is_graph(source: OnnxModel, types: Mapping[str, TensorType], extents: Extents) -> bool:
+    """Return True if the importer takes these numbers."""
+    try:
+        graph_from_onnx(source, shapes=shapes_for(types, extents))
+    except EngineError:
+        return False
+    return True
 
 
 def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
@@ -67,11 +83,29 @@ def _turned(counting: Counting, extents: Extents) -> Iterator[Extents]:
     (relation, polynomial), answer = next(reversed(counting.guards.items()))
     if relation == "==" and answer:
         return
-    way = (-1 if relation == "<" and not answer else 0) - plain(counting.of(polynomial))
-    for monomial, factor in polynomial:
-        name = counting.atoms[monomial[0]] if len(monomial) == 1 else None
-        if not isinstance(name, str) or relation == "==" and way % factor:
-            continue
-        change = -(-abs(way) // abs(factor)) * (1 if way * factor > 0 else -1)
+    value = plain(counting.of(polynomial))
+    wanted = (-value, -value) if relation == "==" else (-value, math.inf) if answer else (-math.inf, -1 - value)
+    for name, change in islice(_changes(counting, polynomial, *wanted), MOST_TURNS):
         if extents[name] + change >= 1:
             yield {**extents, name: extents[name] + change}
+
+
+def _changes(counting: Counting, polynomial: Polynomial, low: float, high: float,
+             depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield (extent, change) where the change alone adds from low to high to a polynomial, also inside of quotients:
+    the extents that strides and pools leave."""
+    for monomial, factor in polynomial:
+        if len(monomial) != 1:
+            continue
+        ends = sorted((low / factor, high / factor))
+        least, most = math.ceil(ends[0]) if ends[0] > -math.inf else -math.inf, (
+            math.floor(ends[1]) if ends[1] < math.inf else math.inf)
+        atom = counting.atoms[monomial[0]]
+        if least > most:
+            continue
+        if isinstance(atom, str):
+            yield atom, int(least if least > 0 else most if most < 0 else 0)
+        elif isinstance(atom, Quotient) and (by := number_of(atom.by) or 0) > 0 and depth < DEEPEST:
+            over = plain(counting.of(atom.over))
+            inner = (over // by + least) * by - over, (over // by + most + 1) * by - 1 - over
+            yield from _changes(counting, atom.over, *inner, depth + 1)

@@ -26,10 +26,10 @@ from engines.plan.extents import (
     Bounds,
     Extents,
     bounds_of,
-    example,
     extents_of,
     extents_of_feed,
     open_extents,
+    placeholder,
     text,
     value_name,
     value_of,
@@ -195,8 +195,8 @@ def _compilable(builder: Builder, source: OnnxModel, types: Mapping[str, TensorT
             reason = reason or error
             builder.forget()
     assert reason is not None
-    raise ModelError(f"{reason} (for {text(first)}; give shapes for which it works, as in "
-                     f"{example(inputs, first)})") from reason
+    raise ModelError(f"{reason} (for {text(first)}; give shapes for which it works, by "
+                     f"{placeholder(inputs)})") from reason
 
 
 def settled(subject: Subject, item: Mapping[str, Array] | None, node: str = "") -> Subject:

@@ -18,6 +18,7 @@ from engines.frontend.symbols import known_extents
 from engines.ir.graph import BATCH, Dim, TensorType
 
 Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
+SOME = 16                           # earlier tokens, in a guess for a decoder
 SINGLE = "items"                    # what a symbol of the name of the batch is called if it is not that
 
 
@@ -61,15 +62,54 @@ def open_extents(types: Mapping[str, TensorType]) -> tuple[str, ...]:
                                if isinstance(extent, str) and extent != BATCH))
 
 
-def likely_extents(types: Mapping[str, TensorType]) -> dict[str, int]:
-    """A number for each open extent that suits most models: pictures of 224 x 224, sequences of 128, one item."""
-    found: dict[str, int] = {}
+def is_decoder(types: Mapping[str, TensorType]) -> bool:
+    """Return True if an input holds keys and values of earlier tokens, as of a language model that generates."""
+    return any(map(_is_past, types))
+
+
+def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[str, int]:
+    """Return a number for each open extent that suits most models.
+
+    Parameters
+    ----------
+    types : mapping
+        The types of the inputs.
+    past : int
+        How many earlier tokens the inputs of a decoder hold.
+
+    Returns
+    -------
+    dict
+        224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token beside the past ones.
+    """
+    if is_decoder(types):
+        return _extents_of_decoder(types, past)
+    numbers: dict[str, int] = {}
     for kind in types.values():
         picture = len(kind.shape) == 4 and {1, 3, 4}.intersection(kind.shape[1:])
         for axis, extent in enumerate(kind.shape):
             if isinstance(extent, str) and extent != BATCH:
-                found.setdefault(extent, 1 if not axis and len(kind.shape) > 1 else IMAGE_SIDE if picture else LENGTH)
-    return found
+                numbers.setdefault(extent, 1 if not axis and len(kind.shape) > 1 else IMAGE_SIDE if picture else LENGTH)
+    return numbers
+
+
+def _extents_of_decoder(types: Mapping[str, TensorType], past: int) -> dict[str, int]:
+    """The past for what caches leave open, one token for other inputs, and both together for masks."""
+    numbers: dict[str, int] = {}
+    for wanted, number in ((_is_past, past), (lambda name: not _is_mask(name), 1), (_is_mask, past + 1)):
+        for name, kind in types.items():
+            for axis, extent in enumerate(kind.shape):
+                if wanted(name) and isinstance(extent, str) and extent != BATCH:
+                    numbers.setdefault(extent, number if axis else 1)
+    return numbers
+
+
+def _is_past(name: str) -> bool:
+    return "past" in name.lower() and "length" not in name.lower()
+
+
+def _is_mask(name: str) -> bool:
+    return "mask" in name.lower()
 
 
 def shapes_for(types: Mapping[str, TensorType], extents: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:

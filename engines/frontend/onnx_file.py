@@ -333,7 +333,8 @@ def in_order(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     for last in range(len(nodes)):
         waiting, begun = [last], set[int]()
         while waiting:
-            if (index := waiting[-1]) in order or not (missing := {other for other in reads[index] if other not in order}):
+            if (index := waiting[-1]) in order or not (
+                    missing := {other for other in reads[index] if other not in order}):
                 order[waiting.pop()] = None
             elif index in begun:
                 return list(nodes)

@@ -127,7 +127,7 @@ class Graph:
 
     @cached_property
     def answers(self) -> dict[Any, dict[str, Any]]:
-        """Answers of dataflow questions about this graph, by question and tensor (engines.passes.rewriting.dataflow)."""
+        """Answers of dataflow questions about this graph, by question and tensor (passes/rewriting/dataflow.py)."""
         return {}
 
     def is_constant(self, name: str) -> bool:

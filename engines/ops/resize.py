@@ -1,4 +1,9 @@
-"""Resize: every axis is interpolated by itself, as a matrix [out, in] of weights; nearest selects instead."""
+"""Resize: every axis is interpolated by itself, as a matrix [out, in] of weights; nearest selects instead.
+
+Where a pixel lies is computed in float32, in the order of ONNX Runtime, so that ties round as they do there. With
+align_corners the last pixels lie on each other whatever the scale says, as in ONNX Runtime, OpenVINO and PyTorch;
+onnx's reference divides by a length that is no integer.
+"""
 from __future__ import annotations
 
 import math
@@ -14,6 +19,7 @@ from engines.ops.items import ItemAxes, only_first
 from engines.ops.op import Inputs, LayoutOp, Stored, Types
 
 BY_AXIS = frozenset({"sizes", "scales", "roi"})       # attributes that have numbers of each axis
+TIE = 1e-6           # a place this near to the middle of two pixels is at it: scales are rounded, as in ONNX Runtime
 EXACT = 1 << 20      # parts of a scale: of so many, times any size that there is, no double loses a bit
 
 
@@ -63,11 +69,14 @@ class Resize(LayoutOp):
 
     @classmethod
     def factors(cls, node: Node, shape: tuple[int, ...]) -> list[tuple[int, float]]:
-        """(output extent, scale) for each axis, channels first."""
+        """Return (output extent, scale) for each axis, channels first; with antialias an axis that keeps its extent is
+        left as it is, whatever its scale."""
         sizes = cls.sizes(node, shape)
         scales = node.attrs["scales"] if "scales" in node.attrs else [
             out / size for out, size in zip(sizes, shape, strict=True)]
-        return [*zip(sizes, scales, strict=True)]
+        still = bool(node.attrs.get("antialias"))
+        return [(out, 1.0 if still and out == size else scale)
+                for out, size, scale in zip(sizes, shape, scales, strict=True)]
 
     @staticmethod
     def sizes(node: Node, shape: tuple[int, ...]) -> list[int]:
@@ -80,9 +89,9 @@ class Resize(LayoutOp):
 
 
 def scaled(size: int, scale: float) -> int:
-    """The whole part of scale * size, which is exact where the size is counted."""
+    """Return the whole part of scale * size: a product in float32, or an exact one where the size is counted."""
     if not is_counted(size):
-        return math.floor(scale * size)
+        return math.floor(np.float32(scale) * np.float32(size))
     over, by = float(scale).as_integer_ratio()
     if over > EXACT:
         raise Pinned(f"{size} times {scale} is rounded")
@@ -97,41 +106,55 @@ def _cast(y: Array, x: Array) -> Array:
 
 
 def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Array:
-    """Where each output index lies on the input axis, in double precision."""
-    i = np.arange(out, dtype=np.float64)
-    mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
+    """Return where each output index lies on the input axis.
+
+    Parameters
+    ----------
+    node : Node
+        The Resize; its attributes say how.
+    axis : int
+        The axis, channels first.
+    size, out : int
+        Its extents before and after.
+    scale : float
+        The factor between them, which may be no quotient of the two.
+
+    Returns
+    -------
+    ndarray
+        float64 [out], computed in float32.
+    """
+    places = _places(node, axis, np.float32(size), np.float32(out), np.float32(scale), np.arange(out, dtype=np.float32))
+    return np.asarray(places, np.float64)
+
+
+def _places(node: Node, axis: int, size: np.float32, out: np.float32, scale: np.float32, i: Array) -> Array:
+    """The coordinates, in float32."""
+    mode, one, half = node.attrs.get("coordinate_transformation_mode", "half_pixel"), np.float32(1), np.float32(0.5)
     if mode == "asymmetric":
         return i / scale
     if mode == "align_corners":
-        last = corner(size, out, scale)
-        return i * (size - 1) / last if last > 0 else i * 0
+        return i * (size - one) / (out - one) if out > 1 else i
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
-        start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])
+        start, end = np.float32(roi[axis]), np.float32(roi[axis + len(roi) // 2])
         if out > 1:
-            return start * (size - 1) + i * (end - start) * (size - 1) / (out - 1)
-        return 0.5 * (start + end) * (size - 1) + i
+            return start * (size - one) + i * (end - start) * (size - one) / (out - one)
+        return half * (start + end) * (size - one) + i
     if mode == "pytorch_half_pixel" and out == 1:
-        return i * 0
+        return i
     if mode == "half_pixel_symmetric":
-        exact = scale * size
-        return size / 2 * (1 - out / exact) + (i + 0.5) / scale - 0.5
+        return size / 2 * (one - out / (scale * size)) + (i + half) / scale - half
     if mode in ("half_pixel", "pytorch_half_pixel"):
-        return (i + 0.5) / scale - 0.5
+        return (i + half) / scale - half
     if mode == "tf_half_pixel_for_nn":      # of opsets 11 and 12: TensorFlow's for nearest neighbours
-        return (i + 0.5) / scale
+        return (i + half) / scale
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
 
 
-def corner(size: int, out: int, scale: float) -> float:
-    """Where the last pixel of the image lies on the output axis: a pixel of which there is a part only is not at it."""
-    exact = scale * size
-    return (out if abs(exact - out) < 1e-6 * out else exact) - 1
-
-
 NEAREST: dict[str, Callable[[Array], Array]] = {
-    "round_prefer_floor": lambda x: np.asarray(np.ceil(x - 0.5)),
-    "round_prefer_ceil": lambda x: np.asarray(np.floor(x + 0.5)),
+    "round_prefer_floor": lambda x: np.asarray(np.ceil(x - (0.5 + TIE))),
+    "round_prefer_ceil": lambda x: np.asarray(np.floor(x + (0.5 + TIE))),
     "floor": np.floor,
     "ceil": np.ceil,
 }

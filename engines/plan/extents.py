@@ -122,8 +122,7 @@ def text(extents: Extents) -> str:
                      for name, extent in extents.items())
 
 
-def example(inputs: Sequence[IoTensor], extents: Extents) -> str:
-    """The option that has these specialised: --opt-shapes x:1x3x320x480."""
-    shapes = (f"{io.name}:{'x'.join(str(e if isinstance(e, int) else extents.get(e, 1)) for e in io.shape)}"
-              for io in inputs)
+def placeholder(inputs: Sequence[IoTensor]) -> str:
+    """Return the option that gives shapes, with the names of open extents: --opt-shapes x:1x3xHEIGHTxWIDTH."""
+    shapes = (f"{io.name}:{'x'.join(str(extent).upper() for extent in io.shape)}" for io in inputs)
     return f"--opt-shapes {','.join(shapes)}"

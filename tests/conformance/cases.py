@@ -28,8 +28,8 @@ Arrays = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Entry:
-    """Why a test is not expected to pass. `outcome`: "refused" with an EngineError, or "random", of which ONNX says no
-    more than shape and type."""
+    """The reason why a test is not expected to pass. `outcome`: "refused" with an EngineError; "random", of which ONNX
+    says no more than shape and type; "runtimes", which agree on another result."""
     pattern: str
     outcome: str
     reason: str

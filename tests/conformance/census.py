@@ -42,6 +42,8 @@ def judged(name: str, target: str = "") -> Verdict:
                 install(patch, EmulatedGpu(target))
             engines = run(name, (lambda *_: None) if random else close, target=target)
     except (CompilerFault, AssertionError) as error:
+        if entry is not None and entry.outcome == "runtimes" and isinstance(error, AssertionError):
+            return Verdict(REFUSED, reason=entry.reason)
         return Verdict(WRONG, reason=f"{type(error).__name__}: {error}".strip().splitlines()[0])
     except EngineError as error:
         return Verdict(REFUSED, reason=entry.reason if entry else str(error))

@@ -41,8 +41,8 @@ def test_an_axis_becomes_as_long_as_indices_reach_and_as_weights_ask() -> None:
 
 
 def test_a_sum_of_extents_is_made_of_the_others() -> None:
-    graph = ("g (float[b, p, 4] past, float[b, s, 4] now, float[b, t, 4] bias) => (float[b, t, 4] y) "
-             "{ a = Concat<axis = 1>(past, now) y = Add(a, bias) }")
+    graph = ("g (float[b, p, 4] before, float[b, s, 4] now, float[b, t, 4] bias) => (float[b, t, 4] y) "
+             "{ a = Concat<axis = 1>(before, now) y = Add(a, bias) }")
     assert told(graph) == [{"p": 128, "s": 128, "t": 128}, {"p": 128, "s": 128, "t": 256}]
 
 
@@ -58,7 +58,7 @@ def test_what_no_extents_fit_is_refused_as_before() -> None:
     graph = ("g (float[n, f] x) => (float[n, 1] y) <float[4, 1] v = {1.0, 2.0, 3.0, 4.0}, float[5, 1] w = "
              "{1.0, 2.0, 3.0, 4.0, 5.0}> { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }")
     assert told(graph) == [{"f": 128}]
-    with pytest.raises(ModelError, match="for f=128"):
+    with pytest.raises(ModelError, match="for f=128; give shapes for which it works, by --opt-shapes x:"):
         build_engine(model(graph))
 
 
@@ -69,3 +69,34 @@ def test_a_model_that_leaves_all_its_extents_open_is_built_without_being_told_an
     for shape in ((1, 5, 16, 9), (2, 5, 7, 8)):
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         np.testing.assert_allclose(engine.run({"x": x})["y"], session.run(None, {"x": x})[0], rtol=1e-4, atol=1e-4)
+
+
+def test_bands_become_those_that_a_convolution_leaves_for_a_product() -> None:
+    """Time leads and is no batch: it must reach over a window, and the bands behind two windows must be 27."""
+    weights = (f"float[4, 1, 3, 3] w = {{{', '.join(['0.1'] * 36)}}}, "
+               f"float[2, 4, 1, 27] v = {{{', '.join(['0.1'] * 216)}}}, "
+               "int64[2] front = {0, 1}, int64[2] one = {0, 3}")
+    proto = model(f"g (float[frames, bands] x) => (float[m, k] y) <{weights}> "
+                  "{ u = Unsqueeze(x, front) c = Conv(u, w) p = MaxPool<kernel_shape = [1, 3], strides = [1, 3]>(c) q = Conv(p, v) s = Squeeze(q, one) "
+                  "y = Transpose<perm = [1, 0]>(s) }")
+    engine = build_engine(proto, timing=False, cache=False).engine(threads=1)
+    x = np.random.default_rng(0).standard_normal((9, 83)).astype(np.float32)
+    expected = InferenceSession(proto.SerializeToString()).run(None, {"x": x})[0]
+    np.testing.assert_allclose(engine.run({"x": x})["y"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_with_a_constant_decides_an_extent() -> None:
+    graph = ("g (float[frames, bands] x) => (float[frames, bands] y) "
+             f"<float[1, 81] w = {{{', '.join(['1.0'] * 81)}}}, int64[1] front = {{0}}> "
+             "{ u = Unsqueeze(x, front) m = Mul(u, w) y = Squeeze(m, front) }")
+    assert told(graph)[-1]["bands"] == 81
+
+
+def test_a_decoder_gets_one_token_beside_some_past_ones_and_none() -> None:
+    source = read_model(model(
+        "g (int64[batch, s] input_ids, float[batch, 4, p, 8] past_key_0, int64[batch, t] attention_mask, "
+        "float[batch, 4, p, 8] past_value_0) => (float[batch, 4, q, 8] y) { y = Add(past_key_0, past_value_0) }"))
+    every = list(guesses(source, open_types(source.name, source.declared(), {})))
+    assert every[0] == {"s": 1, "p": 16, "t": 17}
+    assert {"s": 1, "p": 0, "t": 1} in every
+    assert not any(224 in guess.values() for guess in every)

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
+
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
@@ -154,7 +156,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, shape, () if nearest else [2 * reach for reach in reaches])
     place, weight, outside = list(w.axes), None, None
     for number, i in enumerate(changed):
-        at = _coordinate(anchor, i, place[order[i]].to("f64"), sizes[i], *factors[i])
+        at = _coordinate(anchor, i, place[order[i]].to("f32"), sizes[i], *factors[i]).to("f64")
         if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
             beyond = (at < 0.0) | (at > float(sizes[i] - 1))
             outside = beyond if outside is None else outside | beyond
@@ -193,27 +195,28 @@ def _nearest(node: Node, at: Term) -> Term:
     mode = node.attrs.get("nearest_mode", "round_prefer_floor")
     if mode in ("floor", "ceil"):
         return at.unary(mode)
-    return (at - 0.5).unary("ceil") if mode == "round_prefer_floor" else (at + 0.5).unary("floor")
+    middle = 0.5 + resize.TIE
+    return (at - middle).unary("ceil") if mode == "round_prefer_floor" else (at + middle).unary("floor")
 
 
 def _coordinate(node: Node, axis: int, i: Term, size: int, out: int, scale: float) -> Term:
-    """Where an output index lies on the input axis; see engines/ops/resize.py."""
-    mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
+    """The place of an output index on the input axis, in float32; see engines/ops/resize.py."""
+    mode, f32 = node.attrs.get("coordinate_transformation_mode", "half_pixel"), np.float32
+    scale = float(f32(scale))
     if mode == "asymmetric":
         return i / scale
     if mode == "align_corners":
-        last = resize.corner(size, out, scale)
-        return i * float(size - 1) / float(last) if last > 0 else i * 0.0
+        return i * float(size - 1) / float(out - 1) if out > 1 else i
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
-        start, end = float(roi[axis]), float(roi[axis + len(roi) // 2])
+        start, end = f32(roi[axis]), f32(roi[axis + len(roi) // 2])
         if out > 1:
-            return i * ((end - start) * (size - 1)) / float(out - 1) + start * (size - 1)
-        return i + 0.5 * (start + end) * (size - 1)
+            return i * float(end - start) * float(size - 1) / float(out - 1) + float(start * f32(size - 1))
+        return i + float(f32(0.5) * (start + end) * f32(size - 1))
     if mode == "pytorch_half_pixel" and out == 1:
-        return i * 0.0
+        return i
     if mode == "half_pixel_symmetric":
-        return (i + 0.5) / scale - 0.5 + size / 2 * (1 - out / (scale * size))
+        return (i + 0.5) / scale + float(f32(size) / 2 * (1 - f32(out) / (f32(scale) * f32(size)))) - 0.5
     if mode in ("half_pixel", "pytorch_half_pixel"):
         return (i + 0.5) / scale - 0.5
     if mode == "tf_half_pixel_for_nn":
