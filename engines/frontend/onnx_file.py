@@ -318,8 +318,12 @@ def _without_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
     """What the importer reads of it but the weights; the caller's own is left as it is. An output that is listed twice
     is one: results have names."""
     outputs = {value.name: value for value in proto.graph.output}
-    graph = helper.make_graph(in_order(proto.graph.node), proto.graph.name, proto.graph.input, [*outputs.values()])
-    model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    model = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
+    model.graph.name = proto.graph.name
+    model.graph.input.extend(proto.graph.input)
+    model.graph.output.extend(outputs.values())
+    for node in in_order(proto.graph.node):
+        model.graph.node.add().CopyFrom(node)       # extend() serialises each node and parses it again
     model.metadata_props.extend(entry for entry in proto.metadata_props if entry.key == INTEGER_STATES)
     return model
 

@@ -5,8 +5,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from sys import intern
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -41,6 +43,8 @@ from engines.ops.fallback import as_onnx
 from engines.ops.recurrent import GATES
 
 log = logging.getLogger(__name__)
+_ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")        # whose lists of numbers are read as arrays: ...
+_OF_NODES = ("nodes_", "class_", "target_")                             # ... those by node may have millions
 _BY_ONNX = "%s: %s '%s' is evaluated by the onnx package: %s"
 
 
@@ -234,13 +238,25 @@ def node_of(model: str, proto: onnx.NodeProto) -> Node:
     return Node(proto.op_type, trimmed(proto.input), outputs, attrs, name, origin=(name,))
 
 
+def _as_array(attribute: onnx.AttributeProto) -> Array | None:
+    """Return a list of numbers as an array; None if the attribute is something else."""
+    if attribute.type == onnx.AttributeProto.INTS:
+        return np.fromiter(attribute.ints, np.int64, len(attribute.ints))
+    if attribute.type == onnx.AttributeProto.FLOATS:
+        return np.fromiter(attribute.floats, np.float32, len(attribute.floats))
+    return None
+
+
 def _attribute(model: str, node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Any:
     try:
+        by_node = node.op_type in _ENSEMBLES and attribute.name.startswith(_OF_NODES)
+        if by_node and (numbers := _as_array(attribute)) is not None:
+            return numbers
+        if attribute.type == onnx.AttributeProto.STRINGS:
+            return tuple(intern(v.decode()) for v in attribute.strings)
         value = helper.get_attribute_value(attribute)
         if isinstance(value, bytes):
             return value.decode()
-        if attribute.type == onnx.AttributeProto.STRINGS:
-            return tuple(v.decode() for v in value)
     except ValueError as error:     # a type that ONNX does not have; bytes that are no text
         raise ModelError(f"{model}: node '{node.name}' ({node.op_type}): attribute '{attribute.name}' cannot be read: "
                          f"{error}") from error

@@ -155,7 +155,8 @@ def _check_attributes(schema: Schema, node: onnx.NodeProto) -> None:
             kinds = onnx.AttributeProto.AttributeType
             raise GraphError(f"attribute '{attribute.name}' is of kind {kinds.Name(attribute.type)}; {schema.op} takes "
                              f"{kinds.Name(schema.attributes[attribute.name])}")
-        if not same_as_default(schema, attribute.name, helper.get_attribute_value(attribute)):
+        if attribute.name not in schema.defaults or not same_as_default(
+                schema, attribute.name, helper.get_attribute_value(attribute)):
             _check_value(schema, attribute)
     if missing := schema.required.difference(given):
         raise GraphError(f"attribute '{min(missing)}' is missing, without which {schema.op} means nothing")

@@ -19,6 +19,7 @@ from engines.ops.trees import FLAGS, LEFT_IF_EQUAL, LEFT_IF_MISSING
 
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")     # as numbers from 0 on
 _MEMBER, _LEAF = "BRANCH_MEMBER", "LEAF"
+_KINDS = {mode: number for number, mode in enumerate((*_MODES, _LEAF), 1)}
 _AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
 ANOTHER = 400           # steps of a tree, in the time of a call and an addition
 _NUMBERED_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
@@ -90,21 +91,21 @@ def _alike(depths: Array) -> list[Array]:
 def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,
            roots: Array, weights: Array, width: int) -> _Table:
     """The nodes with all comparisons as <= or =: x < t is x <= the number before t; x >= t is the opposite of that."""
-    kind, left, right = np.array(modes), left.copy(), right.copy()
-    leaves = kind == _LEAF
+    kind = np.fromiter((_KINDS.get(mode, 0) for mode in modes), np.int8, len(modes))
+    left, right, leaves = left.copy(), right.copy(), kind == _KINDS[_LEAF]
     if unknown := set(modes) - {*_MODES, _LEAF}:
         raise GraphError(f"its nodes have modes {', '.join(sorted(unknown))}; known are {', '.join(_MODES)}")
     if np.any((columns[~leaves] < 0) | (columns[~leaves] >= width)):
         raise GraphError(f"its nodes read columns beyond the {width} that there are")
     left[leaves] = right[leaves] = np.flatnonzero(leaves)
-    before = np.isin(kind, ("BRANCH_LT", "BRANCH_GTE"))
+    before = _is_any(kind, "BRANCH_LT", "BRANCH_GTE")
     with np.errstate(over="ignore"):        # before the least number there is -inf
         thresholds = np.where(before, np.nextafter(thresholds, np.array(-np.inf, thresholds.dtype)), thresholds)
-    opposite = np.isin(kind, ("BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ"))
+    opposite = _is_any(kind, "BRANCH_GTE", "BRANCH_GT", "BRANCH_NEQ")
     # What is missing compares as false, but for !=, unless its node says that it goes the way of the truth.
-    true_if_missing = (missing != 0) | (kind == "BRANCH_NEQ")
+    true_if_missing = (missing != 0) | _is_any(kind, "BRANCH_NEQ")
     left, right = np.where(opposite, right, left), np.where(opposite, left, right)
-    flags = (LEFT_IF_EQUAL * np.isin(kind, ("BRANCH_EQ", "BRANCH_NEQ"))
+    flags = (LEFT_IF_EQUAL * _is_any(kind, "BRANCH_EQ", "BRANCH_NEQ")
              + LEFT_IF_MISSING * (true_if_missing != opposite)).astype(np.uint8)
     flags[leaves] = flags[~leaves][:1].max(initial=0)       # which decide nothing: those of all nodes are often alike
     columns = np.where(leaves, 0, columns)
@@ -112,15 +113,22 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
     return _Table(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
 
 
+def _is_any(kind: Array, *modes: str) -> Array:
+    """Return which nodes have one of the modes."""
+    return reduce(np.logical_or, (kind == _KINDS[mode] for mode in modes))
+
+
 # ---- ensembles of opset 1 to 4
 def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
     """Nodes by tree and number; what they weigh is told apart from them, by `prefix`."""
-    trees, numbers = (np.array(call.attr(f"nodes_{name}") or (), np.int64) for name in ("treeids", "nodeids"))
+    trees, numbers = (np.asarray(call.attr(f"nodes_{name}", ()), np.int64) for name in ("treeids", "nodeids"))
     count = len(trees)
     if not count or len(numbers) != count:
         raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
-    places = {key: place for place, key in enumerate(zip(trees.tolist(), numbers.tolist(), strict=True))}
-    modes = call.attr("nodes_modes") or ()
+    places, modes = _Places(trees, numbers), call.attr("nodes_modes") or ()
+    if len(modes) != count:
+        raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
+    inner = np.fromiter((mode != _LEAF for mode in modes), bool, count)
 
     def of_each(name: str, missing: Any = None) -> Array:
         found = _numbers(call, f"nodes_{name}")
@@ -131,38 +139,58 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
         return found
 
     def children(name: str) -> Array:
-        wanted = zip(trees.tolist(), of_each(name).tolist(), modes, strict=True)
-        return np.array([0 if mode == _LEAF else _place(places, (tree, number)) for tree, number, mode in wanted])
+        found = np.zeros(count, np.int64)
+        found[inner] = places.find(trees[inner], of_each(name).astype(np.int64)[inner])
+        return found
 
-    if len(modes) != count:
-        raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
     call.ignore("nodes_hitrates", "nodes_hitrates_as_tensor")       # of how often a node was met in training
     left, right = children("truenodeids"), children("falsenodeids")
-    inner = np.array([mode != _LEAF for mode in modes])
-    reached = {*left[inner].tolist(), *right[inner].tolist()}
-    roots = np.array([place for place in range(count) if place not in reached])
+    is_root = np.ones(count, bool)
+    is_root[left[inner]] = is_root[right[inner]] = False
     return _table(modes, of_each("featureids").astype(np.int64), of_each("values").astype(np.float32),
-                  of_each("missing_value_tracks_true", 0), left, right, roots,
+                  of_each("missing_value_tracks_true", 0), left, right, np.flatnonzero(is_root),
                   _weights(call, prefix, places, count, targets), fixed(call.type().shape[-1:])[0])
 
 
-def _place(places: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
-    if key not in places:
-        raise GraphError(f"its tree {key[0]} has no node {key[1]}")
-    return places[key]
+class _Places:
+    """Finds the places of nodes in the table by tree and number."""
+
+    def __init__(self, trees: Array, numbers: Array) -> None:
+        self._trees, self._numbers = np.unique(trees), np.unique(numbers)
+        keys = self._keys(trees, numbers)
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+
+    def _keys(self, trees: Array, numbers: Array) -> Array:
+        """Return one integer for each pair; those of trees or numbers that no node has are of other nodes."""
+        columns = np.searchsorted(self._numbers, numbers)
+        return np.searchsorted(self._trees, trees) * (len(self._numbers) + 1) + columns
+
+    def find(self, trees: Array, numbers: Array) -> Array:
+        """Return the place of each; of several nodes of one tree and number, the last. Raises GraphError: no node."""
+        at = np.searchsorted(self._sorted, self._keys(trees, numbers), side="right") - 1
+        places = self._order[np.maximum(at, 0)]
+        column, row = (np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+                       for known, wanted in ((self._numbers, numbers), (self._trees, trees)))
+        wrong = ((self._sorted[np.maximum(at, 0)] != self._keys(trees, numbers)) | (self._numbers[column] != numbers)
+                 | (self._trees[row] != trees))
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise GraphError(f"its tree {trees[first]} has no node {numbers[first]}")
+        return places
 
 
-def _weights(call: Call, prefix: str, places: dict[tuple[int, int], int], count: int, targets: int) -> Array:
-    trees, numbers, ids = (call.attr(f"{prefix}_{name}") or () for name in ("treeids", "nodeids", "ids"))
+def _weights(call: Call, prefix: str, places: _Places, count: int, targets: int) -> Array:
+    trees, numbers, ids = (np.asarray(call.attr(f"{prefix}_{name}", ()), np.int64)
+                           for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
-    weights = np.full((count, targets), np.nan, np.float32)
     if given is None or not len(trees) == len(numbers) == len(ids) == len(given):
         raise GraphError("its weights are not one for each leaf and target")
-    for tree, number, target, weight in zip(trees, numbers, ids, given, strict=True):
-        if not 0 <= target < targets:
-            raise GraphError(f"a leaf of it weighs on {target}, of {targets}")
-        place = _place(places, (tree, number)), target
-        weights[place] = weight if np.isnan(weights[place]) else weights[place] + weight
+    if np.any(beyond := (ids < 0) | (ids >= targets)):
+        raise GraphError(f"a leaf of it weighs on {ids[np.argmax(beyond)]}, of {targets}")
+    found, weights = places.find(trees, numbers), np.full((count, targets), np.nan, np.float32)
+    weights[found, ids] = 0
+    np.add.at(weights, (found, ids), given.astype(np.float32))
     return weights
 
 
@@ -201,7 +229,7 @@ def _regressor(call: Call) -> list[Node]:
 
 @ml("TreeEnsembleClassifier")
 def _classifier(call: Call) -> list[Node]:
-    w, labels, ids = StandardParts(call), labels_of(call), set(call.attr("class_ids") or ())
+    w, labels, ids = StandardParts(call), labels_of(call), np.unique(call.attr("class_ids", ()))
     transform, count = checked(call.attr("post_transform", "NONE")), len(labels)
     table = _of_nodes(call, "class", count)
     if count == 2 and len(ids) == 1:

@@ -8,7 +8,7 @@ from operator import add
 
 import numpy as np
 
-from engines.ir.graph import Node
+from engines.ir.graph import Array, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Linear, Term
@@ -33,8 +33,9 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
     row, target = w.axes
     trees = [w.along(Linear(first, ((len(w.loops), together),))) for first in range(together)]
     places = [w.at(roots, [tree.at_most(count - 1) if count % together else tree]).to("i64") for tree in trees]
+    flags = np.unique(ctx.constant(node.inputs[1])[:, COLUMN] & (1 << FLAGS) - 1)
     for _ in range(depth):
-        places = [_step(w, node, row, place) for place in places]
+        places = [_step(w, node, row, place, flags) for place in places]
     values = [w.at(weights, [place, target]) for place in places]
     if count % together and _REDUCTIONS[aggregate] == "sum":        # the last tree counts once
         values = [w.where(tree < count, value, 0) for tree, value in zip(trees, values, strict=True)]
@@ -42,12 +43,12 @@ def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
     return [w.call(value * (1 / count) if aggregate == "AVERAGE" else value)]
 
 
-def _step(w: NestWriter, node: Node, row: Term, place: Term) -> Term:
-    """From each node to one of its children. What all nodes' flags say, or none's, is not asked of each."""
+def _step(w: NestWriter, node: Node, row: Term, place: Term, known: Array) -> Term:
+    """From each node to one of its children. known: the flags that nodes have; what all or none say is not asked of
+    each."""
     x, nodes, *_ = node.inputs
     flagged, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
                                  for field in (COLUMN, THRESHOLD, RIGHT, LEFT))
-    known = np.unique(w.ctx.constant(nodes)[:, COLUMN] & (1 << FLAGS) - 1)
     said = int(np.bitwise_or.reduce(known, initial=0))
     value = w.at(x, [row, flagged.binary("shr", FLAGS).to("i64")])
     threshold = bits.bits(KINDS[threshold_type(w.ctx.type(nodes).dtype).name])
