@@ -21,6 +21,7 @@ from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, 
 from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import CancelledError, MemoryLimitError, ServeError
+from infer_server.protocol.redaction import public_text
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Exchange:
     def said(self, error: Exception) -> str:
         """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
         if isinstance(error, ServeError):
-            return str(error)
+            return public_text(error)
         log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
         return f"internal error: {type(error).__name__}"
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from infer_server import errors
 from infer_server.errors import ServeError
+from infer_server.protocol.redaction import public_text
 
 JSON = "application/json"
 _LARGE_BYTES = 4096         # of JSON, from which on the time to read it counts
@@ -23,6 +24,7 @@ _OK = "HTTP/1.1 200 OK"
 # What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    errors.ContentTypeError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     errors.UnknownRegionError: HTTPStatus.NOT_FOUND,
     errors.RegionExistsError: HTTPStatus.CONFLICT,
     errors.UnopenedRegionError: HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -137,4 +139,4 @@ def error_response(status: HTTPStatus, message: str) -> HttpResponse:
 def response_of(error: ServeError) -> HttpResponse:
     """The status of the nearest class in the tree of errors that has one, and the message."""
     status = next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
-    return error_response(status, str(error))
+    return error_response(status, public_text(error))
