@@ -7,6 +7,7 @@ all that is kept: an engine runs from memory of its own.
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infer_server.errors import NotBuiltError, RepositoryError
+from infer_server.process import blocked
 from infer_server.repository.folders import Source
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,8 @@ class Compiler:
         with self._lock:
             if self._closed:
                 raise RepositoryError("the server is shutting down")
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            with blocked((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):      # which do not end the server either
+                process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             self._running.add(process)
         try:
             _, said = process.communicate()
