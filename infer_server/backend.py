@@ -109,6 +109,11 @@ class Engine(Described, Protocol):
         """cpus: what its threads are pinned to, one each, the first for the caller's; None: not pinned."""
 
 
+def precision_of(engine: Engine) -> str:
+    """Return the precision that an engine was built with; "" of a backend that has none."""
+    return str(getattr(engine, "precision", ""))
+
+
 _LONG_NS = 500_000_000
 SPECIALISE = "background"       # what is done about shapes that an engine has not met; see engines.load_engine
 

@@ -1,7 +1,8 @@
 """The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
 
     ServeError
-    ├── InvalidRequestError ── MalformedMessageError, UnknownRegionError, RegionExistsError, UnopenedRegionError
+    ├── InvalidRequestError ── MalformedMessageError, ContentTypeError, UnknownRegionError, RegionExistsError,
+    │                       UnopenedRegionError
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
     ├── MemoryLimitError ── TooLargeError
@@ -17,6 +18,10 @@ class ServeError(Exception):
 
 class InvalidRequestError(ServeError):
     """What was sent does not fit the protocol or the model."""
+
+
+class ContentTypeError(InvalidRequestError):
+    """The body of a call over HTTP is of a type that is not taken."""
 
 
 class MalformedMessageError(InvalidRequestError):

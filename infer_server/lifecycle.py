@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 
@@ -11,6 +13,30 @@ class ServerPhase(Enum):
     READY = "ready"             # all are loaded, or have failed
     DRAINING = "draining"       # not ready any more, and still answering
     STOPPED = "stopped"         # nothing new is accepted
+
+
+class StartUp:
+    """Durations of the phases of the server's start: importing, listening, loading."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}      # phases that go on
+        self._secs: dict[str, float] = {}       # phases that have ended
+
+    def took(self, phase: str, secs: float) -> None:
+        self._secs[phase] = secs
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._began[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._secs[name] = time.monotonic() - self._began.pop(name)
+
+    def durations(self) -> dict[str, float]:
+        """Return the seconds of each phase that has begun, up to now of one that goes on."""
+        now = time.monotonic()
+        return {**self._secs, **{name: now - began for name, began in self._began.items()}}
 
 
 class Lifecycle:
@@ -24,6 +50,7 @@ class Lifecycle:
         self._are_models_ready, self._has_repository = are_models_ready, has_repository
         self._has_memory = has_memory
         self.phase = ServerPhase.STARTING               # changed by enter()
+        self.startup = StartUp()
         self._changed = asyncio.Event()
 
     @property

@@ -6,6 +6,9 @@ import ctypes
 import logging
 import os
 import resource
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,27 @@ def cpu_secs(process: str = "self") -> float:
     """What the threads of this process, or of another, have computed."""
     user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Blocks signals in this thread, and for good in the processes that it starts meanwhile: signals to a process group
+    are for the server alone. Those that come here meanwhile are not lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def age_secs() -> float:
+    """Return how long ago this process was started; 0 where there is no /proc."""
+    try:
+        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_secs = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, up_secs - started_ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def tune_malloc() -> None:

@@ -23,11 +23,14 @@ from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.memory_service import MemoryService
-from infer_server.endpoints.metrics import MetricsSettings
-from infer_server.endpoints.restrictions import Restrictions, Secret
+from infer_server.endpoints.metrics import Metrics, MetricsSettings
+from infer_server.endpoints.restrictions import HostCheck, Restrictions, Secret
 from infer_server.endpoints.service import ModelService, Service
 from infer_server.endpoints.settings import LogSettings, SettingsService
 from infer_server.endpoints.shared_memory import Regions
+from infer_server.endpoints.status.history import History
+from infer_server.endpoints.status.snapshot import Snapshots
+from infer_server.endpoints.status.state import ServerState
 from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.fronts.fronts import Fronts
@@ -40,6 +43,7 @@ from infer_server.observing.spans import SpanSettings, SpanTracer
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from infer_server.observing.traces import Tracer
+from infer_server.protocol import redaction
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.kinds.local import TensorMemory
@@ -107,6 +111,8 @@ class ServerOptions:
     metrics: MetricsSettings = MetricsSettings()
     grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
     forwarded: Mapping[str, re.Pattern[str]] = field(default_factory=dict)  # see Inferences
+    allowed_hosts: tuple[str, ...] = ()         # host names of this server beside its own; see HostCheck
+    page_cache_secs: float = 1.0                # how long a page of metrics or of the status is given to all who ask
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,10 @@ class Server:
             options.grpc_secrets, HEADER_PREFIX)) if self._has_fronts else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
+        self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
+                                  self._front_processes)
+        self._history = History(self.repository.models)
+        redaction.register([*(place.path for place in self._places), *filter(None, [options.cache_dir])])
 
     async def start(self) -> Ports:
         """Opens the ports, and begins to load models: those that are ready are served while others load.
@@ -184,18 +194,27 @@ class Server:
         Raises OSError for a port that cannot be had.
         """
         options = self._options
-        routes = server_routes(self._service, self._front, self.repository, self.lifecycle,
-                               Restrictions(options.http_secrets), options.workers)
-        metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
-            self.repository, options.metrics, self._custom_metrics, self._fronts.processes if self._fronts else dict))
-        if self._fronts:
-            grpc, http = await self._fronts.start(self._of_fronts(), routes)
-        else:
-            http = await self._listen_http("http", options.http_port, routes, options.http_tls)
-            grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
-                self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
+        hosts = HostCheck([*options.allowed_hosts, self._host("http")])
+        routes = server_routes(
+            self._service, self._front, self.repository, Restrictions(options.http_secrets), hosts,
+            Snapshots(self._state, self._history, options.workers, options.page_cache_secs))
+        metrics = Metrics(options.metrics, custom=self._custom_metrics, fronts=self._front_processes,
+                          state=self._state.gauges)
+        with self.lifecycle.startup.phase("listening"):
+            metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
+                self.repository, metrics, options.page_cache_secs))
+            if self._fronts:
+                grpc, http = await self._fronts.start(self._of_fronts(), routes)
+            else:
+                http = await self._listen_http("http", options.http_port, routes, options.http_tls)
+                grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
+                    self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
         self._loading = asyncio.create_task(self._load())
         return Ports(grpc, http, metrics_port)
+
+    def _front_processes(self) -> Mapping[str, int]:
+        """Return the process ids of the frontend workers by name."""
+        return self._fronts.processes() if self._fronts else {}
 
     async def loaded(self) -> None:
         """Waits until the models to be loaded at start are ready, or have failed: see failures()."""
@@ -215,6 +234,7 @@ class Server:
         assert self._loading is not None, "start() comes first"
         self.lifecycle.enter(ServerPhase.DRAINING)
         self._loading.cancel()
+        self._history.close()
         if self._polling:
             self._polling.cancel()
         self._compiler.close()
@@ -250,9 +270,10 @@ class Server:
         chosen = self._options.explicit_control or self._options.model_memory_bytes
         names = self._options.load_models if chosen else None
         try:
-            if self._poller:
-                await self._poller.begin()
-            await self.repository.load_all(names)
+            with self.lifecycle.startup.phase("loading"):
+                if self._poller:
+                    await self._poller.begin()
+                await self.repository.load_all(names)
         except RepositoryError as error:        # the folder itself: clients can still ask what is there
             self._unreadable["model repository"] = str(error)
             log.error("%s", error)

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from infer_server.errors import RepositoryError
 
@@ -18,13 +18,17 @@ T = TypeVar("T")
 _LOOKING_SECS = 0.02            # between two looks at what nobody tells of
 
 
+class NoThreadError(RepositoryError):
+    """The system gives this process no more threads."""
+
+
 def start(thread: threading.Thread) -> None:
-    """Raises RepositoryError: there are no more."""
+    """Raises NoThreadError."""
     try:
         thread.start()
     except RuntimeError as error:
-        raise RepositoryError("the system gives this process no more threads (ulimit -u, pids.max of its cgroup, "
-                              "kernel.pid_max): serve fewer models, or fewer instances of each (--cores)") from error
+        raise NoThreadError("the system gives this process no more threads (ulimit -u, pids.max of its cgroup, "
+                            "kernel.pid_max): serve fewer models, or fewer instances of each (--cores)") from error
 
 
 def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
@@ -113,6 +117,37 @@ class StepRunner:
                         result: T = stop.value
                         return result
                     await asyncio.sleep(0)
+
+
+async def beside_loop(function: Callable[[], T]) -> T:
+    """Runs a function of Python code on a thread, so that the loop answers others meanwhile; on the loop where the
+    system gives no more threads."""
+    try:
+        return await in_daemon_thread(function)
+    except NoThreadError:
+        return function()
+
+
+class Cached(Generic[T]):
+    """A value that is computed at most once in a while, however many ask for it. Belongs to the event loop."""
+
+    def __init__(self, compute: Callable[[], Awaitable[T]], secs: float) -> None:
+        """secs: how long a value is given out. An error is raised to those who waited for it, and not kept."""
+        self._compute, self._secs = compute, secs
+        self._value: asyncio.Future[T] | None = None
+        self._until = 0.0
+
+    async def get(self) -> T:
+        if self._value is None or self._value.done() and time.monotonic() >= self._until:
+            self._value = asyncio.ensure_future(self._computed())
+            self._value.add_done_callback(lambda done: done.cancelled() or done.exception())    # logs no lost error
+        return await asyncio.shield(self._value)        # who asks may leave, and the others have their answer
+
+    async def _computed(self) -> T:
+        self._until = 0.0
+        value = await self._compute()
+        self._until = time.monotonic() + self._secs
+        return value
 
 
 async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:

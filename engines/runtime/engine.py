@@ -58,6 +58,11 @@ class OfPlan:
         return self.plan.dependence
 
     @property
+    def precision(self) -> str:
+        """The precision that the plan was built with: int8, fp16, bf16, fp32 or best."""
+        return self.plan.precision
+
+    @property
     def deciding(self) -> tuple[str, ...]:
         """The inputs whose values decide what is computed."""
         return ()

@@ -54,6 +54,10 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                         help="but none: answers over grpcio that become smaller are sent as gzip (default %(default)s)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
     _flag(parser, "grpc-reflection", "tools such as grpcurl may ask for the protocol's definitions", False)
+    parser.add_argument("--allowed-hosts", action="append", default=[], metavar="NAME,...",
+                        help="host names under which clients and proxies may change the server over HTTP, beside "
+                             "localhost, addresses, names of one label and this machine's own; *.example.org is every "
+                             "name below it, * any; can be repeated")
     parser.add_argument("--access-log", choices=FORMS, default="", metavar="FORM",
                         help="writes a line for each inference to the log, as text or json (default: none)")
     add_tracing(parser)
@@ -75,6 +79,7 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
         "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
         "grpc_reflection": given.grpc_reflection, "access_log": given.access_log,
         "tracing": tracing_of(given),
+        "allowed_hosts": tuple(name for names in given.allowed_hosts for name in names.split(",") if name.strip()),
         "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics, given.allow_gpu_metrics),
         "grpc_channel": {
             **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()

@@ -29,7 +29,8 @@ from infer_server.config.fields import MOST_THREADS
 from infer_server.endpoints.grpc.fast import why_not
 from infer_server.errors import RepositoryError
 from infer_server.listeners import address
-from infer_server.process import raise_descriptor_limit, tune_malloc
+from infer_server.observing.log_stream import LogStream, reopen_log
+from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
 from infer_server.repository.repository import LOADS, MOST_LOADS
@@ -42,14 +43,14 @@ _USUAL_LOADS = 16       # at most: a build takes gigabytes
 
 
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
-    """Runs until SIGTERM, SIGINT or SIGHUP.
+    """Runs until SIGTERM, SIGINT or SIGQUIT. SIGHUP and SIGUSR1 open the log file anew.
 
     0: all accepted requests answered; 1: not, or a port taken, a model failed under --exit-on-error, or --check found
     what will not be served; 2: bad options.
     """
     parsed = _parser().parse_args(arguments)
     try:
-        handler = logging.FileHandler(parsed.log_file) if parsed.log_file else logging.StreamHandler(sys.stderr)
+        handler = LogStream(parsed.log_file)
     except OSError as error:
         print(f"infer-server: error: --log-file {parsed.log_file}: {error.strerror}", file=sys.stderr)
         return 2
@@ -145,10 +146,16 @@ def _run(main: Coroutine[Any, Any, bool]) -> bool:
 async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: EngineLoader) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:      # nohup ignores SIGHUP
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        loop.add_signal_handler(number, _on_reopen, number)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT):
+        # Ctrl-C in a terminal is not for a job that a script started in the background.
+        if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, _on_signal, number, stop)
+    imported_secs = age_secs()
     server = Server(options, load_engine)
+    server.lifecycle.startup.took("importing", imported_secs)
     server.log_settings.install()
     ports = await server.start()
     log.info("gRPC on %s, HTTP on %s, metrics on %s",
@@ -175,6 +182,12 @@ async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
     if stop:
         log.error("--exit-on-error: exiting")
         stop.set()
+
+
+def _on_reopen(number: int) -> None:
+    is_file = reopen_log()
+    log.info("%s: %s", signal.Signals(number).name,
+             "the log file was opened anew" if is_file else "nothing to do, the log is written to stderr")
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:

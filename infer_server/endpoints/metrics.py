@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from infer_server.batching.statistics import ANSWERED_MS, OF_CACHE, PHASES, Counters, Duration, Executions
 from infer_server.observing.custom_metrics import CustomMetrics
-from infer_server.observing.gpus import COUNTERS, Gpus
-from infer_server.observing.machine import Machine
+from infer_server.observing.gpus import COUNTERS, Gauge, Gpus
+from infer_server.observing.machine import Machine, Samples
 from infer_server.repository.model import Model
+from infer_server.workers import beside_loop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -64,20 +65,32 @@ class _Seen(NamedTuple):
     labels: str
     model: Model
     counters: Counters
+    pending: int
 
 
 class Metrics:
     def __init__(self, settings: MetricsSettings = MetricsSettings(), gpus: Gpus | None = None,     # noqa: B008
-                 custom: CustomMetrics | None = None, fronts: Callable[[], Mapping[str, int]] = dict) -> None:
-        """gpus: None: those of this machine. custom: those that Python models make. fronts: see Machine."""
-        self._settings, self._custom = settings, custom or CustomMetrics()
+                 custom: CustomMetrics | None = None, fronts: Callable[[], Mapping[str, int]] = dict,
+                 state: Callable[[], Iterable[tuple[str, str, Samples]]] = tuple) -> None:
+        """gpus: None: those of this machine. custom: those that Python models make. fronts: see Machine. state: name,
+        help text and values of the gauges of the server as a whole; called on the event loop."""
+        self._settings, self._custom, self._state = settings, custom or CustomMetrics(), state
         self._machine = Machine(fronts)
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
     async def render(self, models: Iterable[Model]) -> str:
-        """The metrics of all models that are ready, and of the machine, in Prometheus's text format."""
+        """The metrics of all models that are ready, and of the machine, in Prometheus's text format.
+
+        What belongs to the event loop is read on it, and the text made on a thread.
+        """
         of_gpus = await self._gpus.gauges() if self._gpus else ()
-        seen = [_Seen(_labels(model), model, model.statistics.snapshot()) for model in models]
+        pending = [(model, model.pending) for model in models]
+        state = [*self._state()]
+        return await beside_loop(lambda: self._text(pending, state, of_gpus))
+
+    def _text(self, pending: Iterable[tuple[Model, int]], state: Iterable[tuple[str, str, Samples]],
+              of_gpus: Iterable[Gauge]) -> str:
+        seen = [_Seen(_labels(model), model, model.statistics.snapshot(), waiting) for model, waiting in pending]
         lines = [*_counters(seen)]
         cached = [each for each in seen if each.model.config.cached]
         if self._settings.counter_latencies:
@@ -87,6 +100,8 @@ class Metrics:
             lines += _summaries(cached, self._settings.quantiles, "nv_", OF_CACHE)
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
+        for name, text, samples in state:
+            lines += _family(name, "gauge", text, samples.items())
         if self._settings.cpu:
             for name, text, samples in self._machine.gauges():
                 kind = "counter" if name.endswith("_total") else "gauge"
@@ -117,9 +132,11 @@ def _counters(seen: list[_Seen]) -> Iterator[str]:
         (_labels(each.model, reason=reason.value), failed)
         for each in seen for reason, failed in each.counters.failures.items()))
     yield from _family("nv_inference_pending_request_count", "gauge", "Instantaneous number of pending requests",
-                       ((each.labels, each.model.pending) for each in seen))
+                       ((each.labels, each.pending) for each in seen))
     yield from _family("nv_model_load_duration_secs", "gauge", "Model load time in seconds",
                        ((each.labels, round(each.model.load_secs, 6)) for each in seen))
+    yield from _family("infer_server_model_warmup_duration_secs", "gauge", "Model warm-up time in seconds, a part of "
+                       "its load time", ((each.labels, round(each.model.warmup_secs, 6)) for each in seen))
 
 
 def _by_device(seen: _Seen) -> Iterator[tuple[str, Executions]]:

@@ -1,14 +1,24 @@
-"""Calls that only clients with a secret may make: each category of them may ask for a header with a value.
+"""Who may make which calls: clients with a secret, and over HTTP those that no foreign web page stands behind.
 
-Categories and their names are Triton's, so that its command lines go on meaning the same.
+Each category of calls may ask for a header with a value. Categories and their names are Triton's, so that its command
+lines go on meaning the same.
+
+A web page that a user of this machine visits must not change the server. Its browser sends requests that need no
+consent of the server to any address (cross-site request forgery), and any request to the page's own host name, which
+may have become a name of this machine (DNS rebinding). HostCheck refuses both.
+
+https://fetch.spec.whatwg.org/#http-cors-protocol
 """
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from infer_server.errors import RestrictedError
+from infer_server.errors import ContentTypeError, RestrictedError
 
 CATEGORIES = ("health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
               "trace", "logging")
@@ -49,6 +59,95 @@ class Restrictions:
         if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), secret.value.encode()):
             what = "protocol" if self.prefix else "API"         # in Triton's words, of gRPC and of HTTP
             raise RestrictedError(f"This {what} is restricted, expecting header '{name}'")
+
+
+class HostCheck:
+    """Refuses calls over HTTP that a browser makes for a foreign page."""
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        """allowed: host names beside this machine's own: "infer.example.org", "*.example.org" for all below it, "*" for
+        any."""
+        self._allowed = {_plain(name) for name in allowed}
+        self._own = {"localhost", _plain(socket.gethostname())}
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Checks a call that changes the server, by its headers, whose names are in lower case.
+
+        Raises RestrictedError: its Host is not this server's, or it was sent for a page of another site;
+        ContentTypeError: its body is of a type that such a page may send without consent.
+        """
+        host = headers.get("host", "")
+        if host and not self._allows(_name_of(host)):
+            raise RestrictedError(f"Host '{host[:_SHOWN]}' is not a name of this server; if it is one, start the "
+                                  f"server with --allowed-hosts {_name_of(host)[:_SHOWN]}")
+        origin = headers.get("origin") or _origin_of(headers.get("referer", ""))
+        if origin and not self._is_own(origin, host):
+            raise RestrictedError(f"a page of '{origin[:_SHOWN]}' may not change this server; if it may, start the "
+                                  "server with --allowed-hosts and its host name")
+        if not origin and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise RestrictedError("a page of another site may not change this server")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in _FORMS:
+            raise ContentTypeError(f"Content-Type '{kind}' is not served here; send application/json")
+
+    def _allows(self, name: str) -> bool:
+        """Return True for names that nobody else's DNS can make a name of this machine.
+
+        These are addresses, names of one label and of private zones, this machine's own and the allowed ones.
+        """
+        return ("." not in name or name in self._own or name.endswith(_PRIVATE_ZONES) or _is_address(name)
+                or self._lists(name))
+
+    def _lists(self, name: str) -> bool:
+        labels = name.split(".")
+        above = {"*." + ".".join(labels[count:]) for count in range(1, len(labels))}
+        return bool(self._allowed & {"*", name, *above})
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Return True for a page of this server itself, or of an allowed host."""
+        try:
+            netloc = urlsplit(origin).netloc
+        except ValueError:
+            return False
+        return bool(netloc) and (_plain(netloc) == _plain(host) or self._lists(_name_of(netloc)))
+
+
+# Types of a body that a form may have. The third, application/x-www-form-urlencoded, is that of `curl -d`: a browser
+# that sends it names its Origin.
+_FORMS = ("text/plain", "multipart/form-data")
+_PRIVATE_ZONES = (".localhost", ".internal", ".svc", ".cluster.local")      # the last two are Kubernetes's
+_SHOWN = 100                    # characters of what a client sent, in errors
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().removesuffix(".")
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address in a Host header, without its port and brackets."""
+    host = _plain(host)
+    if _is_address(host):
+        return host
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, _, port = host.rpartition(":")
+    return _plain(name) if name and port.isdecimal() else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _origin_of(referer: str) -> str:
+    try:
+        parts = urlsplit(referer)
+    except ValueError:
+        return referer
+    return f"{parts.scheme}://{parts.netloc}" if parts.netloc else ""
 
 
 def parsed(texts: Iterable[str]) -> dict[str, Secret]:

@@ -15,6 +15,7 @@ from infer_server.endpoints.settings import SettingsService
 from infer_server.errors import InvalidRequestError, NotServedError, ServeError, UnavailableError
 from infer_server.lifecycle import Lifecycle
 from infer_server.protocol.parameters import Parameters, from_messages, typed
+from infer_server.protocol.redaction import redacted
 from infer_server.repository.model import Model
 from infer_server.repository.on_demand import OnDemand
 from infer_server.repository.overrides import PREFIX
@@ -130,7 +131,8 @@ class ModelService:
         except ServeError as error:
             if str(error).startswith(LOAD_FAILED):
                 raise
-            raise type(error)(f"failed to load '{name}', failed to poll from model repository: {error}") from error
+            raise type(error)(f"failed to load '{name}', failed to poll from model repository: "
+                              f"{redacted(str(error))}") from error
 
     async def unload(self, name: str, parameters: Parameters) -> None:
         """Likewise."""

@@ -23,6 +23,7 @@ from infer_server.fronts.engine_end import EngineEnd
 from infer_server.fronts.ports import Reserved
 from infer_server.fronts.settings import Door, FrontSettings
 from infer_server.listeners import SENDING_SECS
+from infer_server.process import blocked
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _START_SECS = 60.0
 _ENDING_SECS = 3 * SENDING_SECS         # for a front to send what was answered, and to end
 _PAUSE_SECS = 1.0                       # between two starts of a front, at least
+_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOKING_SECS = 0.02                    # between two looks whether a process has ended
 
 MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      # of what it tells: see EngineEnd
@@ -178,14 +180,10 @@ class _Front:
 
 
 def _start_process(descriptor: int) -> subprocess.Popen[bytes]:
-    # Signals go to all processes of a terminal or of a service; this one says when fronts are to end. They inherit what
-    # is blocked here, from their first instruction; what comes here meanwhile is not lost.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-    try:
+    # Signals go to all processes of a terminal or of a service; this one tells frontend workers when to end.
+    with blocked(_FOR_THE_SERVER):
         return subprocess.Popen([sys.executable, "-P", "-m", "infer_server.fronts.process", str(descriptor)],
                                 pass_fds=[descriptor], stdin=subprocess.DEVNULL)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _code_on_disk() -> bytes:

@@ -14,7 +14,7 @@ from math import isfinite
 from weakref import WeakSet
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_RESERVED = ("nv_", "process_")             # the server's own
+_RESERVED = ("nv_", "process_", "infer_server_")           # the server's own
 _OF_HISTOGRAM = ("_bucket", "_sum", "_count")
 MOST = 4096                                 # metrics of a model: a page lists them all
 KINDS = ("counter", "gauge", "histogram")

@@ -15,6 +15,7 @@ from infer_server.errors import (
     UnexplainedError,
     UnknownModelError,
 )
+from infer_server.protocol.redaction import redacted
 
 _ERRORS: dict[int, type[ServeError]] = {
     0: UnexplainedError, 1: ExecutionError, 2: UnknownModelError, 3: InvalidRequestError, 4: UnavailableError,
@@ -29,8 +30,8 @@ def refusal(error: Exception) -> dict[str, Any]:
 
 
 def error_of(head: Mapping[str, Any]) -> ServeError:
-    """What the head of a model's response says."""
-    return _ERRORS[head["code"]](legible(head["error"]))
+    """Return the error in the head of a model's response, without paths of this machine."""
+    return _ERRORS[head["code"]](redacted(legible(head["error"])))
 
 
 def legible(text: object) -> str:

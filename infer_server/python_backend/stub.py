@@ -361,7 +361,8 @@ def _leave_signals_to_the_server() -> None:
     """They go to all processes of a terminal or of a service, and the server drains this one. Not ignored, for what a
     model starts would inherit that; what it forks has them as before."""
     before = {number: signal.signal(number, lambda *_: None)
-              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1,
+                             signal.SIGUSR2)
               if signal.getsignal(number) is not signal.SIG_IGN}
 
     kept = threading.local()            # a signal to what is forked waits until it is as before, and is not lost

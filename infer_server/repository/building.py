@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 from engines.machine.cpu import detect
 from infer_server.errors import NotBuiltError, RepositoryError
+from infer_server.process import blocked
 from infer_server.repository.folders import Source, told_of
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,8 @@ class Compiler:
         with self._lock:
             if self._closed:
                 raise RepositoryError("the server is shutting down")
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            with blocked((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):      # which do not end the server either
+                process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             self._running.add(process)
         try:
             _, said = process.communicate()

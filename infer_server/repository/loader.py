@@ -174,4 +174,5 @@ class Loader:
     def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> LoadedEngine:
         specialise = source.config.build.specialise or (
             "off" if source.config.ragged else SPECIALISE)      # what requests have together is hardly ever met again
-        return LoadedEngine(self.load_engine(plan, threads, specialise, gpu), plan.stat().st_size)
+        file = plan.stat()
+        return LoadedEngine(self.load_engine(plan, threads, specialise, gpu), file.st_size, file.st_mtime)

@@ -85,7 +85,10 @@ class Model(ABC):
     gpus: Sequence[Gpu] = ()            # that instances of it execute on
     reached: Set[int | None] = frozenset()      # devices, GPUs by number, in whose memory instances take tensors where
                                         # their clients have them; None: the host's, which clients may write meanwhile
-    load_secs: float = 0.0              # that its loading took; set, as are the next two, by who loads it
+    load_secs: float = 0.0              # that its loading took; set by who loads it
+    warmup_secs: float = 0.0            # that its warm-up took, a part of load_secs
+    precision: str = ""                 # that its engine was built with; "": it has none
+    built_secs: float = 0.0             # when its engine was built, since the epoch; 0: it was not built
     loaded_ns: int = 0                  # when that ended, by the clock of Counters.used_ns
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
 

@@ -24,6 +24,7 @@ from infer_server.errors import (
     UnknownModelError,
 )
 from infer_server.protocol.parameters import digits
+from infer_server.protocol.redaction import redacted
 from infer_server.repository.folders import Fingerprint, Source, after_load, fingerprints, read_model, told
 from infer_server.repository.model import Model, State, Status
 from infer_server.repository.overrides import read_written, written
@@ -133,11 +134,16 @@ class Repository:
         """The models that are there, loaded or not. Raises RepositoryError: a place cannot be read."""
         return sorted(set(await in_daemon_thread(lambda: names_in(self._places))))
 
-    async def index(self) -> list[IndexEntry]:
-        """Every model in the folder, loaded or not, by name and version."""
+    def known(self) -> list[IndexEntry]:
+        """Return the versions that are or were to be loaded."""
         entries = [IndexEntry(name, str(version), status.state.value, status.reason)
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
-        entries += [IndexEntry(name, "", State.UNAVAILABLE.value, reason) for name, reason in self._reasons.items()]
+        return entries + [IndexEntry(name, "", State.UNAVAILABLE.value, reason)
+                          for name, reason in self._reasons.items()]
+
+    async def index(self) -> list[IndexEntry]:
+        """Every model in the folder, loaded or not, by name and version."""
+        entries = self.known()
         known = self._versions.keys() | self._reasons.keys()
         for name, count in Counter(await in_daemon_thread(lambda: names_in(self._places))).items():
             if name not in known:
@@ -161,7 +167,7 @@ class Repository:
         self._starting = {}
         for name, result in zip(names, results, strict=True):
             if isinstance(result, UnknownModelError):       # of names given; load() has logged what else failed
-                self._reasons[name] = str(result)
+                self._reasons[name] = redacted(str(result))
                 log.error("%s", result)
             elif isinstance(result, BaseException) and not isinstance(result, ServeError):
                 raise result
@@ -208,7 +214,7 @@ class Repository:
                 self.unfetched.add(name)
             if not self.versions(name):             # whatever was said of them before
                 self._versions.pop(name, None)
-                self._reasons[name] = str(error)
+                self._reasons[name] = redacted(str(error))
             log.error("model '%s' cannot be loaded: %s", name, error)
             raise
         finally:
@@ -350,9 +356,9 @@ class Repository:
                 model.load_secs, model.loaded_ns = time.monotonic() - began, time.monotonic_ns()
         except RepositoryError as error:
             if before.model is None:
-                statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=str(error))
+                statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=redacted(str(error)))
             else:
-                statuses[source.version] = replace(before, reason=f"serves what was loaded before: {error}")
+                statuses[source.version] = replace(before, reason=redacted(f"serves what was loaded before: {error}"))
             log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)
             raise
         statuses[source.version] = Status(State.READY, model=model, fingerprint=after_load(source, fingerprint))

@@ -119,6 +119,7 @@ class NumpyEngine:
     shape: tuple[int, ...] = (4,)
     dtype: str = "float32"
     max_batch: int = 8
+    precision: str = "fp32"
     seconds: float = 0.0
     gate: str = ""              # the name of one in GATES
     dependence: str = ""

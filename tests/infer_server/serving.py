@@ -26,7 +26,7 @@ _IF_INSTALLED = pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is 
                                    reason="pygrpc-native is not installed")
 FRONTS = ("grpcio", pytest.param("fast", marks=_IF_INSTALLED))
 WORKERS = ("grpcio, 2 workers", pytest.param("fast, 2 workers", marks=_IF_INSTALLED))
-DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0}        # where a test says nothing else
+DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0, "page_cache_secs": 0.0}   # where a test says nothing else
 
 
 class RunningServer:

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from infer_server import errors
 from infer_server.endpoints.grpc.compression import plain_control
 from infer_server.errors import MalformedMessageError, ServeError, TooLargeError
+from infer_server.protocol.redaction import public_text
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
     if isinstance(error, MalformedMessageError):        # no client of the protocol sends that
         log.warning("%s: %s", peer, error)
-    return status_of(error), _clipped(str(error))
+    return status_of(error), _clipped(public_text(error))
 
 
 def _clipped(text: str) -> str:

@@ -20,6 +20,7 @@ from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
+from infer_server.protocol.redaction import public_text
 from infer_server.protocol.wire import length_delimited, split_request
 from infer_server.serving import Submitted
 from protos import inference
@@ -284,4 +285,4 @@ class _Answer:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, ServeError) else f"internal error: {type(error).__name__}"
+    return public_text(error) if isinstance(error, ServeError) else f"internal error: {type(error).__name__}"

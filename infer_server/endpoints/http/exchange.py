@@ -11,6 +11,7 @@ from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, erro
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import CancelledError, ServeError
 from infer_server.protocol.json_values import Steps
+from infer_server.protocol.redaction import public_text
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class Exchange:
     def said(self, error: Exception) -> str:
         """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
         if isinstance(error, ServeError):
-            return str(error)
+            return public_text(error)
         log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)
         return f"internal error: {type(error).__name__}"
 

@@ -13,6 +13,7 @@ from infer_server.errors import ServeError
 from infer_server.protocol.compression import WINDOW
 from infer_server.protocol.json_documents import LARGE_BYTES
 from infer_server.protocol.json_values import parsed
+from infer_server.protocol.redaction import public_text
 
 JSON = "application/json"
 _OK = "HTTP/1.1 200 OK"
@@ -22,6 +23,7 @@ _LEVEL = 1                      # of speed: tensors hardly get smaller with more
 # What Triton answers (src/http_server.cc, HttpCodeFromError); 504 for a deadline, which it leaves open.
 _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    errors.ContentTypeError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     errors.UnknownRegionError: HTTPStatus.NOT_FOUND,
     errors.RegionExistsError: HTTPStatus.CONFLICT,
     errors.UnopenedRegionError: HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -125,7 +127,7 @@ def error_response(status: HTTPStatus, message: str) -> HttpResponse:
 def response_of(error: ServeError) -> HttpResponse:
     """The status of the nearest class in the tree of errors that has one, and the message."""
     status = next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
-    return error_response(status, str(error))
+    return error_response(status, public_text(error))
 
 
 def accepted(headers: Mapping[str, str]) -> str:

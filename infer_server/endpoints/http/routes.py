@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 
@@ -18,14 +18,15 @@ from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
 from infer_server.endpoints.http.server_pages import ServerPages
-from infer_server.endpoints.http.status_page import StatusPage
-from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics, MetricsSettings
-from infer_server.endpoints.restrictions import Restrictions
+from infer_server.endpoints.http.status_page import status_pages
+from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics
+from infer_server.endpoints.restrictions import HostCheck, Restrictions
 from infer_server.endpoints.service import Service
-from infer_server.lifecycle import Lifecycle
-from infer_server.observing.custom_metrics import CustomMetrics
+from infer_server.endpoints.status.snapshot import Snapshots
 from infer_server.repository.repository import Repository
+from infer_server.workers import Cached
 
+CHANGE = "CHANGE"               # the method of a route: a POST that changes the server
 Answer = Callable[..., Awaitable[HttpResponse]]     # of a request, and what its path names
 _MODEL = r"/v2/models/(?P<model>[^/]+)(/versions/(?P<version>[^/]+))?"
 _TRACE = rf"({_MODEL}|/v2)/trace/setting"
@@ -33,13 +34,14 @@ _MEMORY = r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<region>[^/]+))?"
 _CONTROL = r"/v2/repository(/(?P<repository>[^/]+))?/models/(?P<model>[^/]+)"
 
 
-def server_routes(service: Service, front: Front, repository: Repository, lifecycle: Lifecycle,
-                  restrictions: Restrictions, workers: int = 1) -> Handler:
-    """The HTTP port: inference, and all that is asked of the server. workers: processes that read and answer."""
+def server_routes(service: Service, front: Front, repository: Repository, restrictions: Restrictions, hosts: HostCheck,
+                  snapshots: Snapshots) -> Handler:
+    """The HTTP port: inference, and all that is asked of the server. hosts: checks calls that change the server.
+    snapshots: the data of the status page."""
     pages = ModelPages(service.models, front.inflight.steps)
     server = ServerPages(service.memory, service.settings)
     routes = _Routes([
-        ("statistics", "GET", r"/", StatusPage(repository, lifecycle, workers).page),
+        *(("statistics", "GET", re.escape(path), page) for path, page in status_pages(snapshots).items()),
         ("metadata", "GET", r"/v2/?", pages.server),
         ("health", "GET", r"/v2/health/live", pages.live),
         ("health", "GET", r"/v2/health/ready", pages.ready),
@@ -49,16 +51,21 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
         ("model-config", "GET", _MODEL + "/config", pages.config),
         ("statistics", "GET", _MODEL + "/stats", pages.statistics),
         ("model-repository", "POST", r"/v2/repository(/(?P<repository>[^/]+))?/index", pages.index),
-        ("model-repository", "POST", _CONTROL + "/load", pages.load),
-        ("model-repository", "POST", _CONTROL + "/unload", pages.unload),
+        ("model-repository", CHANGE, _CONTROL + "/load", pages.load),
+        ("model-repository", CHANGE, _CONTROL + "/unload", pages.unload),
         ("trace", "GET", _TRACE, server.trace),
-        ("trace", "POST", _TRACE, server.set_trace),
+        ("trace", CHANGE, _TRACE, server.set_trace),
         ("logging", "GET", r"/v2/logging", server.log),
-        ("logging", "POST", r"/v2/logging", server.set_log),
+        ("logging", CHANGE, r"/v2/logging", server.set_log),
         ("shared-memory", "GET", _MEMORY + "/status", server.memory),
-        ("shared-memory", "POST", _MEMORY + "/register", server.register_memory),
-        ("shared-memory", "POST", _MEMORY + "/unregister", server.unregister_memory),
-    ], restrictions)
+        ("shared-memory", CHANGE, _MEMORY + "/register", server.register_memory),
+        ("shared-memory", CHANGE, _MEMORY + "/unregister", server.unregister_memory),
+    ], restrictions, hosts)
+    return _with_inference(front, repository, restrictions, routes)
+
+
+def _with_inference(front: Front, repository: Repository, restrictions: Restrictions, routes: Handler) -> Handler:
+    """Return what answers inference itself, and hands all else to `routes`."""
     def _submit(exchange: Exchange, model: str, version: str, how: str) -> None:
         if exchange.gone:
             return
@@ -85,26 +92,25 @@ def server_routes(service: Service, front: Front, repository: Repository, lifecy
     return handle
 
 
-def metrics_routes(repository: Repository, settings: MetricsSettings, custom: CustomMetrics,
-                   fronts: Callable[[], Mapping[str, int]]) -> Handler:
-    """The metrics port. fronts: see Machine."""
-    metrics = Metrics(settings, custom=custom, fronts=fronts)
+def metrics_routes(repository: Repository, metrics: Metrics, cache_secs: float) -> Handler:
+    """The metrics port. cache_secs: how long a page is given out to all who ask."""
+    text = Cached(lambda: metrics.render(repository.models()), cache_secs)
 
     async def page(_: HttpRequest) -> HttpResponse:
-        return HttpResponse(((await metrics.render(repository.models())).encode(),), content_type=CONTENT_TYPE)
+        return HttpResponse(((await text.get()).encode(),), content_type=CONTENT_TYPE)
 
-    return _Routes([("", "GET", r"/metrics", page)], Restrictions(), "this port serves /metrics")
+    return _Routes([("", "GET", r"/metrics", page)], Restrictions(), HostCheck(), "this port serves /metrics")
 
 
 class _Routes:
     """Finds what answers a request; HEAD is answered as GET is, without the body."""
 
-    def __init__(self, routes: list[tuple[str, str, str, Answer]], restrictions: Restrictions,
+    def __init__(self, routes: list[tuple[str, str, str, Answer]], restrictions: Restrictions, hosts: HostCheck,
                  otherwise: str = "") -> None:
-        """routes: category, method ("": any), pattern of the path, and what answers. otherwise: said of a path that is
-        none."""
+        """routes: category, method, pattern of the path, and what answers; the method CHANGE is a POST that changes the
+        server, which `hosts` checks. otherwise: the error for other paths."""
         self._routes = [(category, method, re.compile(pattern), answer) for category, method, pattern, answer in routes]
-        self._restrictions = restrictions
+        self._restrictions, self._hosts = restrictions, hosts
         self._otherwise = otherwise
         self._tasks = set[asyncio.Task[None]]()
 
@@ -113,8 +119,11 @@ class _Routes:
         method = "GET" if request.method == "HEAD" else request.method
         for category, wanted, pattern, answer in self._routes:
             if path := pattern.fullmatch(request.path):
-                if wanted in ("", method):
+                changes, wanted = wanted == CHANGE, "POST" if wanted == CHANGE else wanted
+                if wanted == method:
                     self._restrictions.check(category, request.header_bytes)
+                    if changes:
+                        self._hosts.check(request.headers)
                     self._start(exchange, answer(request, **path.groupdict(default="")))
                     return
                 allowed.add(wanted)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,7 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from engines.errors import EngineError
-from infer_server.backend import BATCH, Engine, ExecutionContext, Gpu, PlacesTensors, Shapes, is_mixed, is_open, warm_up
+from infer_server.backend import (
+    BATCH,
+    Engine,
+    ExecutionContext,
+    Gpu,
+    PlacesTensors,
+    Shapes,
+    is_mixed,
+    is_open,
+    precision_of,
+    warm_up,
+)
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.batching.instances import Executor
@@ -33,6 +45,7 @@ log = logging.getLogger(__name__)
 class LoadedEngine(NamedTuple):
     engine: Engine
     plan_bytes: int                     # whose constants it holds
+    built_secs: float = 0.0             # when the plan was written, since the epoch
 
 
 class Engines(NamedTuple):
@@ -70,6 +83,7 @@ class EngineModel(QueuedModel):
         cpus = [dealer.deal(each.threads) if config.build.pin == "true" else None for each in own]
         contexts = [each.create_context(given) for each, given in zip(own, cpus, strict=True)]
         short = _short(engines, config, message)
+        began = time.monotonic()
         for context, device in zip(contexts, config.devices, strict=True):
             times = _warm_up(source.name, context, engine)
             if not times:
@@ -87,14 +101,16 @@ class EngineModel(QueuedModel):
         for executor in executors:
             for request in warmup_requests(self, message, source.folder):
                 executor.execute([request])
+        self.warmup_secs = time.monotonic() - began
+        self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
         if not (config.ragged or config.sequences):     # which are put together on the host
             self.reached = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
                                     if device is not None and isinstance(context, PlacesTensors)
                                     and context.binds_arrays)}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {
-            device: plan_bytes + config.devices.count(device) * each.threads * each.arena_bytes
-            for device, (each, plan_bytes) in engines.loaded.items()}
+            device: each.plan_bytes + config.devices.count(device) * each.engine.threads * each.engine.arena_bytes
+            for device, each in engines.loaded.items()}
         self.memory_bytes = sum(self.device_bytes.values())
         self.start(executors, limiter, [given[0] if given else None for given in cpus], short)
 

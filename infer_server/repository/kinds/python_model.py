@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import TIMEOUT_MAX
@@ -66,7 +67,9 @@ class PythonModel(QueuedModel):
             start = partial(self._start, _launch(source, message, config, index), loop, True)
             try:
                 self._executors.append(PythonExecutor(process if index == 0 else start(), start, partial(post, loop)))
+                began = time.monotonic()
                 self._warm_up(self._executors[-1], source)
+                self.warmup_secs += time.monotonic() - began
             except Exception:
                 self._close()
                 raise

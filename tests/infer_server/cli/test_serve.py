@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -21,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from infer_server.cli import serve
 from infer_server.cli.serve import _run, main
 from tests.infer_server.endpoints.test_serving import eventually
-from tests.infer_server.numpy_engine import TIMEOUT_SECS
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
 
 
@@ -52,8 +53,7 @@ def process(repository: Path, *options: str, environment: Mapping[str, str] = os
             running.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.skipif(
-    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as by nohup"))])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_ends_it_with_success(tmp_path: Path, number: signal.Signals) -> None:
     with process(tmp_path) as (running, address):
         with triton.InferenceServerClient(address) as client:
@@ -145,17 +145,85 @@ def test_options_that_contradict_each_other_are_a_usage_error(
         assert said in capsys.readouterr().err
 
 
-def test_a_hangup_is_ignored_where_the_caller_ignores_it(tmp_path: Path) -> None:
-    """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("options", [(), ("--workers", "2")])
+def test_signals_open_the_log_file_anew_and_end_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Sent to all processes of the server, as `kill` of a process group does; in the midst of a drain, too."""
+    file = tmp_path / "log"
+    with logged_process(tmp_path / "models", file, *options) as running:
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            moved = file.rename(tmp_path / f"log.{number}")
+            os.killpg(running.pid, number)
+            said = f"{number.name}: the log file was opened"
+            assert eventually(partial(contains, file, said))
+            assert "gRPC on" in moved.read_text() or "SIGHUP: " in moved.read_text()
+        os.killpg(running.pid, signal.SIGUSR2)
+        assert "HTTP/1.1 200 OK" in live(file, tmp_path)
+        os.killpg(running.pid, signal.SIGTERM)
+        assert eventually(partial(contains, file, "draining"))
+        os.killpg(running.pid, signal.SIGHUP)
+        assert running.wait(TIMEOUT_SECS) == 0
+    assert "stopped" in file.read_text()
+
+
+def contains(file: Path, text: str) -> bool:
+    return file.exists() and text in file.read_text()
+
+
+@contextmanager
+def logged_process(repository: Path, file: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The running command in a group of its own, which logs into a file."""
+    repository.mkdir()
+    command = [sys.executable, "-P", "-m", "infer_server.cli.serve", "--model-repository", str(repository),
+               "--log-file", str(file), "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", *options]
+    with subprocess.Popen(command, start_new_session=True) as running:
+        try:
+            assert eventually(partial(contains, file, "ready"))
+            yield running
+        finally:
+            running.kill()
+
+
+def live(file: Path, folder: Path) -> str:
+    """The answer to a liveness check of the server whose first log is among the files of the folder."""
+    (port,) = {match[1] for log in (file, *folder.glob("log.*"))
+               if (match := re.search(r"HTTP on 127.0.0.1:(\d+)", log.read_text()))}
+    with socket.create_connection(("127.0.0.1", int(port)), TIMEOUT_SECS) as client:
+        client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        return client.recv(1000).decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("options", [(), ("--workers", "2")])
+def test_full_devices_of_logs_and_traces_cost_a_line_and_no_request(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    write_model(tmp_path, "m")
+    command = [
+        sys.executable, "-m", "tests.infer_server.serving", "--model-repository", str(tmp_path), "--grpc-port", "0",
+        "--http-port", str(port), "--metrics-port", "0", "--drain-grace-secs", "0", "--log-file", "/dev/full",
+        "--access-log", "json", "--trace-config", "triton,file=/dev/full", "--trace-config", "rate=1",
+        "--trace-config", "level=TIMESTAMPS", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert eventually(lambda: is_ready(port))
+            body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
+            for _ in range(20):
+                with urlopen(f"http://127.0.0.1:{port}/v2/models/m/infer", body, TIMEOUT_SECS) as answer:
+                    assert answer.status == 200
+            running.terminate()
+            _, said = running.communicate(timeout=TIMEOUT_SECS)
+        finally:
+            running.kill()
+    assert running.returncode == 0
+    assert said.count("\n") == 1 and "--log-file /dev/full: No space left on device" in said, said
+
+
+def is_ready(port: int) -> bool:
     try:
-        with process(tmp_path) as (running, address):
-            running.send_signal(signal.SIGHUP)
-            with triton.InferenceServerClient(address) as client:
-                assert client.is_server_live()
-            assert running.poll() is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        with urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=TIMEOUT_SECS) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(("exit_on_error", "status"), [("true", 1), ("false", 0)])

@@ -10,14 +10,17 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
+from infer_server.lifecycle import StartUp
 from infer_server.observing.custom_metrics import CustomMetrics, Owner
 from infer_server.observing.gpus import Gpus
+from infer_server.workers import Cached
 from tests.infer_server.endpoints.test_serving import infer, scrape
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
@@ -128,6 +131,77 @@ def test_no_tag_of_a_model_makes_a_line_that_nobody_can_read(tmp_path: Path) -> 
     labels = '_le="l",_quantile="q",model="m",reason="r",team_1="b",version="1"'
     assert found[f"nv_inference_request_success{{{labels}}}"] == "1"
     assert 'other' not in "".join(found)
+
+
+def test_the_state_of_the_server_and_its_start_are_told(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", seconds=0.01)
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    with serving(tmp_path, max_inflight_bytes=1 << 30) as server:
+        server.server._inflight.held_bytes += 12345
+        found = samples(scrape(server))
+        server.server._inflight.held_bytes -= 12345
+    assert found["infer_server_inflight_bytes"] == "12345"
+    assert found["infer_server_inflight_limit_bytes"] == str(1 << 30)
+    assert found['infer_server_state{state="ready"}'] == "1" and found['infer_server_state{state="starting"}'] == "0"
+    assert found['infer_server_model_versions{state="READY"}'] == "1"
+    assert found['infer_server_model_versions{state="UNAVAILABLE"}'] == "1"
+    warmup = float(found['infer_server_model_warmup_duration_secs{model="m",version="1"}'])
+    assert 0.01 < warmup <= float(found['nv_model_load_duration_secs{model="m",version="1"}'])
+    phases = {phase: float(found[f'infer_server_startup_duration_secs{{phase="{phase}"}}'])
+              for phase in ("listening", "loading", "warm_up")}
+    assert phases["loading"] >= phases["warm_up"] > 0.01
+
+
+def test_a_start_that_goes_on_is_told_as_such(tmp_path: Path) -> None:
+    startup = StartUp()
+    startup.took("importing", 1.5)
+    with startup.phase("loading"):
+        begun = startup.durations()
+        time.sleep(0.001)
+        assert startup.durations()["loading"] > begun["loading"] >= 0
+    assert startup.durations() == startup.durations() and startup.durations()["importing"] == 1.5
+
+
+def test_a_page_is_made_on_a_thread_and_given_out_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, "m")
+    made_on = []
+    text = Metrics._text
+
+    def noted(self: Metrics, *arguments: Any) -> str:
+        made_on.append(threading.current_thread().name)
+        return text(self, *arguments)
+
+    monkeypatch.setattr(Metrics, "_text", noted)
+    with serving(tmp_path, page_cache_secs=60.0) as server:
+        assert scrape(server) == scrape(server)
+        assert len(made_on) == 1 and made_on[0] not in ("server", threading.current_thread().name)
+
+
+def test_what_is_cached_is_made_once_for_all_who_wait_and_anew_later() -> None:
+    made = []
+
+    async def ask() -> None:
+        gate = asyncio.Event()
+
+        async def make() -> int:
+            made.append(0)
+            await gate.wait()
+            if len(made) == 2:
+                raise ValueError("the second time")
+            return len(made)
+
+        cached = Cached(make, 0.02)
+        asked = [asyncio.ensure_future(cached.get()) for _ in range(3)]
+        await asyncio.sleep(0)
+        asked[0].cancel()                       # who leaves takes nothing from the others
+        gate.set()
+        assert await asyncio.gather(*asked[1:]) == [1, 1] and await cached.get() == 1
+        await asyncio.sleep(0.03)
+        with pytest.raises(ValueError, match="the second time"):
+            await cached.get()
+        assert await cached.get() == 3
+
+    asyncio.run(ask())
 
 
 def test_families_can_be_left_out(tmp_path: Path) -> None:

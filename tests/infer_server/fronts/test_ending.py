@@ -30,7 +30,8 @@ def test_fronts_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         assert eventually(lambda: not any(is_alive(child) for child in children))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_all_is_for_the_process_that_drains_the_fronts(tmp_path: Path, number: signal.Signals) -> None:
     """As a terminal and a service manager send it."""
     write_model(tmp_path, "m", gate="signalled")

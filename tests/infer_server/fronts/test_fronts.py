@@ -151,8 +151,8 @@ def test_metrics_have_each_process_and_the_page_says_how_many_there_are(tmp_path
         for family in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
             assert [line.split("}")[0] for line in text.splitlines() if line.startswith(f"{family}{{")] == [
                 f'{family}{{process="{name}"' for name in ("engines", "front 0", "front 1")]
-        with urlopen(f"http://127.0.0.1:{server.ports.http}/", timeout=TIMEOUT_SECS) as page:
-            assert b"2 workers" in page.read()
+        with urlopen(f"http://127.0.0.1:{server.ports.http}/status/data.json", timeout=TIMEOUT_SECS) as page:
+            assert b'"workers":2,' in page.read()
     with serving(tmp_path) as server:
         assert "\nprocess_open_fds " in scrape(server)
 

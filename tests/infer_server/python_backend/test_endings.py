@@ -201,7 +201,8 @@ def marked(file: Path) -> str:
     return file.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1,
+                                    signal.SIGUSR2])
 @pytest.mark.parametrize("source", [WAITS, FORKS_AT_SIGNALS])
 def test_a_signal_to_all_processes_is_for_the_server_which_lets_its_models_end(
         tmp_path: Path, number: signal.Signals, source: str) -> None:

@@ -1,0 +1,120 @@
+"""Writes log records to a file, or to stderr, without ever failing a caller or growing a buffer.
+
+A record that the device does not take (ENOSPC, EIO, a closed pipe) is dropped: the first one is reported once on
+stderr, the number of dropped records once the device takes records again. A file is opened anew by reopen(), and
+within a second after something else has moved or deleted it, as logrotate does.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+_STDERR = 2
+_WATCH_SECS = 1.0               # between two looks whether the file is still the one that was opened
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+
+
+class LogStream(logging.Handler):
+    """A logging handler that writes each record by one system call."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Opens the file, or stderr for None. Raises OSError: the file cannot be opened."""
+        super().__init__()
+        self.path = Path(os.path.abspath(path)) if path else None
+        self._descriptor = self._opened()
+        self._look_at = time.monotonic() + _WATCH_SECS
+        self._dropped = 0               # records since the last one that was written
+        self._is_within_line = False    # the device took only a part of the last record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:               # arguments that do not fit their format: a fault of the caller
+            self.handleError(record)
+            return
+        if self.path and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _WATCH_SECS
+            if self._has_moved():
+                self._try_reopen()
+        self._write_line(text)
+
+    def reopen(self) -> None:
+        """Opens the file anew, as after a rotation. From any thread; the old file goes on if that fails."""
+        if self.path:
+            self.acquire()
+            try:
+                self._try_reopen()
+            finally:
+                self.release()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+    def _opened(self) -> int:
+        if self.path:
+            return os.open(self.path, _FLAGS, 0o666)
+        try:                            # a copy: were stderr closed, a client's socket could have its number
+            return os.dup(_STDERR) if sys.stderr else -1
+        except OSError:
+            return -1
+
+    def _has_moved(self) -> bool:
+        assert self.path is not None
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return True
+        return not os.path.samestat(there, os.fstat(self._descriptor))
+
+    def _try_reopen(self) -> None:
+        try:
+            descriptor = self._opened()
+        except OSError as error:
+            self._write_line(f"the log file {self.path} cannot be opened anew, and the old one goes on: "
+                             f"{error.strerror}")
+            return
+        os.close(self._descriptor)
+        self._descriptor, self._is_within_line = descriptor, False
+
+    def _write_line(self, text: str) -> None:
+        if self._descriptor < 0:
+            return
+        if self._dropped:
+            text = f"{self._dropped} lines before this one were lost: the log could not be written\n{text}"
+        try:
+            self._write(("\n" if self._is_within_line else "") + text + "\n")
+        except OSError as error:
+            self._dropped += 1
+            if self._dropped == 1 and self.path:
+                self._report(error)
+        else:
+            self._dropped = 0
+
+    def _write(self, text: str) -> None:
+        rest = memoryview(text.encode(errors="backslashreplace"))
+        while rest:
+            rest = rest[os.write(self._descriptor, rest):]
+            self._is_within_line = bool(rest)
+
+    def _report(self, error: OSError) -> None:
+        """Says once on stderr why the file takes no records."""
+        line = (f"infer-server: error: --log-file {self.path}: {error.strerror}; lines are lost until it can be "
+                "written\n")
+        try:
+            os.write(_STDERR, line.encode(errors="backslashreplace"))
+        except OSError:
+            return                      # nobody can be told
+
+
+def reopen_log() -> bool:
+    """Opens the files of the root logger anew. False: it writes to none."""
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogStream) and handler.path]
+    for handler in files:
+        handler.reopen()
+    return bool(files)
