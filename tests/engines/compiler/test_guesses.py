@@ -77,7 +77,8 @@ def test_bands_become_those_that_a_convolution_leaves_for_a_product() -> None:
                f"float[2, 4, 1, 27] v = {{{', '.join(['0.1'] * 216)}}}, "
                "int64[2] front = {0, 1}, int64[2] one = {0, 3}")
     proto = model(f"g (float[frames, bands] x) => (float[m, k] y) <{weights}> "
-                  "{ u = Unsqueeze(x, front) c = Conv(u, w) p = MaxPool<kernel_shape = [1, 3], strides = [1, 3]>(c) q = Conv(p, v) s = Squeeze(q, one) "
+                  "{ u = Unsqueeze(x, front) c = Conv(u, w) "
+                  "p = MaxPool<kernel_shape = [1, 3], strides = [1, 3]>(c) q = Conv(p, v) s = Squeeze(q, one) "
                   "y = Transpose<perm = [1, 0]>(s) }")
     engine = build_engine(proto, timing=False, cache=False).engine(threads=1)
     x = np.random.default_rng(0).standard_normal((9, 83)).astype(np.float32)
