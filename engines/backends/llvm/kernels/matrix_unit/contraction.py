@@ -33,7 +33,8 @@ from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.matrix_unit.loops import Cut, MatrixLoops
+from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
+from engines.backends.llvm.kernels.matrix_unit.registers import Cut
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array

@@ -16,15 +16,15 @@ epilogue runs first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes, Tiles
+from engines.backends.llvm.codegen.tiles import AMX, Tiles
 from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
+from engines.backends.llvm.kernels.matrix_unit.registers import Cut, Registers
 from engines.codegen.extents import TABLE
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I1, I16, I32, PTR, vector
@@ -34,78 +34,6 @@ LINE = 64
 AHEAD = 8 << 10                 # bytes of weights between those that are loaded and those that are asked for
 SCRATCH = STAGE = 4 << 10       # bytes of the sums of a tile: four registers; and of the pixels that are copied
 Level = tuple[str, int, int]    # a loop of K: name, turns, bytes of x between them
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the pixels of a tile lie in registers of x: runs of up to 16 places that are a pixel's pitch of x apart.
-
-    Each row of the tile has runs of its own; or, if the pitch of rows is `wide` places, one run goes through all rows,
-    and the places between two rows are computed in vain.
-    """
-    rows: int
-    cols: int
-    wide: int = 0
-
-    @property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(row, column, places) of each register: as even as can be; or equal, where a run goes through all rows: the
-        last one overlaps the one before."""
-        if self.wide:
-            places = (self.rows - 1) * self.wide + self.cols
-            count = -(-places // AMX.rows)
-            size = -(-places // count)
-            return [(0, min(n * size, places - size), size) for n in range(count)]
-        return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
-
-    def place(self, i: int, j: int) -> int:
-        """The number of pixel (i, j) among all places."""
-        return i * (self.wide or self.cols) + j
-
-
-def _even(places: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of pieces of up to 16 places."""
-    pieces = -(-places // AMX.rows)
-    for n in range(pieces):
-        start = n * places // pieces
-        yield start, (n + 1) * places // pieces - start
-
-
-@dataclass(frozen=True)
-class _Registers:
-    """The tile registers of a micro-kernel: sums first, then x, then weights.
-
-    Where there are too few, weights take turns on what is left; or, beside weights of one vector, x does.
-    """
-    unit: MatrixUnit
-    rows: Sequence[int]         # pixels of each register of x
-    vectors: int
-    depth: int
-
-    def c(self, t: int, v: int) -> int:
-        return t * self.vectors + v
-
-    @property
-    def count_a(self) -> int:
-        """Registers of x."""
-        left = self.unit.registers - len(self.rows) * self.vectors - 1
-        assert len(self.rows) <= left or self.vectors == 1 and len(set(self.rows)) == 1, "x cannot take turns"
-        return min(len(self.rows), left)
-
-    def a(self, t: int) -> int:
-        return len(self.rows) * self.vectors + t % self.count_a
-
-    def b(self, v: int) -> int:
-        first = len(self.rows) * self.vectors + self.count_a
-        return first + v % (self.unit.registers - first)
-
-    @property
-    def shapes(self) -> Shapes:
-        shapes = {self.b(v): (self.depth // self.unit.group, self.unit.row_bytes) for v in range(self.vectors)}
-        for t, rows in enumerate(self.rows):
-            shapes[self.a(t)] = rows, self.depth
-            shapes.update({self.c(t, v): (rows, self.unit.row_bytes) for v in range(self.vectors)})
-        return shapes
 
 
 class _StoredSums(Sequence[Value]):
@@ -242,7 +170,7 @@ class MatrixLoops(TiledLoops):
         finish = self._epilogue_alone(f"{name}_finish", part, channels)
         pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
         cut = self._cut(part)
-        registers = _Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
+        registers = Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
         work = _Products(self, f, registers, cut, pending.scratch)
         if self._weaves:
             waiting = pending.finish.compare("eq", Value(f, PTR, finish))
@@ -301,7 +229,7 @@ class _Products:
     scratch: memory for the sums.
     """
 
-    def __init__(self, loops: MatrixLoops, f: Function, registers: _Registers, cut: Cut, scratch: Value) -> None:
+    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: Cut, scratch: Value) -> None:
         self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
         self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
         self.places = [cut.place(i, j) for i, j, _ in cut.runs]

@@ -1,0 +1,79 @@
+"""How a tile of pixels and its weights lie in the registers of a matrix unit."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the pixels of a tile lie in registers of x: runs of up to 16 places that are a pixel's pitch of x apart.
+
+    Each row of the tile has runs of its own; or, if the pitch of rows is `wide` places, one run goes through all rows,
+    and the places between two rows are computed in vain.
+    """
+    rows: int
+    cols: int
+    wide: int = 0
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(row, column, places) of each register: as even as can be; or equal, where a run goes through all rows: the
+        last one overlaps the one before."""
+        if self.wide:
+            places = (self.rows - 1) * self.wide + self.cols
+            count = -(-places // AMX.rows)
+            size = -(-places // count)
+            return [(0, min(n * size, places - size), size) for n in range(count)]
+        return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
+
+    def place(self, i: int, j: int) -> int:
+        """The number of pixel (i, j) among all places."""
+        return i * (self.wide or self.cols) + j
+
+
+def _even(places: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of pieces of up to 16 places."""
+    pieces = -(-places // AMX.rows)
+    for n in range(pieces):
+        start = n * places // pieces
+        yield start, (n + 1) * places // pieces - start
+
+
+@dataclass(frozen=True)
+class Registers:
+    """The tile registers of a micro-kernel: sums first, then x, then weights.
+
+    Where there are too few, weights take turns on what is left; or, beside weights of one vector, x does.
+    """
+    unit: MatrixUnit
+    rows: Sequence[int]         # pixels of each register of x
+    vectors: int
+    depth: int
+
+    def c(self, t: int, v: int) -> int:
+        return t * self.vectors + v
+
+    @property
+    def count_a(self) -> int:
+        """Registers of x."""
+        left = self.unit.registers - len(self.rows) * self.vectors - 1
+        assert len(self.rows) <= left or self.vectors == 1 and len(set(self.rows)) == 1, "x cannot take turns"
+        return min(len(self.rows), left)
+
+    def a(self, t: int) -> int:
+        return len(self.rows) * self.vectors + t % self.count_a
+
+    def b(self, v: int) -> int:
+        first = len(self.rows) * self.vectors + self.count_a
+        return first + v % (self.unit.registers - first)
+
+    @property
+    def shapes(self) -> Shapes:
+        shapes = {self.b(v): (self.depth // self.unit.group, self.unit.row_bytes) for v in range(self.vectors)}
+        for t, rows in enumerate(self.rows):
+            shapes[self.a(t)] = rows, self.depth
+            shapes.update({self.c(t, v): (rows, self.unit.row_bytes) for v in range(self.vectors)})
+        return shapes
