@@ -259,7 +259,8 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                              "where there is more than one; see docs/serving.md (default %(default)s)")
     parser.add_argument("--grpc-front", choices=("grpcio", "fast"), default="grpcio",
                         help="what serves gRPC: grpcio, or pygrpc-native for inference without TLS (pip install "
-                             "'infer-server[fast]'; see docs/serving.md) (default %(default)s)")
+                             "'infer-server[fast]'; for clients that are trusted: see docs/serving.md) (default "
+                             "%(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",

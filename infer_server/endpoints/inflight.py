@@ -19,6 +19,7 @@ from typing import Protocol
 from infer_server.errors import MemoryLimitError
 from infer_server.lookout import Lookout
 from infer_server.process import resident_bytes, trim
+from infer_server.protocol.json_values import Steps
 from infer_server.workers import StepRunner, in_daemon_thread, wait_until
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Inflight:
         self.max_bytes = max_bytes
         self.max_partial_bytes = max_bytes - max_bytes // 4
         self.steps = StepRunner()               # decodes large requests without blocking the event loop
+        self._inflating = asyncio.Lock()
         self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
         self._lookout = Lookout(self._loop)
@@ -102,6 +104,11 @@ class Inflight:
         call = OpenCall(client)
         self._open(call)
         return call
+
+    async def inflate(self, steps: Steps[bytearray]) -> bytearray:
+        """Run a decompression, one at a time: of those that exceed a limit, only one holds memory then."""
+        async with self._inflating:
+            return await self.steps.run(steps)
 
     def check_room(self, count: int) -> None:
         """Raise MemoryLimitError if a request of `count` bytes that is about to arrive would be refused now."""

@@ -24,6 +24,7 @@ from protos import inference, model_config
 MAX_RANK = 32               # of a tensor
 _MOST_BYTES = (1 << 63) - 1 # of a tensor, and elements: what its shape may say
 _FEW_BYTES = 4096           # which are copied as quickly as looked at
+OBJECT_BYTES = 41           # of a BYTES element beside its text: its object and the pointer to it
 _NOWHERE: Mapping[int, Any] = MappingProxyType({})
 
 
@@ -317,6 +318,14 @@ def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequestError(f"{what}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
     return array.astype(datatype.array)
+
+
+def object_bytes(tensor: InputTensor, raw_bytes: int) -> int:
+    """Return the bytes that the objects of a BYTES tensor take beside their text; 0 for a tensor of numbers.
+
+    raw_bytes: of its contents, of which an element has two or more.
+    """
+    return OBJECT_BYTES * min(math.prod(tensor.shape), raw_bytes // 2) if tensor.datatype.name == "BYTES" else 0
 
 
 def object_array(values: Sequence[bytes]) -> NDArray[Any]:

@@ -70,7 +70,7 @@ def _read(body: bytes | bytearray, size: int, hold: Hold, places: tuple[tuple[st
     try:
         return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold))
     except ijson.JSONError as error:
-        if "integer overflow" in str(error):        # beyond 63 bits, as UINT64 has: decimals are exact, and slower
+        if "overflow" in str(error):        # beyond 63 bits, as UINT64 has, or float64: decimals are exact, and slower
             return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold, use_float=False))
         if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
             return _parsed_at_once(bytes(memoryview(body)[:size]), places, hold)

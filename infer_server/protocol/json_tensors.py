@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.codec import Datatype, InputTensor, narrow, object_array, shaped
+from infer_server.protocol.codec import OBJECT_BYTES, Datatype, InputTensor, narrow, object_array, shaped
 from infer_server.protocol.json_values import JsonArray, Steps, flat
 
 NO_JSON = ("FP16", "BF16")      # datatypes
 MANY = 2048                     # elements that are written as JSON at a time, in about a millisecond
-_OBJECT_BYTES = 41              # of a BYTES element beside its text: its object and the pointer to it
 _KINDS = {"i": int, "u": int, "f": float, "b": bool}       # of the chunks of a JsonArray
 
 
@@ -62,7 +61,7 @@ def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: 
     for chunk in data.take_chunks():
         part = _array(datatype, what, chunk)
         if datatype.name == "BYTES":
-            hold(sum(map(len, part)) + _OBJECT_BYTES * len(part))
+            hold(sum(map(len, part)) + OBJECT_BYTES * len(part))
         array[size:size + len(part)] = part
         size += len(part)
         yield

@@ -24,7 +24,7 @@ async def plain(data: bytes, most_bytes: int, inflight: Inflight, held: OpenCall
     """
     if not (coding := coding_of(data)):
         return data
-    output = await inflight.steps.run(inflated(data, coding, most_bytes, partial(inflight.hold, held)))
+    output = await inflight.inflate(inflated(data, coding, most_bytes, partial(inflight.hold, held)))
     return cast(bytes, output)              # a bytearray, which nobody changes
 
 

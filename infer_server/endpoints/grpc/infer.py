@@ -18,7 +18,7 @@ from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
 from infer_server.errors import ServeError
-from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw
+from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
 from infer_server.protocol.wire import InferRequest, join_response, split_request
 from infer_server.serving import Call, Served
@@ -92,6 +92,8 @@ class GrpcCall(Call):
         self._front.inflight.expect(self._held, response_bytes, decoded_bytes)
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
+        sent_bytes = self._held.held_bytes
+        self._front.inflight.hold(self._held, sum(object_bytes(tensor, sent_bytes) for tensor in tensors))
         if not (references := self._message.form.references):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),

@@ -201,7 +201,7 @@ class HttpConnection(asyncio.Protocol):
         if coding not in ("", "identity"):
             if coding not in WINDOW:
                 raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
-            body = await inflight.steps.run(exchange.while_present(inflated(
+            body = await inflight.inflate(exchange.while_present(inflated(
                 request.body, coding, self._limits.most_bytes(request.headers), partial(inflight.hold, exchange.held))))
             exchange.request = request._replace(body=body)
         self._handle(exchange)

@@ -36,6 +36,7 @@ from infer_server.protocol.codec import (
     declared_inputs,
     encode_raw,
     from_raw,
+    object_bytes,
 )
 from infer_server.protocol.json_documents import LARGE_BYTES, read_inference
 from infer_server.protocol.json_inference import Form, as_object, typed
@@ -186,6 +187,7 @@ class HttpCall(Call):
                 raise InvalidRequestError(f"unexpected size for input '{tensor.name}', expecting {size - left} "
                                           f"additional bytes for model '{self.model}': binary_data_size {size} exceeds "
                                           f"the {left} bytes that are left of the body")
+            self.front.inflight.hold(self._held, object_bytes(tensor, size))
             arrays[tensor.name] = from_raw(tensor, self._binary[at:at + size])
             at += size
         if at != len(self._binary):

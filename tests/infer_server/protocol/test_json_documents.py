@@ -11,7 +11,7 @@ import pytest
 
 from infer_server.errors import InvalidRequestError, MemoryLimitError, TooLargeError
 from infer_server.protocol import json_documents
-from infer_server.protocol.codec import DATATYPES, InputTensor
+from infer_server.protocol.codec import DATATYPES, OBJECT_BYTES, InputTensor, object_bytes
 from infer_server.protocol.json_documents import read_inference, read_members
 from infer_server.protocol.json_tensors import from_json, json_pieces, read_array, read_values
 from infer_server.protocol.json_values import JsonArray, Steps
@@ -178,3 +178,10 @@ def test_long_outputs_are_written_as_short_ones_are() -> None:
         text = b"".join(json_pieces(array, datatype))
         expected = [each.decode() for each in array] if datatype == "BYTES" else array.reshape(-1).tolist()
         assert json.loads(text) == expected
+
+
+def test_the_objects_of_byte_strings_are_counted() -> None:
+    words = InputTensor("x", DATATYPES["BYTES"], (10**6,))
+    assert object_bytes(words, 4 * 10**6) == OBJECT_BYTES * 10**6
+    assert object_bytes(words, 100) == OBJECT_BYTES * 50, "no more than the contents can have"
+    assert object_bytes(InputTensor("x", DATATYPES["FP32"], (10**6,)), 4 * 10**6) == 0

@@ -87,6 +87,7 @@ def test_a_model_that_is_loaded_again_counts_anew_under_another_revision(tmp_pat
           triton.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client):
         client.infer("affine", [tensor(X)])
         before = of(server, "affine")
+        (tmp_path / "affine" / "1" / "model.plan").touch()
         client.load_model("affine")
         assert eventually(lambda: of(server, "affine")["revision"] != before["revision"])
         assert of(server, "affine")["requests"] == 0
