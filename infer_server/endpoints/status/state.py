@@ -9,7 +9,8 @@ from infer_server.endpoints.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.machine import Samples
 from infer_server.process import cpu_secs, resident_bytes
-from infer_server.repository.repository import Repository, State
+from infer_server.repository.model import State
+from infer_server.repository.repository import Repository
 
 
 class ServerState:
