@@ -107,7 +107,7 @@ class Calibration:
         return [] if self.data is None else list(self.open(inputs).limit(most).batches(1))
 
     def of(self, feeds: Sequence[Feed]) -> Calibration:
-        """The same for other data, which are not in the cache: what a part of the model was fed."""
+        """Return this calibration with other data, the inputs of a part of the model, and without a cache."""
         return _OfSegment(list(feeds), self.calibrator)
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Feed]) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ class Calibration:
         return () if self.data is None else overflow(graph, self.open(inputs, pixels).limit(FEWEST_ITEMS))
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
-        """What is to find data that cannot be right; None: nothing is expected of them."""
+        """Return the checks that find data that cannot be right, or None if nothing is expected of the data."""
         declared = self._declared
         if declared and data.preprocess is None and any(io.dtype == "uint8" for io in inputs):
             declared = declared.of_pixels
@@ -299,7 +299,7 @@ class _Run:
         return replace(found.table, means=with_means, smoothing=factors), found.errors
 
     def _smoothing(self, judge: Judge, plain: _Watched) -> tuple[_Watched, dict[str, tuple[float, ...]]]:
-        """What was watched, and the factors, if channels smoothed by them lower the error; else `plain` and none."""
+        """Return statistics and smoothing factors if smoothing lowers the error, else `plain` and no factors."""
         edges = tuple(plain.histograms)
         before = self._trial(judge, make_table(WIDEST, "", 0, plain.histograms)).sqnr_db
         best, kept, measured = before, "left out", [f"{before:.2f} dB without"]

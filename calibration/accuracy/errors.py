@@ -41,7 +41,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """How far one output, or a part of one, is from what it should be. Errors are of elements that are finite in both.
+    """Errors of one output, or of a part of one, against the reference, over elements that are finite in both.
 
     largest     absolute; `relative` is it as a share of the output's range, largest minus smallest value expected
     item        the item that has it, counted from 0 in the order of the data
@@ -86,7 +86,7 @@ class OutputErrors:
 
 @dataclass(frozen=True)
 class Pair:
-    """What is expected of an output in one run and what came, [items, ...]; `wrong` says why there are none.
+    """Expected and computed values of an output in one run, [items, ...]; `wrong` says why there are none.
 
     counted     elements whose errors are measured; None: all
     rows        the number of rows that are counted, as in OutputErrors; likewise `missing`

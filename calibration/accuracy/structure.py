@@ -1,4 +1,4 @@
-"""What is known of a plan's outputs before they are compared: their sources, and the selections that decide them."""
+"""Describes a plan's outputs before they are compared: their sources, and the selections that decide them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ MOST_SHAPES = 4         # of a plan with open extents, beside its own, for which
 
 @dataclass(frozen=True)
 class Inner:
-    """What a run shows beside the outputs.
+    """Tensors that a run shows beside the outputs.
 
     values      tensors before selections, as the engine's graph computes them
     sources     of outputs and of those tensors

@@ -24,7 +24,7 @@ BEYOND = 0.05           # of it, by which they may leave it
 
 @dataclass
 class _Input:
-    """What was seen of one input."""
+    """Statistics of one input."""
     low: float = np.inf
     high: float = -np.inf
     varies: bool = False        # within an item
@@ -34,7 +34,7 @@ class _Input:
 
 @dataclass
 class DataCheck:
-    """What was seen of calibration items.
+    """Statistics of calibration items.
 
     preprocess  what was declared of pictures, for the input that takes them; None: nothing
     """

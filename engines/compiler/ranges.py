@@ -54,7 +54,7 @@ class RangeSource(Protocol):
         """The first items of the data. Raises EngineErrors about them."""
 
     def doubts(self, inputs: Sequence[IoTensor], feeds: Sequence[Mapping[str, Array]]) -> Sequence[str]:
-        """What cannot be right about items, a sentence each."""
+        """Describe what cannot be right about the items, one sentence each."""
 
     def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> Sequence[str]:
         """Which tensors of a graph that is stored in float16 leave its range on the data, in a sentence."""

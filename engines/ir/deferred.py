@@ -111,7 +111,7 @@ def elementwise(function: Callable[[Array], Array], array: Any, dtype: np.dtype[
 
 
 def combined(function: Callable[[Array, Array], Array], a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
-    """What a function makes of each element of two arrays that broadcast, either of which may be deferred."""
+    """Apply a function to each pair of elements of two arrays that broadcast; either may be deferred."""
     if isinstance(a, Deferred) or isinstance(b, Deferred):
         return Deferred(function, (a, b), dtype, broadcast(a.shape, b.shape))
     return function(a, b)

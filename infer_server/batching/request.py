@@ -66,7 +66,7 @@ class InSequence:
 
 
 class Window(NamedTuple):
-    """How far the responses to a request may run ahead of who takes them."""
+    """Limits of the responses to a request that have been made and not yet been taken."""
     responses: int                              # 0: any number
     size: int                                   # bytes
 

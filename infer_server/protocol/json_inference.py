@@ -29,7 +29,7 @@ class JsonTensor:
 
 @dataclass(eq=False)
 class Form:
-    """What the JSON of a request says. Requests of the same JSON, followed by their tensors, have the same one."""
+    """The JSON of a request. Requests that differ only in the tensors behind the JSON share one."""
     head: Mapping[str, Any]
     is_kept: bool = False                       # it may come again
 
@@ -48,7 +48,8 @@ class Form:
 
     @functools.cached_property
     def sizes(self) -> list[int | None]:
-        """Of each input in the bytes behind the JSON; None: it is not there. Raises InvalidRequestError."""
+        """Return the size of each input in the bytes behind the JSON, or None if it is not there. Raises
+        InvalidRequestError."""
         return [typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
 
     @functools.cached_property

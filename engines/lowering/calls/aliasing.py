@@ -221,7 +221,7 @@ class Aliasing:
 
     # ---- placements
     def _placed(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
-        """Where a tensor lies; `known` takes this, and where those lie that it is a part of."""
+        """Find the placement of a tensor; `known` collects it, and those of the tensors that it is a part of."""
         path = []
         while name not in known and name in self._parent:
             path.append(name)

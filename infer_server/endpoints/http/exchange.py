@@ -24,7 +24,7 @@ class Handler(Protocol):
 
 
 class Connection(Protocol):
-    """Where requests come from: HttpConnection."""
+    """Interface of the connection that a request came on: HttpConnection."""
     exchange: Exchange | None           # that is being answered
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None: ...
@@ -75,8 +75,8 @@ class Exchange:
             self.left = withdraw
 
     def leave(self) -> None:
-        """Its client goes away. What waits for a model to be loaded keeps the exchange, and not the body, which is
-        counted no more."""
+        """Note that the client has gone, and drop the body, which is no longer counted: a request that waits for its
+        model keeps the exchange."""
         if self.left:
             self.left()
             self.left = None
@@ -84,7 +84,7 @@ class Exchange:
 
     @property
     def gone(self) -> bool:
-        """Whether its client has gone, or has its response."""
+        """True if the client has gone, or has its response."""
         return self._connection.exchange is not self
 
     def respond(self, response: HttpResponse) -> None:
@@ -98,7 +98,7 @@ class Exchange:
                      error_response(HTTPStatus.INTERNAL_SERVER_ERROR, said))
 
     def said(self, error: Exception) -> str:
-        """What the client is told of an error: of one that is no ServeError, our bug, its class; the log has more."""
+        """Return the message of an error for the client: of a bug of ours, only the class; the log has more."""
         if isinstance(error, ServeError):
             return public_text(error)
         log.error("%s %s failed", self.request.method, self.request.path, exc_info=error)

@@ -290,8 +290,8 @@ class Encoder:
 
     def _describe(self, output: Output, raw: bool, array: NDArray[Any],
                   pieces: list[bytes | memoryview], is_long: bool) -> dict[str, Any]:
-        """What the JSON says of an output, but for the `data` of a long one. pieces: takes its bytes, if they follow
-        the JSON."""
+        """Return the JSON of an output without the `data` of a long one. pieces: takes its bytes if they follow the
+        JSON."""
         one: dict[str, Any] = {"name": output.spec.name, "datatype": output.datatype.name, "shape": array.shape}
         if output.place or raw:
             content = output.place_raw(array)

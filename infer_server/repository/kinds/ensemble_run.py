@@ -75,7 +75,7 @@ class Run:
 
     @property
     def window(self) -> Window:
-        """How far its decoupled steps may run ahead: as far as the ensemble says, and no further than it may itself."""
+        """Return the window of the ensemble's decoupled steps: its own setting, within that of its caller."""
         asked, own = self.request.window, Window(self._config.max_inflight, self.memory.window_bytes)
         if asked is None:
             return own

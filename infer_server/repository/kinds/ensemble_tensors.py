@@ -15,7 +15,7 @@ from infer_server.protocol.parameters import Parameters
 
 
 class Tensors:
-    """Those that are there, by the ensemble's names, and what the responses with them said."""
+    """Tensors that are available, by the ensemble's names, with the parameters of the responses they came in."""
 
     def __init__(self, arrays: dict[str, NDArray[Any]], absent: set[str], batched: dict[str, bool]) -> None:
         """absent: those that there will not be. batched: whether each of the arrays has a batch axis."""
@@ -24,7 +24,7 @@ class Tensors:
         self._said: dict[int, Parameters] = {}          # by the steps
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether all are there that will be."""
+        """True if no more tensors will come."""
         return self._arrays.keys() | self._absent >= set(names)
 
     def add(self, number: int, step: Step, outputs: Arrays, batched: bool) -> None:
@@ -45,7 +45,7 @@ class Tensors:
         return others
 
     def read(self, names: Mapping[str, str], specs: Sequence[TensorSpec], batched: bool) -> dict[str, NDArray[Any]]:
-        """Those that are there, by the names that their reader has for them, and with a batch axis if it has one."""
+        """Return the available tensors by their reader's names, with a batch axis if it has one."""
         return {name: self._arrays[tensor] if self._batched[tensor] == batched
                 else _with_batch(self._arrays[tensor], batched,
                                  next((spec.dims for spec in specs if spec.name == name), ()))     # it may have none

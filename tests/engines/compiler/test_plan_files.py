@@ -139,7 +139,7 @@ def test_what_takes_more_room_where_it_is_read_is_made_when_the_plan_is_loaded(
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_made_constants_are_what_packing_means_bit_for_bit(plan_of: Callable[..., Plan], tmp_path: Path, precision: str,
                                                            threads: int) -> None:
-    """Those of the plan as it is read again, cut into pieces for several threads. Tile registers need none."""
+    """Return the expanded constants of the plan read again, cut into pieces. Tile registers need none."""
     target = best_isa(frozenset(name for name in detect().features if not name.startswith("amx_"))).name
     read, _ = written(plan_of(precision, target), tmp_path)
     constants = np.frombuffer(read.machine.constants, np.uint8)

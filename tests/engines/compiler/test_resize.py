@@ -19,7 +19,7 @@ COORDINATES = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"
 
 def resize_model(shape: tuple[int, ...], scales: tuple[float, ...], by_sizes: bool = False,
                  **attrs: Any) -> onnx.ModelProto:
-    """Of x [1, 2, height, width] along both last axes, or of rows [1, 2, length]."""
+    """Resize x [1, 2, height, width] along both last axes, or rows [1, 2, length]."""
     last = [1, 1, *scales]
     numbers = np.array(last, np.float32) if not by_sizes else np.array(
         [max(int(size * scale), 1) for size, scale in zip((1, 2, *shape), last, strict=True)], np.int64)

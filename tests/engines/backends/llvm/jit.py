@@ -24,7 +24,7 @@ _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni":
 
 @cache
 def host_features() -> frozenset[str]:
-    """What this machine has and this process may use, as Isa.requires names it."""
+    """Return the features that this process may use, by the names of Isa.requires."""
     found = llvm.get_host_cpu_features()
     return permitted(frozenset(_CPUINFO.get(name, name) for name, has in found.items() if has))[0]
 
