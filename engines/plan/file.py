@@ -158,10 +158,7 @@ def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) ->
 
 
 def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:
-    """Return the offset of each array in the weights section, and the section, which holds equal arrays once.
-
-    Arrays that lie elsewhere are left out.
-    """
+    """Return each array's offset in the weights section, and the section: equal arrays once, those elsewhere not."""
     arrays, parts, size, equal, offsets = dict[str, Any](), list[Bytes](), 0, EqualArrays(), dict[int, int]()
     for name, array in weights.items():
         if array.dtype.hasobject:
