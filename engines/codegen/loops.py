@@ -1,10 +1,11 @@
-"""Loops over the elements of a strided array."""
+"""Loops over the elements of a strided array, and loops that a computed condition ends."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engines.codegen.ir_builder import Function, Value
+from engines.codegen.types import I1, lanes_of
 
 
 def every_address(f: Function, address: Value, shape: Sequence[int | Value], strides: Sequence[int],
@@ -15,3 +16,29 @@ def every_address(f: Function, address: Value, shape: Sequence[int | Value], str
         return
     for i in f.loop("pixel", shape[0], **carried):
         yield from every_address(f, address + i * strides[0], shape[1:], strides[1:], **carried)
+
+
+def repeat(f: Function, name: str, state: dict[Any, Value]) -> Iterator[list[Value]]:
+    """Write a loop that runs at least once, and again while one of its tests holds in any lane.
+
+    The body appends the tests, i1 or vectors of them, to the list that it gets. `state` has the registers that the loop
+    carries, as in Function.loop.
+    """
+    before, label = f.block, f.fresh(name)
+    slots, first, phis = f.phis({name: state})
+    f.write(f"; repeat {name}")
+    f.write(f"br label %{label}")
+    f.begin(label)
+    f.depth += 1
+    hole, tests = len(f.lines), list[Value]()
+    yield tests
+    f.lines[hole:hole] = f.phi_lines(phis, before, first, f.block, [group[key] for group, key in slots])
+    more, *others = tests
+    for test in others:
+        more = more.binary("or", test)
+    if more.type != I1:
+        more = f.call(I1, f"llvm.vector.reduce.or.v{lanes_of(more.type)}i1", more, hint="any")
+    # Without the hint LLVM makes a branch of each test, of which most cost time and are hard to predict.
+    f.write(f"br {more}, label %{label}, label %{label}.end, !unpredictable !{{}}")
+    f.depth -= 1
+    f.begin(f"{label}.end")

@@ -29,7 +29,8 @@ class Forest(Op):
     x [N, columns]; of each node a record [nodes, 4] and weights [nodes, targets]; the roots [trees]. A record is what
     every step reads: the column with the flags, the threshold, the right and the left child (of a leaf itself), in
     integers as wide as the threshold, which is there by its bits. A row goes left where x <= threshold, or, by the
-    flags, where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf.
+    flags, where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf. Walks
+    that end early need tables in which all leaves follow the inner nodes.
     """
 
     @classmethod
@@ -60,5 +61,8 @@ class Forest(Op):
             value, threshold, flag = np.take_along_axis(x, columns[place], 1), thresholds[place], flags[place]
             goes_left = np.where(flag & LEFT_IF_EQUAL, value == threshold, value <= threshold)
             goes_left |= np.isnan(value) & (flag & LEFT_IF_MISSING > 0)
-            place = np.where(goes_left, left[place], right[place])
+            children = np.where(goes_left, left[place], right[place])
+            if np.array_equal(children, place):
+                break
+            place = children
         return np.asarray(_AGGREGATES[node.attrs["aggregate"]](weights[place], axis=1), weights.dtype)

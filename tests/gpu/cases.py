@@ -180,6 +180,20 @@ def nest(_: str) -> Case:
     return problem, [x, np.broadcast_to(z[:, :1, :1], z.shape)], {}
 
 
+def walk(_: str) -> Case:
+    """sum[i] over j of where places lead in a table, whose last three places lead to themselves. Threads that share an
+    element end at different steps."""
+    w = Writer((3,), (300,))
+    start = w.read(0, "i32").to("i64") & 7
+    ends = w.repeat_while([start, start + 1], lambda places: [w.pick(1, "i64", [place]) for place in places],
+                          lambda places: (places[0] < 7) | (places[1] < 7))
+    problem = Nest((gapped("int32", (3, 300)), View("int64", (10,), (8,), 0)), (gapped("int64", (3,)),), (3,), (300,),
+                   w.program(w.reduce("sum", ends[0] * 10 + ends[1])))
+    x, _table = inputs_of(problem)
+    table = np.minimum(np.arange(10) + [3, 1, 2, 5, 1, 4, 2, 0, 0, 0], 9)
+    return problem, [x, np.broadcast_to(table, (len(x), 10))], {}
+
+
 def long_nest(inside: bool, _: str) -> Case:
     """Of many inner turns: reductions of every kind of number, one of what another has found, where an extreme is; or
     y[i, j, k] of x[i, j, k] and the greatest of all j and k. Of a block, threads share both loops, or one."""
@@ -334,7 +348,7 @@ FAMILIES: Mapping[str, Family] = {
     "cumulative": Family(cumulative), "cumulative product": Family(cumulative_product),
     "top k": Family(partial(top_k, "float32")),
     "top k of integers": Family(partial(top_k, "int64")),
-    "nest": Family(nest), "nest of many turns": Family(partial(long_nest, False)),
+    "nest": Family(nest), "nest with a cycle": Family(walk), "nest of many turns": Family(partial(long_nest, False)),
     "nest of many turns, stored inside": Family(partial(long_nest, True)), "scatter": Family(partial(scatter, 2)),
     "scatter of many parts": Family(partial(scatter, 1100)), "extreme": Family(extreme)}
 

@@ -169,6 +169,14 @@ def test_a_nest_equals_its_reference_however_many_threads_an_element_has(case: s
         check(way, GpuRunner(GPUS["sm_80"]), inputs, constants)
 
 
+def test_a_nest_with_a_cycle_equals_its_reference_however_many_threads_an_element_has() -> None:
+    problem, inputs, constants = CASES["nest with a cycle, fp32"][0]()
+    found = every_way(problem, GPUS["sm_80"])
+    assert [way.tactic.threads for way in found] == [1, 32, 512]
+    for way in found:
+        check(way, GpuRunner(GPUS["sm_80"]), inputs, constants)
+
+
 @pytest.mark.parametrize(("gpu", "case"), [("sm_61", "lstm, int16"), ("sm_75", "recurrence, fp32"),
                                            ("sm_80", "recurrence, int8"), ("sm_80", "lstm, rounded, int8")])
 def test_a_recurrent_layer_equals_its_reference_wherever_its_weights_are(gpu: str, case: str) -> None:

@@ -11,12 +11,14 @@ for each of those that it depends on: a product of matrices then uses what it lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Value
+from engines.codegen.loops import repeat
 from engines.codegen.nest.order import NONE, Loops
 from engines.codegen.nest.values import (
     COMBINED,
@@ -31,6 +33,7 @@ from engines.codegen.nest.values import (
     load,
     multiplied,
     number,
+    plain,
     scattered,
     spread,
     store,
@@ -107,10 +110,30 @@ class Code:
         for one in sorted(wanted):
             ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
             if ready and self.loops.program.operations[one].op != "reduce" and one not in self._fused:
+                if self.loops.program.operations[one].op == "phi" and self.key(one, (0, 0)) not in frame.values:
+                    self._cycle(frame, int(self.loops.program.operations[one].what or 0))
                 for copy in frame.copies():
                     key = self.key(one, copy)
                     if key not in frame.values:
                         frame.values[key] = self._value(frame, one, copy)
+
+    def _cycle(self, frame: Frame, number_: int) -> None:
+        """Write all operations of a cycle, as a loop in which all lanes and copies repeat together."""
+        program, cycle = self.loops.program, self.loops.program.cycles[number_]
+        whole = spread if self.loops.cut.lanes in self.loops.depends[cycle.phis[0]] else plain
+        self.fill(frame, program.needed(cycle.exits).difference(cycle.phis, cycle.body, cycle.exits))
+
+        def values(operations: Iterable[int]) -> dict[Any, Value]:
+            return {self.key(phi, copy): whole(self.words, self.found(frame, one, copy))
+                    for phi, one in zip(cycle.phis, operations, strict=True) for copy in frame.copies()}
+
+        state = values(program.operations[phi].args[0] for phi in cycle.phis)
+        for tests in repeat(self.f, f"cycle {number_}", state):
+            frame.values.update(state)
+            self.fill(frame, set(cycle.body))
+            state.update(values(cycle.steps))
+            again = {self.key(cycle.test, copy): self.found(frame, cycle.test, copy) for copy in frame.copies()}
+            tests += [plain(self.words, test) for test in again.values()]
 
     def over(self, frame: Frame, order: Sequence[int], wanted: Collection[int], body: Body,
              acc: dict[object, Value] | None = None, bounds: tuple[Value, Value] | None = None) -> None:
@@ -174,6 +197,8 @@ class Code:
         if one.op == "read":
             return self._read(frame, int(one.what or 0), copy)
         args = [self.found(frame, arg, copy) for arg in one.args]
+        if one.op == "exit":
+            return args[1]
         count = frame.counts[copy[1]] if varies else 1
         if one.op == "pick":
             return self._pick(frame, int(one.what or 0), args, count if varies else 0)

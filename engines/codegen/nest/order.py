@@ -53,15 +53,29 @@ class Loops:
                 loops |= {loop for loop, step in enumerate(self.sources[int(one.what or 0)].strides) if step}
             elif one.op == "reduce":
                 loops -= set(self.inner)
+            elif one.op == "phi":
+                loops |= self._cycle_loops(int(one.what or 0))
             found.append(loops)
         return tuple(found)
+
+    def _cycle_loops(self, cycle: int) -> frozenset[int]:
+        """Return the loops that any operation of a cycle depends on: it is written as one piece, inside all of them."""
+        program = self.program
+        parts = [program.operations[one] for one in program.needed(program.cycles[cycle].exits)]
+        read = {loop for one in parts if one.op == "read"
+                for loop, step in enumerate(self.sources[int(one.what or 0)].strides) if step}
+        return frozenset(read | {int(one.what or 0) for one in parts if one.op == "index"})
 
     @cached_property
     def phases(self) -> tuple[int, ...]:
         """How many passes over the inner loops must have ended before each operation."""
         found: list[int] = []
         for one in self.program.operations:
-            found.append(max((found[arg] for arg in one.args), default=0) + (one.op == "reduce"))
+            args = one.args
+            if one.op == "phi":         # a cycle is written after all reductions that its step reads
+                args = tuple(arg for arg in self.program.needed(self.program.cycles[int(one.what or 0)].exits)
+                             if arg < len(found))
+            found.append(max((found[arg] for arg in args), default=0) + (one.op == "reduce"))
         return tuple(found)
 
     def width(self, lanes: int, loop: int) -> int:

@@ -35,7 +35,15 @@ def evaluate(program: NestProgram, loops: Sequence[int], reduced: Sequence[int],
     extents, values = (items, *loops, *reduced), list[Array]()
     inner = tuple(range(1 + len(loops), len(extents)))
     with np.errstate(all="ignore"):
-        for one in program.operations:
+        for number, one in enumerate(program.operations):
+            if one.op == "exit" and number == (cycle := program.cycles[int(one.what or 0)]).exits[0]:
+                while np.any(values[cycle.test]):
+                    for phi, step in zip(cycle.phis, cycle.steps, strict=True):
+                        values[phi] = values[step]
+                    for turn in cycle.body:
+                        repeated = program.operations[turn]
+                        args = [values[arg] for arg in repeated.args]
+                        values[turn] = _value(repeated, args, extents, inner, operands)
             values.append(_value(one, [values[arg] for arg in one.args], extents, inner, operands))
     return values
 
@@ -48,6 +56,8 @@ def _value(one: Operation, args: list[Array], extents: tuple[int, ...], inner: t
     if one.op in ("index", "item"):
         axis = 0 if one.op == "item" else int(one.what or 0) + 1
         return np.arange(extents[axis], dtype=np.int64).reshape(*(-1 if i == axis else 1 for i in range(len(extents))))
+    if one.op in ("phi", "exit"):
+        return args[one.op == "exit"]
     if one.op == "read":
         return operands[int(one.what or 0)]
     if one.op == "pick":

@@ -8,6 +8,13 @@ A program is a list of operations in which each names earlier ones. It says noth
 loops. *Reads* are affine: an operand is seen as a view over the loops, with a stride for each. A *pick* reads at
 indices that are themselves computed: of a tensor, of a condition. A *reduce* is over all the inner loops.
 
+A *cycle* repeats steps, at least once and as long as a test holds. In its steps a *phi* is the value before the step:
+the start in the first turn, afterwards what the step made. An *exit* is the value after the last step.
+
+    0: start    1: phi i64 (0) cycle    2: the step, in terms of 1    3: the test, of 2    4: exit i64 (1, 2, 3) cycle
+
+A step must not change a value for which the test no longer holds: the elements of a result may repeat together.
+
 What an operation computes in is its kind: f32, f64, i32, i64, u64, or i1, yes and no. Integers wrap; those of fewer
 bits are widened as they are read, and cut as they are written.
 """
@@ -15,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engines.ir.counted import as_int, is_counted, structure
 
@@ -36,9 +44,10 @@ REDUCTIONS = ("sum", "product", "max", "min", "first_max", "last_max", "first_mi
 
 @dataclass(frozen=True)
 class Operation:
-    """op: number, index, item, read, pick, reduce, cast, bits, where, a function of the epilogue, or one of the above.
+    """op: number, index, item, read, pick, reduce, phi, exit, cast, bits, where, a function of the epilogue, or one of
+    the above.
 
-    args: the operations that it takes. what: the number, the loop, the operand or the kind of reduction.
+    args: the operations that it takes. what: the number, the loop, the operand, the kind of reduction or the cycle.
     """
     op: str
     kind: str
@@ -47,6 +56,19 @@ class Operation:
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.op, self.kind, *self.args, *(() if self.what is None else (self.what,)))))
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A cycle as numbers of operations.
+
+    phis, steps, exits: one of each for every value. body: the operations that change from turn to turn.
+    """
+    phis: tuple[int, ...]
+    steps: tuple[int, ...]
+    test: int
+    exits: tuple[int, ...]
+    body: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,23 @@ class NestProgram:
                 found.add(one)
                 waiting += self.operations[one].args
         return found
+
+    @cached_property
+    def cycles(self) -> Mapping[int, Cycle]:
+        """Map the number of each cycle to its operations."""
+        exits: dict[int, list[int]] = {}
+        for number, one in enumerate(self.operations):
+            if one.op == "exit":
+                exits.setdefault(int(one.what or 0), []).append(number)
+        return {cycle: self._cycle(numbers) for cycle, numbers in exits.items()}
+
+    def _cycle(self, exits: Sequence[int]) -> Cycle:
+        phis, steps, (test, *_) = zip(*(self.operations[one].args for one in exits), strict=True)
+        varying = set(phis)
+        for number in sorted(self.needed((*steps, test))):
+            if varying.intersection(self.operations[number].args):
+                varying.add(number)
+        return Cycle(phis, steps, test, tuple(exits), tuple(sorted(varying.difference(phis))))
 
     @property
     def chased(self) -> set[int]:
@@ -201,6 +240,7 @@ class Writer:
         self.loops, self.reduced = tuple(map(as_int, loops)), tuple(map(as_int, reduced))
         self._operations: list[Operation] = []
         self._numbers: dict[Hashable, int] = {}         # of an operation, by what makes it equal to others
+        self._cycles = 0
 
     # ---- numbers and indices
     def constant(self, number: Number, kind: str) -> Term:
@@ -245,6 +285,28 @@ class Writer:
     def reduce(self, how: str, term: Term) -> Term:
         """Over all inner loops; where the first or last extreme is, as their index in row-major order."""
         return self._add(Operation("reduce", "i64" if "_" in how else term.kind, (term.number,), how))
+
+    def repeat_while(self, starts: Sequence[Term], step: Callable[[list[Term]], list[Term]],
+                     test: Callable[[list[Term]], Term]) -> list[Term]:
+        """Repeat a step at least once, and as long as a test of its values holds.
+
+        Parameters
+        ----------
+        starts: the values before the first step.
+        step: writes one step of all values, without reductions. It must not change values that fail the test.
+        test: writes the condition, an i1, for the values after a step.
+
+        Returns
+        -------
+        The values after the last step, one for each start.
+        """
+        self._cycles += 1
+        cycle = self._cycles
+        phis = [self._add(Operation("phi", start.kind, (start.number,), cycle)) for start in starts]
+        steps = step(phis)
+        again = test(steps)
+        return [self._add(Operation("exit", phi.kind, (phi.number, after.number, again.number), cycle))
+                for phi, after in zip(phis, steps, strict=True)]
 
     def where(self, test: Term, a: Term | Number, b: Term | Number) -> Term:
         first = a if isinstance(a, Term) else b

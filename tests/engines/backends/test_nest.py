@@ -103,6 +103,35 @@ def test_a_result_that_needs_two_passes_is_stored_inside_the_second(runner):
 
 
 @EVERY_WIDTH
+def test_a_cycle_repeats_until_no_lane_passes_its_test(runner):
+    """Double each x until it is not below 90, and count how often."""
+    w = Writer((3, 21))
+    doubled, count = w.repeat_while(
+        [w.read(0, "f32").unary("abs") + 1, w.constant(0, "i64")],
+        lambda now: [w.where(now[0] < 90, part, kept)
+                     for part, kept in zip((now[0] + now[0], now[1] + 1), now, strict=True)],
+        lambda now: now[0] < 90)
+    x = dense_view("float32", (3, 21))
+    spec = Nest((x,), (x, dense_view("int64", (3, 21))), (3, 21), (), w.program(doubled, count))
+    check(spec, runner, [draw(x)], {}, pieces=2)
+
+
+@EVERY_WIDTH
+def test_a_reduction_takes_what_cycles_end_at(runner):
+    """Walk two ways at once through a table that leads from every place to a higher one, or from the last three to
+    themselves: sum[i] and most[i] over j of the ends, from where x[i, j] and the place behind it lead."""
+    w = Writer((5,), (13,))
+    start = w.read(0, "i64").within(8)
+    ends = w.repeat_while([start, start + 1], lambda places: [w.pick(1, "i64", [place]) for place in places],
+                          lambda places: (places[0] < 7) | (places[1] < 7))
+    program = w.program(w.reduce("sum", ends[0] * 10 + ends[1]), w.reduce("max", ends[1]))
+    x, table = dense_view("int64", (5, 13)), View("int64", (10,), (8,), 0)
+    steps = np.minimum(np.arange(10) + np.array([3, 1, 2, 5, 1, 4, 2, 0, 0, 0]), 9)
+    spec = Nest((x, table), (dense_view("int64", (5,)),) * 2, (5,), (13,), program)
+    check(spec, runner, [draw(x), np.broadcast_to(steps, (ITEMS, 10))], {}, pieces=2)
+
+
+@EVERY_WIDTH
 def test_picks_by_loops_by_tensors_and_by_the_item(runner):
     """Lanes that go forwards, backwards, in steps, and wherever an index says."""
     shape, table = (3, 17), dense_view("float32", (9, 40))

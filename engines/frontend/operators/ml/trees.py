@@ -36,6 +36,18 @@ class _Table:
     roots: Array
     weights: Array
 
+    def leaves_last(self) -> _Table:
+        """Return the table with the inner nodes before the leaves: a walk compares numbers of nodes to find its end."""
+        is_leaf = self.left == np.arange(len(self.left))
+        if is_leaf[np.count_nonzero(~is_leaf):].all():
+            return self
+        order = np.argsort(is_leaf, kind="stable")
+        numbers = np.empty(len(order), np.int32)
+        numbers[order] = np.arange(len(order), dtype=np.int32)
+        left, right = (numbers[child[order]] for child in (self.left, self.right))
+        return _Table(self.columns[order], self.thresholds[order], self.flags[order], left, right, numbers[self.roots],
+                      self.weights[order])
+
     def depths(self) -> Array:
         """Of each tree the steps from its root to the leaf that is furthest; raises GraphError where a path does not
         end."""
@@ -52,9 +64,15 @@ class _Table:
         return depths
 
     def scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
-        """A tree that says nothing of a target has no part in its minimum or maximum, and one of no trees is 0. In a
-        sum, trees of one leaf, as boosting ends with, are a part of the base, and those of unlike depths are forests of
-        their own: all trees of a forest take as many steps."""
+        """Write the nodes that compute the scores of the rows of x, and return their name.
+
+        A tree without a weight for a target is left out of its minimum or maximum; without any tree that is 0. In a
+        sum, trees of one leaf, as boosting ends with, become a part of the base, and trees of unlike depths become
+        several Forest nodes.
+        """
+        return self.leaves_last()._scores(w, x, aggregate, base)
+
+    def _scores(self, w: StandardParts, x: str, aggregate: str, base: Sequence[float]) -> str:
         nothing, dtype = {"MIN": np.inf, "MAX": -np.inf}.get(aggregate, 0), self.weights.dtype
         weights = np.where(np.isnan(self.weights), np.array(nothing, dtype), self.weights)
         added, roots, depths = np.asarray(base, dtype), self.roots, self.depths()

@@ -1,5 +1,10 @@
-"""Forests of decision trees, which go a step at a time from their roots to their leaves, some trees at once: each step
-waits for what it reads, and those of other trees fill the time."""
+"""Lowers forests of decision trees. Some trees are walked together, a step of each at a time: a step waits for what it
+reads, and the steps of other trees fill that time.
+
+Balanced trees take as many steps as the deepest leaf needs, and a leaf's step leads to the leaf itself. If most rows
+are likely to reach their leaves sooner, as in trees that were grown leaf by leaf, a loop ends as soon as all trees that
+are walked together are at leaves.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,33 +19,76 @@ from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Linear, Term
 from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
 
-DEEPEST = 64        # steps, each written out ...
-WRITTEN = 256       # ... for so many trees at once that there are about as many of them in all
-AT_ONCE = 16        # trees, at most
+DEEPEST = 64        # unrolled steps, at most
+WRITTEN = 256       # unrolled steps of all trees that are walked together, about
+AT_ONCE = 16        # trees walked together, at most ...
+IN_LOOP = 8         # ... and in a loop, where each keeps its place in a register
+UNROLLED = 3        # expected steps for each that is unrolled before the loop
+TEST = 1.25         # time of a step and the test for leaves behind it, in steps
 _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
 _TOGETHER = {"SUM": add, "AVERAGE": add, "MIN": Term.at_most, "MAX": Term.at_least}
 
 
 @lowers_in_general("Forest")
 def lower_forest(ctx: Context, node: Node) -> Sequence[Call]:
-    """A leaf's children are the leaf itself, so that all trees take as many steps."""
+    """Walk all trees of a group to their leaves, then add up the groups."""
     *_, roots, weights = node.inputs
-    count, depth, aggregate = len(ctx.constant(roots)), int(node.attrs["depth"]), node.attrs["aggregate"]
-    if depth > DEEPEST:
-        raise Refused(f"a tree of {depth} steps; {DEEPEST} are the most")
-    together = max(min(AT_ONCE, count, WRITTEN // max(depth, 1)), 1)
+    count, aggregate = len(ctx.constant(roots)), node.attrs["aggregate"]
+    unrolled, inner = _walk(ctx.constant(node.inputs[1]), ctx.constant(roots), int(node.attrs["depth"]))
+    together = max(min(IN_LOOP if inner else AT_ONCE, count, WRITTEN // max(unrolled, 1)), 1)
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (-(-count // together),))
     row, target = w.axes
     trees = [w.along(Linear(first, ((len(w.loops), together),))) for first in range(together)]
     places = [w.at(roots, [tree.at_most(count - 1) if count % together else tree]).to("i64") for tree in trees]
     flags = np.unique(ctx.constant(node.inputs[1])[:, COLUMN] & (1 << FLAGS) - 1)
-    for _ in range(depth):
+    for _ in range(unrolled):
         places = [_step(w, node, row, place, flags) for place in places]
+    if inner:
+        places = w.repeat_while(places, lambda places: [_step(w, node, row, place, flags) for place in places],
+                                lambda places: _any_below(places, inner))
     values = [w.at(weights, [place, target]) for place in places]
     if count % together and _REDUCTIONS[aggregate] == "sum":        # the last tree counts once
         values = [w.where(tree < count, value, 0) for tree, value in zip(trees, values, strict=True)]
     value = w.reduce(_REDUCTIONS[aggregate], reduce(_TOGETHER[aggregate], values))
     return [w.call(value * (1 / count) if aggregate == "AVERAGE" else value)]
+
+
+def _walk(records: Array, roots: Array, depth: int) -> tuple[int, int]:
+    """Choose how trees are walked: as many unrolled steps as the deepest leaf needs, or fewer and then a loop.
+
+    Returns
+    -------
+    The number of unrolled steps, and the number of inner nodes if a loop follows, else 0. All nodes after the inner
+    ones are leaves.
+    """
+    is_inner = records[:, LEFT] != np.arange(len(records))
+    inner = int(is_inner.sum())
+    expected = _expected_steps(records, is_inner, roots, min(depth, DEEPEST))
+    if is_inner[:inner].all() and (depth > DEEPEST or TEST * expected < depth):
+        return int(expected / UNROLLED), inner
+    if depth > DEEPEST:
+        raise Refused(f"a tree of {depth} steps; {DEEPEST} are the most")
+    return depth, 0
+
+
+def _expected_steps(records: Array, is_inner: Array, roots: Array, depth: int) -> float:
+    """Return the mean number of steps, `depth` at most, until all of IN_LOOP trees are at leaves.
+
+    At every node half of the rows go left.
+    """
+    shares: Array = np.bincount(roots, minlength=len(records)) / len(roots)     # of the rows, by node
+    steps = 0.0
+    for _ in range(depth):
+        nodes = np.flatnonzero(is_inner & (shares > 0))
+        steps += 1 - max(1 - float(shares[nodes].sum()), 0) ** IN_LOOP
+        children = np.append(records[nodes, LEFT], records[nodes, RIGHT])
+        shares = np.bincount(children, np.tile(shares[nodes] / 2, 2), len(records))
+    return steps
+
+
+def _any_below(places: Sequence[Term], limit: int) -> Term:
+    """Return whether any place is below the limit: a difference is negative, so its sign bit is set in the union."""
+    return reduce(lambda a, b: a.binary("or", b), [place - limit for place in places]) < 0
 
 
 def _step(w: NestWriter, node: Node, row: Term, place: Term, known: Array) -> Term:

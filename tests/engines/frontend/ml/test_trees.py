@@ -13,6 +13,7 @@ from engines.errors import ModelError
 from engines.frontend.onnx_export import onnx_from_graph
 from engines.frontend.onnx_import import graph_from_onnx
 from engines.lowering.lower import lower
+from engines.lowering.problems.nest import Nest
 from engines.onnx_backend import EngineBackend
 from tests.engines.frontend.one_node import check, feeds_of, imported, model_of, normal, onnx_runtime
 
@@ -193,6 +194,50 @@ def test_an_engine_steps_through_trees_some_at_once(aggregate, trees, written, m
     model = model_of("TreeEnsembleRegressor", [x], n_targets=2, aggregate_function=aggregate, **attrs, **ML)
     (y,) = EngineBackend.run_model(model, [x])
     np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+def chains(trees, depth, shortest=1):
+    """Attributes of trees as they grow leaf by leaf: each inner node has a leaf, to its left or right, and one child
+    that is an inner node, but for the last one. Their depths are from `shortest` to `depth`."""
+    rng = random.Random(5)
+    nodes = {name: [] for name in ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids",
+                                   "falsenodeids")}
+    leaves = {name: [] for name in ("treeids", "nodeids", "ids", "weights")}
+    for tree in range(trees):
+        height = depth if not tree else rng.randint(shortest, depth)
+        for number in range(2 * height + 1):
+            inner = number % 2 == 0 and number < 2 * height
+            children = rng.sample([number + 1, number + 2], 2) if inner else [0, 0]
+            for name, value in zip(nodes, (tree, number, rng.randrange(COLUMNS), LEQ if inner else "LEAF",
+                                           rng.gauss(0, 0.7) if inner else 0.0, *children), strict=True):
+                nodes[name].append(value)
+            for target in range(0 if inner else 2):
+                for name, value in zip(leaves, (tree, number, target, rng.uniform(0, 1)), strict=True):
+                    leaves[name].append(value)
+    return {f"nodes_{name}": values for name, values in nodes.items()} | {
+        f"target_{name}": values for name, values in leaves.items()}
+
+
+def cycles_of(model):
+    programs = [call.problem.program for call in lower(graph_from_onnx(model), AVX2.lanes).compiled
+                if isinstance(call.problem, Nest)]
+    return [len(program.cycles) for program in programs if program.chased]
+
+
+@pytest.mark.parametrize("aggregate", ["SUM", "AVERAGE", "MIN", "MAX"])
+@pytest.mark.parametrize(("trees", "depth"), [(23, 14), (1, 20), (9, 100)])
+def test_walks_of_trees_with_short_paths_end_early(aggregate, trees, depth):
+    """Also those of more steps than are unrolled."""
+    x = rows(missing=True)
+    model = model_of("TreeEnsembleRegressor", [x], n_targets=2, aggregate_function=aggregate, **chains(trees, depth),
+                     **ML)
+    assert set(cycles_of(model)) == {1}
+    (y,) = EngineBackend.run_model(model, [x])
+    np.testing.assert_allclose(y, onnx_runtime(model, feeds_of(model, [x]))["o0"], 1e-4, 1e-5)
+
+
+def test_trees_that_are_full_are_walked_without_a_test():
+    assert cycles_of(model_of("TreeEnsembleRegressor", [rows()], n_targets=2, **chains(20, 1), **ML)) == [0]
 
 
 def test_lanes_are_scores_and_not_trees_which_go_ways_of_their_own():
