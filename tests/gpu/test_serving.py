@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import json
 import re
 import shutil
 import threading
@@ -116,7 +117,9 @@ def test_every_instance_gives_the_same_and_what_is_said_of_it_names_its_gpu(serv
     said = served.client.get_inference_statistics("both").model_stats[0].memory_usage
     assert sorted((each.type, each.id) for each in said) == [("CPU", 0), ("GPU", 0), ("GPU", 1)]
     assert all(each.byte_size for each in said)
-    assert "2 on GPU 0 (card 0), 2 on GPU 1 (card 1), 2<" in page(served, served.server.ports.http, "")
+    models = json.loads(page(served, served.server.ports.http, "status/data.json"))["models"]
+    assert [each["instances"] for each in models if each["name"] == "both"] == [
+        "2 on GPU 0 (card 0), 2 on GPU 1 (card 1), 2"]
 
 
 def test_an_execution_on_a_gpu_never_holds_up_the_event_loop(

@@ -254,7 +254,7 @@ class Encoder:
             for output, raw in zip(self.outputs, self.binary, strict=True):
                 if output.spec.name in computed:
                     array = output.array(computed[output.spec.name])
-                    if array.size > MANY and not (raw or output.place):
+                    if not (raw or output.place) and array.size > MANY:
                         values[len(described)] = list(json_pieces(array, output.datatype.name))
                     described.append(self._describe(output, raw, array, pieces, is_long=len(described) in values))
         except ServeError as error:

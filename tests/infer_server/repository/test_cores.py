@@ -4,11 +4,12 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from infer_server.batching.policy import BatchPolicy, share
+from infer_server.batching.policy import BatchPolicy, Send, decide, share
 from infer_server.config.autocomplete import complete
 from infer_server.errors import ModelConfigError
 from infer_server.repository.cores import ARENA_BUDGET_BYTES, CpuDealer, default_instances
 from protos import model_config
+from tests.infer_server.batching.test_paying_batch import ones
 from tests.infer_server.numpy_engine import NumpyEngine
 
 
@@ -40,7 +41,8 @@ def test_cpus_are_dealt_in_turn() -> None:
 
 
 def test_batches_are_not_shared_out_where_the_policy_asks_for_full_ones() -> None:
-    assert share(7, 2, BatchPolicy(8)) == 3
-    assert share(7, 0, BatchPolicy(8)) == 7
-    assert share(7, 2, BatchPolicy(8, preferred_batch_sizes=frozenset({4}))) == 7
-    assert share(7, 2, BatchPolicy(8, max_queue_delay_us=100)) == 7
+    assert (share(7, 2), share(7, 0)) == (3, 7)
+    waiting = ones(7)
+    assert decide(waiting, 0, BatchPolicy(8), idle=2) == Send(3)
+    assert decide(waiting, 0, BatchPolicy(8, preferred_batch_sizes=frozenset({4})), idle=2) == Send(4)
+    assert decide(waiting, 10**6, BatchPolicy(8, max_queue_delay_us=100), idle=2) == Send(7)
