@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from calibration.accuracy.comparison import Errors, Reference
 from calibration.accuracy.parts import parts_by_tensor
 from calibration.accuracy.sources import Sources, selections, sources_of
 from calibration.open_data import CalibrationData, Feed
-from calibration.search import Errors, compare
 from calibration.table import CalibrationTable
 from engines.backends.device import Show
 from engines.compiler.subject import KEPT, Subject
@@ -79,8 +79,8 @@ class Judge:
         self._tensors = judged_tensors(subject.graph)
         self._feeds: list[Feed] = list(data.batches(batch))
         self.items = sum(data.items_in(feed) for feed in self._feeds)
-        self._expected = [self._values(floats, feed) for feed in self._feeds]
-        self._parts = parts_by_tensor(self._expected, list(self._sources()))
+        expected = [self._values(floats, feed) for feed in self._feeds]
+        self._reference = Reference(expected, parts_by_tensor(expected, list(self._sources())))
 
     def _sources(self) -> Iterator[Mapping[str, Sources]]:
         """Trace the judged tensors back in the graph of each feed."""
@@ -111,4 +111,4 @@ class Judge:
         builder = self._subject.builder
         engines = GraphEngines(self._subject, lambda graph: builder.trial(
             prepared(graph, table.recipe, builder.config.keep_float), table.ranges, self._tensors), self._tick)
-        return compare(self._expected, (self._values(engines, feed) for feed in self._feeds), self._parts)
+        return self._reference.errors(self._values(engines, feed) for feed in self._feeds)

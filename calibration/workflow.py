@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from calibration.accuracy.comparison import Errors
 from calibration.accuracy.overflow import overflow
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
@@ -16,7 +17,7 @@ from calibration.data.checks import DataCheck
 from calibration.histogram import Histogram
 from calibration.judge import GraphEngines, Judge, judged_tensors, watching
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, Errors, search
+from calibration.search import CANDIDATES, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.backends.device import Show
