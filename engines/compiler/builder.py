@@ -94,7 +94,7 @@ class Builder:
         backend = backend_of(config.target)
         self._session = backend.session(config.target, self.cache, config.timing)
         # for what the build itself runs: calibration, trials
-        self._here = backend.session_here(self.cache)
+        self._here = backend.session_here(self.cache, self._session)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
         self._is_open = False               # plans of an open model take as many items each, whatever its shape
