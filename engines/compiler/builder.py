@@ -278,9 +278,9 @@ class Builder:
         return self._compile_here(set_float_precision(shown, "fp32"))
 
     def _compile_here(self, graph: Graph) -> Plan:
-        """A plan that this build runs and forgets."""
+        """Compile a plan that this build runs and forgets; it comes without its graph."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(self._here, self._here.choose(graph, max_batch))
+        return self._plan(self._here, self._here.choose(graph, max_batch), bare=True)
 
     def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None,
               bare: bool = False) -> Plan:
