@@ -1,4 +1,4 @@
-"""What the trials of a search share: compiled kernels."""
+"""The trials of a search share compiled kernels, and the items that were read for the ranges."""
 import numpy as np
 from onnx import parser
 
@@ -28,3 +28,16 @@ def test_a_kernel_is_compiled_once_for_trials_and_plan(monkeypatch):
     build = build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
     assert texts and len(texts) == len(set(texts))
     assert len(build.plan.machine.code) > 1
+
+
+def test_each_item_is_read_once_for_ranges_and_trials():
+    read = []
+
+    def feeds():
+        random = np.random.default_rng(0)
+        for number in range(8):
+            read.append(number)
+            yield {"x": random.random((1, 3, 8, 8)).astype(np.float32)}
+
+    build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
+    assert read.count(7) == 1
