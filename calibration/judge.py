@@ -95,7 +95,7 @@ class FloatRuns:
     def values(self, engines: GraphEngines, feed: Feed, observe: Show = lambda name, array: None) -> dict[str, Array]:
         """Run a feed; return the judged tensors as real numbers (bfloat16 comes as its bits)."""
         names = {name: name for name in self.tensors} | {shown_name(name): name for name in self.tensors}
-        values = {}
+        values: dict[str, Array] = {}
 
         def keep(shown: str, array: Array) -> None:
             observe(shown, array)

@@ -82,13 +82,16 @@ class Calibration:
         kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
         return lambda: kept
 
-    def open(self, inputs: Sequence[IoTensor], pixels: bool = False) -> CalibrationData:
-        """The items. pixels: the engine takes images as they are, and normalises them itself.
+    def open(self, inputs: Sequence[IoTensor], pixels: bool = False,
+             usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
+        """Open the items. pixels: the engine takes images as they are, and normalises them itself. usual: numbers of
+        open extents, for images whose size nothing else says.
 
         Raises EngineErrors about the data.
         """
         declared = self._declared
-        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared)
+        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared,
+                                     usual)
 
     def facts(self) -> dict[str, Any]:
         """All that changes the ranges, beside the model and what is in the cache."""
@@ -120,7 +123,8 @@ class Calibration:
 
     def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
         """Say which tensors of a graph that is stored in float16 leave its range on the first items."""
-        return () if self.data is None else overflow(graph, self.open(inputs, pixels).limit(FEWEST_ITEMS))
+        return () if self.data is None else overflow(
+            graph, self.open(inputs, pixels, _extents(inputs, graph)).limit(FEWEST_ITEMS))
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
         """Return the checks that find data that cannot be right, or None if nothing is expected of the data."""
@@ -168,6 +172,13 @@ class _OfSegment(Calibration):
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
         return None
+
+
+def _extents(inputs: Sequence[IoTensor], graph: Graph) -> dict[str, int]:
+    """Return the numbers that a graph has in the place of the inputs' open extents."""
+    return {extent: number for io in inputs if io.name in graph.inputs
+            for extent, number in zip(io.shape, graph.shape(io.name), strict=True)
+            if isinstance(extent, str) and isinstance(number, int)}
 
 
 def model_hash(subject: Subject) -> str:
@@ -229,7 +240,7 @@ class _Run:
         self._subject, self._wanted, self._notify, self._progress = subject, wanted, notify, progress
         builder, graph = subject.builder, subject.graph
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
-        self._data = wanted.open(subject.inputs, builder.config.pixels is not None)
+        self._data = wanted.open(subject.inputs, builder.config.pixels is not None, _extents(subject.inputs, graph))
         self._trials = self._spent = 0      # of the search, for its progress
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
