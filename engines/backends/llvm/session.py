@@ -78,7 +78,7 @@ class LlvmSession:
         runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
         self.isa, self.cache = isa, cache
         code = beside.tuner.code if beside and beside.isa == isa else None
-        self.tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived, code)
+        self.tuner: Tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived, code)
         self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
         self._timed: dict[str, dict[str, float]] = {}
         self._beside: Plan | None = None
