@@ -58,9 +58,9 @@ class Histogram:
         if self.magnitude:
             self._widen(int(np.frexp(self.magnitude)[1]))       # frexp: magnitude < 2**exponent, strictly
         scaled = flat * np.float32(BINS_PER_SIDE * 2.0 ** -self.exponent)
-        indices = np.floor(scaled, out=scaled).astype(np.int64)
-        indices += BINS_PER_SIDE
-        self.counts += np.bincount(indices, minlength=self.counts.size)
+        bins = np.floor(scaled, out=scaled)
+        bins += np.float32(BINS_PER_SIDE)       # exact: whole numbers below 2**24
+        self.counts += np.bincount(bins.astype(np.int32), minlength=self.counts.size)
 
     def _widen(self, exponent: int) -> None:
         """Merge neighbours, pair by pair, until the range is at least 2**exponent to either side of zero."""

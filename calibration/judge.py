@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from calibration.accuracy.comparison import Errors, Reference
 from calibration.accuracy.parts import parts_by_tensor
 from calibration.accuracy.sources import Sources, selections, sources_of
-from calibration.open_data import CalibrationData, Feed
-from calibration.search import Errors, compare
+from calibration.open_data import Feed
 from calibration.table import CalibrationTable
 from engines.backends.device import Show
 from engines.compiler.subject import KEPT, Subject
@@ -69,46 +69,72 @@ def judged_tensors(graph: Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+class FloatRuns:
+    """The first items of the calibration data, and the judged tensors that the float model gives for them.
+
+    They are kept while calibration runs over the data, so that nothing is read, decoded and run once more.
+    """
+
+    def __init__(self, graph: Graph, wanted: int) -> None:
+        """wanted: the number of items that are kept; a few more may be, for batches are not cut."""
+        self.tensors = judged_tensors(graph)
+        self.feeds: list[Feed] = []
+        self.expected: list[dict[str, Array]] = []
+        self.items = 0
+        self._graph, self._wanted = graph, wanted
+
+    def run(self, engines: GraphEngines, feed: Feed, items: int, observe: Show) -> None:
+        """Show what the float model gives for a feed of so many items to `observe`, and keep it if items are wanted."""
+        if self.items >= self._wanted:
+            engines.show(feed, observe)
+            return
+        self.expected.append(self.values(engines, feed, observe))
+        self.feeds.append(feed)
+        self.items += items
+
+    def values(self, engines: GraphEngines, feed: Feed, observe: Show = lambda name, array: None) -> dict[str, Array]:
+        """Run a feed; return the judged tensors as real numbers (bfloat16 comes as its bits)."""
+        names = {name: name for name in self.tensors} | {shown_name(name): name for name in self.tensors}
+        values: dict[str, Array] = {}
+
+        def keep(shown: str, array: Array) -> None:
+            observe(shown, array)
+            if (name := names.get(shown)) is not None:
+                values[name] = to_real(array, None, str(self._graph.types[name].dtype))
+
+        engines.show(feed, keep)
+        return {name: values[name] for name in self.tensors if name in values}
+
+
 class Judge:
     """Measures what a table does to a model's outputs."""
 
-    def __init__(self, subject: Subject, floats: GraphEngines, data: CalibrationData, batch: int,
-                 tick: Tick = lambda: None) -> None:
-        """floats: engines that show `judged_tensors`. tick: called whenever a batch has run."""
-        self._subject, self._tick = subject, tick
-        self._tensors = judged_tensors(subject.graph)
-        self._feeds: list[Feed] = list(data.batches(batch))
-        self.items = sum(data.items_in(feed) for feed in self._feeds)
-        self._expected = [self._values(floats, feed) for feed in self._feeds]
-        self._parts = parts_by_tensor(self._expected, list(self._sources()))
+    def __init__(self, subject: Subject, floats: FloatRuns, tick: Tick = lambda: None) -> None:
+        """tick: called whenever a batch has run."""
+        self._subject, self._floats, self._tick = subject, floats, tick
+        self.items = floats.items
+        self._reference = Reference(floats.expected, parts_by_tensor(floats.expected, list(self._sources())))
 
     def _sources(self) -> Iterator[Mapping[str, Sources]]:
         """Trace the judged tensors back in the graph of each feed."""
         known: dict[tuple[Any, ...], Mapping[str, Sources]] = {}
-        for feed in self._feeds:
+        for feed in self._floats.feeds:
             extents = self._subject.extents_of(feed) if self._subject.usual else {}
             key = tuple(extents.values())
             if key not in known:
                 graph = self._subject.at(extents)
-                known[key] = {name: sources_of(graph, name) for name in self._tensors if name in graph.producer}
+                known[key] = {name: sources_of(graph, name) for name in self._floats.tensors if name in graph.producer}
             yield known[key]
-
-    def _values(self, engines: GraphEngines, feed: Feed) -> dict[str, Array]:
-        """Run a feed; the judged tensors as real numbers (bfloat16 comes as its bits)."""
-        graph, values = self._subject.graph, {}
-        names = {name: name for name in self._tensors} | {shown_name(name): name for name in self._tensors}
-
-        def keep(shown: str, array: Array) -> None:
-            if (name := names.get(shown)) is not None:
-                values[name] = to_real(array, None, str(graph.types[name].dtype))
-
-        engines.show(feed, keep)
-        self._tick()
-        return {name: values[name] for name in self._tensors if name in values}
 
     def errors(self, table: CalibrationTable) -> Errors:
         """Quantise the model by the table and measure its errors on the items."""
         builder = self._subject.builder
         engines = GraphEngines(self._subject, lambda graph: builder.trial(
-            prepared(graph, table.recipe, builder.config.keep_float), table.ranges, self._tensors), self._tick)
-        return compare(self._expected, (self._values(engines, feed) for feed in self._feeds), self._parts)
+            prepared(graph, table.recipe, builder.config.keep_float), table.ranges, self._floats.tensors), self._tick)
+        return self._reference.errors(self._outputs(engines))
+
+    def _outputs(self, engines: GraphEngines) -> Iterator[Mapping[str, Array]]:
+        """Yield the judged tensors of each feed."""
+        for feed in self._floats.feeds:
+            yield self._floats.values(engines, feed)
+            self._tick()

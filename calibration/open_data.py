@@ -11,8 +11,9 @@ Folders are searched in depth and read in the order of the paths. An array may h
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from calibration.data.items import CalibrationData, Feed
 from calibration.data.sources.arrays import SUFFIXES, from_arrays
@@ -30,11 +31,12 @@ FEEDS = "the calibration data"          # what errors call those of a program
 Source = str | Path | Feeds
 
 
-def open_calibration_data(source: Source, inputs: Sequence[IoTensor],
-                          preprocess: Preprocess | None = None) -> CalibrationData:
+def open_calibration_data(source: Source, inputs: Sequence[IoTensor], preprocess: Preprocess | None = None,
+                          usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
     """The data that `source` names, checked against the model's inputs as far as that goes without reading it all.
 
-    preprocess is for images; None picks a preset by the input's channels, and the result's `note` says which.
+    preprocess is for images; None picks a preset by the input's channels, and the result's `note` says which. usual:
+    the numbers of open extents for which the model is built first: the size of images, unless preprocess has one.
     Raises CalibrationError: nothing there, no data in it, a file that cannot be read (named), or names, dtypes or
     shapes that are not the model's; ConfigError: a preprocessing that does not fit the model.
     """
@@ -62,7 +64,7 @@ def open_calibration_data(source: Source, inputs: Sequence[IoTensor],
     if arrays:
         return from_arrays(text, arrays, inputs)
     if images:
-        return from_images(text, images, inputs, preprocess)
+        return from_images(text, images, inputs, preprocess, usual)
     raise CalibrationError(f"calibration data {path} holds neither images nor .npz or .npy files "
                            f"({len(files)} other files)")
 

@@ -1,7 +1,7 @@
 """The search for ranges: the best calibrator for the model, then better ranges for single tensors.
 
 No calibrator is the best for every model. `evaluate` builds and runs the quantised model on calibration items and
-compares its outputs with the float model's (`compare`), part by part (calibration.accuracy.parts). The score is the
+compares its outputs with the float model's, part by part (calibration.accuracy.comparison). The score is the
 signal to noise ratio of the worst part in the 4-norm, which the peaks dominate; top-1 agreement moves in steps of 1 or
 2 % with a few dozen items, and only breaks ties.
 """
@@ -10,47 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from calibration.accuracy.measures import Powers, cosine, fault_of_int8, powers, top1_agreement, typical, zeroed
-from calibration.accuracy.parts import Parts
+from calibration.accuracy.comparison import Errors
 from calibration.calibrators import Range
 from calibration.histogram import Histogram
 from calibration.table import CalibrationTable, make_table
-from engines.errors import CalibrationError
-from engines.ir.graph import Array
 
 # The default first: it is taken where others are no better. Percentile 99.9999 is min-max without single outliers.
 CANDIDATES = ("entropy", "percentile", "percentile:99.9999", "mse", "minmax")
 ALTERNATIVES = ("percentile:99.9", "percentile:99.999")     # for single tensors; too bold, or too shy, for all
 TIE_DB = 0.1        # scores nearer than this are equal
-MIN_CLASSES = 3     # an output of [items, classes] with at least so many is taken for a classifier's
 MIN_GAIN_DB = 0.01  # what a changed range must bring
 ALIKE = 0.01        # of its width: how far two ranges may differ and still be one
-
-
-@dataclass(frozen=True)
-class Errors:
-    """The errors of the quantised outputs against their float counterparts, over all items; the worst part counts.
-
-    peak_db     signal to noise ratio in the 4-norm: what choices go by
-    sqnr_db     signal to quantisation noise ratio
-    cosine      of the angle between them, mean over items
-    top1        share of items with the same largest element, 0..1; None if no output looks like a classifier's
-    part        the part of an output that has the least peak_db, "boxes" of "y" as "y: boxes"; "" if there is one only
-    fault       why the outputs are too inexact to be used, with the part; "" if they are not
-    """
-    peak_db: float
-    sqnr_db: float
-    cosine: float
-    top1: float | None
-    part: str = ""
-    fault: str = ""
-
-    def __str__(self) -> str:
-        top1 = " " * 9 * bool(self.part) if self.top1 is None else f"  {100 * self.top1:5.1f} %"
-        return (f"{self.peak_db:7.2f} dB  {self.sqnr_db:7.2f} dB  {self.cosine:.5f}{top1}"
-                + f"  {self.part}" * bool(self.part))
 
 
 Evaluate = Callable[[CalibrationTable], Errors]
@@ -69,42 +39,6 @@ class CalibratorChoice:
         head += "  worst part" * any(errors.part for errors in self.errors.values())
         return "\n".join([head, *(f"{'*' if name == self.name else ' '} {name:{width}}  {errors}"
                                   for name, errors in self.errors.items())])
-
-
-def compare(reference: Sequence[Mapping[str, Array]], outputs: Iterable[Mapping[str, Array]],
-            parts: Mapping[str, Parts] = {}) -> Errors:      # noqa: B006
-    """Measure the errors of `outputs` against `reference`: runs of the same feeds in the same order.
-
-    Items lie on the leading axis of an output. Only floating point outputs count, and only what is in both runs;
-    CalibrationError if there is none, or nothing but zeros in them. parts: of outputs whose parts are judged apart.
-    """
-    items: dict[str, list[Powers]] = {}
-    cosines: dict[str, list[float]] = {}
-    lost: dict[str, list[float]] = {}
-    agreements: list[float] = []
-    for run, (expected, found) in enumerate(zip(reference, outputs, strict=True)):
-        for name in (name for name, array in expected.items() if array.dtype.kind == "f" and name in found):
-            a, b = (np.atleast_1d(run_[name]) for run_ in (expected, found))
-            for part, mask in parts.get(name, Parts()).masks(run, a.shape):
-                label = f"{name}: {part}" if part else name
-                pairs = [(x, y) if mask is None else (x[mask[i]], y[mask[i]])
-                         for i, (x, y) in enumerate(zip(a, b, strict=True))]
-                items.setdefault(label, []).extend(powers(x, y) for x, y in pairs)
-                cosines.setdefault(label, []).extend(cosine(x, y) for x, y in pairs)
-                lost.setdefault(label, []).extend(zeroed(x, y) for x, y in pairs)
-            if a.ndim == 2 and a.shape[1] >= MIN_CLASSES:
-                agreements += [top1_agreement(row, other) for row, other in zip(a, b, strict=True)]
-    measured = {name: mean for name, each in items.items() if (mean := typical(each))}
-    if not measured:
-        raise CalibrationError("calibrators cannot be compared: the model has no floating point output, or only zeros "
-                               "in it; choose one yourself (--calibrator)")
-    worst = min(measured, key=lambda name: measured[name].peak_snr_db)
-    faults = (f"'{name}': {fault}" for name, found in measured.items()
-              if (fault := fault_of_int8(found.sqnr_db, float(np.mean(lost[name])))))
-    return Errors(measured[worst].peak_snr_db, min(found.sqnr_db for found in measured.values()),
-                  min(float(np.mean(cosines[name])) for name in measured),
-                  float(np.mean(agreements)) if agreements else None, worst if len(measured) > 1 else "",
-                  "; ".join(faults))
 
 
 def choose(candidates: Mapping[str, CalibrationTable], evaluate: Evaluate) -> CalibratorChoice:
@@ -188,7 +122,7 @@ def search(histograms: Mapping[str, Histogram], model_hash: str, items: int, eva
            evaluations: int = 32, candidates: Sequence[str] = CANDIDATES) -> Search:
     """The table with the least error that the candidates and then `evaluations` trials with single ranges give.
 
-    evaluate: builds and runs the quantised model with a table's ranges (`compare`); it is called once for
+    evaluate: builds and runs the quantised model with a table's ranges; it is called once for
     each candidate and `evaluations` times more. 0 leaves the refinement out.
     """
     def table(name: str) -> CalibrationTable:

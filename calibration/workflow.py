@@ -8,15 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from calibration.accuracy.comparison import Errors
 from calibration.accuracy.overflow import overflow
 from calibration.bias_correction import ChannelMeans
 from calibration.calibrators import make_calibrator
 from calibration.collect import collect
 from calibration.data.checks import DataCheck
 from calibration.histogram import Histogram
-from calibration.judge import GraphEngines, Judge, judged_tensors, watching
+from calibration.judge import FloatRuns, GraphEngines, Judge, judged_tensors, watching
 from calibration.open_data import CalibrationData, Feed, Source, digest_of_data, open_calibration_data
-from calibration.search import CANDIDATES, Errors, search
+from calibration.search import CANDIDATES, search
 from calibration.smoothing import ALPHAS, ChannelPeaks, smoothing_factors
 from calibration.table import CalibrationTable, load_or_make, make_table
 from engines.backends.device import Show
@@ -81,13 +82,16 @@ class Calibration:
         kept = [data] if isinstance(data, Mapping) else list(data) if isinstance(data, Iterator) else data
         return lambda: kept
 
-    def open(self, inputs: Sequence[IoTensor], pixels: bool = False) -> CalibrationData:
-        """The items. pixels: the engine takes images as they are, and normalises them itself.
+    def open(self, inputs: Sequence[IoTensor], pixels: bool = False,
+             usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
+        """Open the items. pixels: the engine takes images as they are, and normalises them itself. usual: numbers of
+        open extents, for images whose size nothing else says.
 
         Raises EngineErrors about the data.
         """
         declared = self._declared
-        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared)
+        return open_calibration_data(self._source, inputs, declared.of_pixels if declared and pixels else declared,
+                                     usual)
 
     def facts(self) -> dict[str, Any]:
         """All that changes the ranges, beside the model and what is in the cache."""
@@ -119,7 +123,8 @@ class Calibration:
 
     def float16_doubts(self, graph: Graph, inputs: Sequence[IoTensor], pixels: bool) -> tuple[str, ...]:
         """Say which tensors of a graph that is stored in float16 leave its range on the first items."""
-        return () if self.data is None else overflow(graph, self.open(inputs, pixels).limit(FEWEST_ITEMS))
+        return () if self.data is None else overflow(
+            graph, self.open(inputs, pixels, _extents(inputs, graph)).limit(FEWEST_ITEMS))
 
     def check(self, inputs: Sequence[IoTensor], data: CalibrationData) -> DataCheck | None:
         """Return the checks that find data that cannot be right, or None if nothing is expected of the data."""
@@ -169,6 +174,13 @@ class _OfSegment(Calibration):
         return None
 
 
+def _extents(inputs: Sequence[IoTensor], graph: Graph) -> dict[str, int]:
+    """Return the numbers that a graph has in the place of the inputs' open extents."""
+    return {extent: number for io in inputs if io.name in graph.inputs
+            for extent, number in zip(io.shape, graph.shape(io.name), strict=True)
+            if isinstance(extent, str) and isinstance(number, int)}
+
+
 def model_hash(subject: Subject) -> str:
     """Of what the numbers in a model depend on, whatever the shapes that it is built for: ranges of one build serve the
     others of the same model."""
@@ -193,8 +205,12 @@ class _Watched:
     means: dict[str, Any] = field(default_factory=dict)
     peaks: dict[str, Any] = field(default_factory=dict)
 
-    def watch(self, edges: tuple[str, ...], peaking: tuple[str, ...] = (), check: DataCheck | None = None) -> None:
-        """One pass over the data. peaking: the tensors whose channels' peaks are wanted. check: looks at the items."""
+    def watch(self, edges: tuple[str, ...], kept: FloatRuns, peaking: tuple[str, ...] = (),
+              check: DataCheck | None = None) -> None:
+        """Run over the data once.
+
+        kept: takes the first items. peaking: the tensors whose channels' peaks are wanted. check: looks at the items.
+        """
         means, peaks = ChannelMeans(edges), ChannelPeaks(peaking)
         self.items = 0
 
@@ -205,8 +221,9 @@ class _Watched:
 
             if check:
                 check.observe(feed)
-            self.engines.show(feed, observe)
-            self.items += self.data.items_in(feed)
+            items = self.data.items_in(feed)
+            kept.run(self.engines, feed, items, observe)
+            self.items += items
 
         self.histograms = collect(run, self.data, edges, batch=self.batch, progress=self.progress)
         self.means, self.peaks = means.result(), peaks.result()
@@ -223,7 +240,7 @@ class _Run:
         self._subject, self._wanted, self._notify, self._progress = subject, wanted, notify, progress
         builder, graph = subject.builder, subject.graph
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
-        self._data = wanted.open(subject.inputs, builder.config.pixels is not None)
+        self._data = wanted.open(subject.inputs, builder.config.pixels is not None, _extents(subject.inputs, graph))
         self._trials = self._spent = 0      # of the search, for its progress
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
@@ -232,21 +249,29 @@ class _Run:
             self._notify(self._data.note)
         watched = self._watched()
         check = self._wanted.check(self._subject.inputs, self._data)
-        watched.watch(self._edges, self._uneven, check)
+        judged, trials = self._trial_budget(watched)
+        floats = FloatRuns(self._subject.graph, judged)
+        watched.watch(self._edges, floats, self._uneven, check)
+        judge = Judge(self._subject, floats, self._tick)
         notes = (*self._data.doubts, *check.doubts()) if check else ()
         preprocess = self._data.preprocess
         report: dict[str, Any] = {"preprocess": preprocess.to_json()} if preprocess is not None else {}
         if self._wanted.calibrator:
             table = make_table(self._wanted.calibrator, model_hash(self._subject), watched.items, watched.histograms)
-            errors = self._errors(table, watched)
+            errors = self._errors(judge, table)
         else:
-            table, errors = self._searched(watched, report)
+            table, errors = self._searched(judge, trials, watched, report)
         return replace(table, notes=notes, fault=errors.fault if errors else ""), report
 
-    def _errors(self, table: CalibrationTable, watched: _Watched) -> Errors | None:
+    def _trial_budget(self, watched: _Watched) -> tuple[int, int]:
+        """Return (items on which ranges are judged, trials in all)."""
+        if self._wanted.calibrator:
+            return FEWEST_ITEMS, 1
+        return _budget(watched.macs, sum(constant.size for constant in self._subject.graph.constants.values()))
+
+    def _errors(self, judge: Judge, table: CalibrationTable) -> Errors | None:
         """Measure the errors of ranges that were not searched for, on few items; None: no output can be compared."""
         self._trials = 1
-        judge = self._judge(watched, FEWEST_ITEMS)
         try:
             return self._trial(judge, table)
         except CalibrationError:
@@ -261,9 +286,6 @@ class _Run:
         batch = max(min(batch, WATCHED_BYTES // max(sum(bytes_of(graph.types[name]) for name in self._edges), 1)), 1)
         return _Watched(engines, self._data, batch, lambda done, of: self._progress("calibrating", done, of, ""))
 
-    def _judge(self, watched: _Watched, items: int) -> Judge:
-        return Judge(self._subject, watched.engines, self._data.limit(items), watched.batch, self._tick)
-
     def _tick(self) -> None:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
 
@@ -273,14 +295,13 @@ class _Run:
         self._tick()
         return errors
 
-    def _searched(self, watched: _Watched, report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
-        constants = self._subject.graph.constants
-        judged, trials = _budget(watched.macs, sum(constant.size for constant in constants.values()))
+    def _searched(self, judge: Judge, trials: int, watched: _Watched,
+                  report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:
+        """Search for the ranges of least error by so many trials."""
         spare = trials - (1 + len(ALPHAS)) * bool(self._uneven) - len(CANDIDATES) - 2       # 2: with biases corrected,
         single = min(max(spare, 0), MOST_TRIALS)                                            # and without
         candidates = CANDIDATES if spare >= 0 else FEW_CANDIDATES
         self._trials = ((1 + len(ALPHAS)) * bool(self._uneven) + 2 * (spare >= 0) + len(candidates) + single)
-        judge = self._judge(watched, judged)
         factors: dict[str, tuple[float, ...]] = {}
         if self._uneven:
             watched, factors = self._smoothing(judge, watched)
@@ -308,7 +329,7 @@ class _Run:
             found_factors = smoothing_factors(self._subject.graph, plain.peaks, alpha)
             factors = {name: tuple(map(float, s)) for name, s in found_factors.items()}
             even = replace(plain, engines=watching(self._subject, edges, factors))
-            even.watch(edges)
+            even.watch(edges, FloatRuns(self._subject.graph, 0))
             table = replace(make_table(WIDEST, "", 0, even.histograms), smoothing=factors)
             after = self._trial(judge, table).sqnr_db
             measured.append(f"{after:.2f} dB with alpha {alpha}")

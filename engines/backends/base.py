@@ -97,9 +97,9 @@ class Backend(Protocol):
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         """target: "" is this machine's best."""
 
-    def session_here(self, cache: TimingCache) -> Session:
-        """For plans that a build runs itself a few times, as calibration's trials: this machine must do. Nothing is
-        timed."""
+    def session_here(self, cache: TimingCache, beside: Session) -> Session:
+        """Return a session for plans that a build runs itself a few times, as calibration's trials: this machine must
+        do. Nothing is timed. beside: the build's own session, with which it shares compiled code where it can."""
 
     def peaks(self) -> Peaks:
         """What this machine does at best, measured now."""

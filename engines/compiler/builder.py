@@ -94,7 +94,7 @@ class Builder:
         backend = backend_of(config.target)
         self._session = backend.session(config.target, self.cache, config.timing)
         # for what the build itself runs: calibration, trials
-        self._here = backend.session_here(self.cache)
+        self._here = backend.session_here(self.cache, self._session)
         self.log: list[Any] = []            # what the passes did and refused, for build-engine -v
         self.notices: list[str] = []        # what every user of the build should know, a line each
         self._is_open = False               # plans of an open model take as many items each, whatever its shape
@@ -278,9 +278,9 @@ class Builder:
         return self._compile_here(set_float_precision(shown, "fp32"))
 
     def _compile_here(self, graph: Graph) -> Plan:
-        """A plan that this build runs and forgets."""
+        """Compile a plan that this build runs and forgets; it comes without its graph."""
         max_batch = min(self._max_batch(graph), TRIAL_BATCH)
-        return self._plan(self._here, self._here.choose(graph, max_batch))
+        return self._plan(self._here, self._here.choose(graph, max_batch), bare=True)
 
     def _plan(self, session: Session, chosen: Chosen, metadata: Mapping[str, Any] | None = None,
               bare: bool = False) -> Plan:

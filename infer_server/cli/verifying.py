@@ -23,7 +23,7 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
     """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
     data, read = None, read_plan(plan)
     if calibration and calibration.data:
-        data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None)
+        data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None, read.extents)
     found = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
                    progress=_bar)
     source = data.source if data else "generated inputs"

@@ -1,8 +1,8 @@
 """A network small enough to be quantised in numpy."""
 import numpy as np
 
+from calibration.accuracy.comparison import compare
 from calibration.histogram import Histogram
-from calibration.search import compare
 from calibration.table import make_table
 
 CALIBRATORS = ("entropy", "percentile", "minmax", "mse")

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from calibration.search import CANDIDATES, Errors, refine, search
+from calibration.accuracy.comparison import Errors
+from calibration.search import CANDIDATES, refine, search
 from calibration.table import CalibrationTable
 from tests.calibration.network import TwoLayers
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from calibration.search import Errors, choose, compare
+from calibration.accuracy.comparison import Errors, compare
+from calibration.search import choose
 from calibration.table import CalibrationTable
 from engines.errors import CalibrationError
 from tests.calibration.network import TwoLayers

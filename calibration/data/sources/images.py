@@ -1,7 +1,7 @@
 """Pictures: one item each, through a declared preprocessing."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from PIL import Image
 
 from calibration.data.items import CalibrationData, Feed, batched_inputs, holds_items, kind_of
 from engines.errors import CalibrationError, ConfigError
-from engines.ir.graph import Array
+from engines.ir.graph import Array, Dim
 from engines.plan.plan import IoTensor
 from engines.preprocess import PIXEL, PRESETS, Preprocess, read_picture, scale_of_floats, shape_text
 
@@ -24,9 +24,10 @@ def is_image(path: Path) -> bool:
 
 
 def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
-                preprocess: Preprocess | None) -> CalibrationData:
+                preprocess: Preprocess | None, usual: Mapping[str, Any] = {}) -> CalibrationData:      # noqa: B006
     """The pictures in order, each a run of one item where the batch is an open extent like others. preprocess None
-    takes a preset by the input's channels; `note` says which.
+    takes a preset by the input's channels; `note` says which. usual: numbers of open extents, for pictures whose size
+    neither the model nor the preprocessing says; `note` says the size.
 
     Raises CalibrationError: several inputs, or a fixed batch above 1; ConfigError: a preprocessing that does not fit.
     Reading the items raises CalibrationError that names the file which is no picture.
@@ -39,11 +40,17 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
     if not (holds_items(target) or isinstance(target.shape[0] if target.shape else 0, str)):
         raise CalibrationError(f"{source} holds images, and '{target.name}' {shape_text(target.shape)} does "
                                "not take them one by one; give .npz files, or a model with a symbolic batch")
-    note = ""
+    notes = []
     if preprocess is None:
         preset, preprocess = default_preset(target)
-        note = f"no preprocessing given: images for '{target.name}' go through the '{preset}' preset"
-    settled = preprocess.fit(target.shape)
+        notes.append(f"no preprocessing given: images for '{target.name}' go through the '{preset}' preset")
+    shape: Sequence[Dim] = target.shape
+    if preprocess.size is None and any(isinstance(extent, str) for extent in shape[1:]):
+        shape = [usual.get(extent, extent) if isinstance(extent, str) else extent for extent in shape]
+        height, width = preprocess.fit(shape).size or (0, 0)
+        notes.append(f"'{target.name}' takes any height and width: images are resized to {height}x{width}; give "
+                     "--opt-shapes, or a size in --preprocess, for another size")
+    settled = preprocess.fit(shape)
     depth = _Depth.of(files)
 
     def read() -> Iterator[Feed]:
@@ -51,7 +58,8 @@ def from_images(source: str, files: Sequence[Path], inputs: Sequence[IoTensor],
             pixels = settled.pixels_of(read_picture(file), str(file), depth.float_scale)
             yield {target.name: _as_dtype(settled.normalised(pixels), np.dtype(target.dtype))}
 
-    return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, note, depth.doubts)
+    return CalibrationData(source, read, len(files), batched_inputs(inputs), settled, "; ".join(notes),
+                           depth.doubts)
 
 
 def default_preset(target: IoTensor) -> tuple[str, Preprocess]:

@@ -31,9 +31,9 @@ class CudaBackend:
             raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite") from error
         return CudaSession(target, cache, _device_for(target) if timing else None)
 
-    def session_here(self, cache: TimingCache) -> Session:
+    def session_here(self, cache: TimingCache, beside: Session) -> Session:
         """The first backend's: here may be no GPU."""
-        return backend_of("").session_here(cache)
+        return backend_of("").session_here(cache, beside)
 
     def peaks(self) -> Peaks:
         """Of the GPU at hand as its data sheet has them, not measured."""

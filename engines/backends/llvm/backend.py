@@ -18,17 +18,18 @@ class LlvmBackend:
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         return self._session(target, cache, timing)
 
-    def session_here(self, cache: TimingCache) -> Session:
-        return self._session("", cache, timing=False, short_lived=True)
+    def session_here(self, cache: TimingCache, beside: Session) -> Session:
+        return self._session("", cache, timing=False, short_lived=True, beside=beside)
 
-    def _session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> Session:
+    def _session(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False,
+                 beside: Session | None = None) -> Session:
         target = target or best_isa(detect().features).name
         try:
             from engines.backends.llvm.session import LlvmSession
         except ImportError as error:
             raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite, or build for "
                               "the target 'numpy'") from error
-        return LlvmSession(target, cache, timing, short_lived)
+        return LlvmSession(target, cache, timing, short_lived, beside if isinstance(beside, LlvmSession) else None)
 
     def peaks(self) -> Peaks:
         from engines.backends.llvm.tuning.peaks import measure_peaks

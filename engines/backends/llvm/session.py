@@ -71,11 +71,14 @@ class CountedCalls:
 class LlvmSession:
     """Builds for one instruction set; it times kernels where this machine can run them."""
 
-    def __init__(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False) -> None:
+    def __init__(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False,
+                 beside: LlvmSession | None = None) -> None:
+        """beside: a session of the same build, whose compiled code this one shares if it is for the same target."""
         cpu, isa = detect(), isa_named(target)
         runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
         self.isa, self.cache = isa, cache
-        self.tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived)
+        code = beside.tuner.code if beside and beside.isa == isa else None
+        self.tuner: Tuner = Tuner(isa, cache, cpu.model, timing and runnable, short_lived, code)
         self.arithmetic = ("fp32", "int8", *["bf16"] * isa.bf16)
         self._timed: dict[str, dict[str, float]] = {}
         self._beside: Plan | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.backends.base import Backend, Progress, TimedNode
+from engines.backends.base import Backend, Progress, Session, TimedNode
 from engines.ir.graph import Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
 from engines.lowering.calls.calls import name_of
@@ -96,7 +96,7 @@ class NumpyBackend:
     def session(self, target: str, cache: TimingCache, timing: bool) -> NumpySession:
         return NumpySession()
 
-    def session_here(self, cache: TimingCache) -> NumpySession:
+    def session_here(self, cache: TimingCache, beside: Session) -> NumpySession:
         return NumpySession()
 
     def peaks(self) -> Peaks:

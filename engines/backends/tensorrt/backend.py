@@ -129,9 +129,9 @@ class TensorRtBackend:
         except LibraryMissing as error:
             raise ConfigError(f"target '{target}': {error}") from error
 
-    def session_here(self, cache: TimingCache) -> Session:
+    def session_here(self, cache: TimingCache, beside: Session) -> Session:
         """The first backend's: here may be no GPU."""
-        return backend_of("").session_here(cache)
+        return backend_of("").session_here(cache, beside)
 
     def peaks(self) -> Peaks:
         """Of the GPU at hand."""

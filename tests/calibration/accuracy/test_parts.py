@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibration.accuracy.comparison import compare
 from calibration.accuracy.parts import parts_of_tensor
 from calibration.accuracy.sources import Sources, selections, sources_of
-from calibration.search import compare
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Array, Graph
 from tests.calibration import detectors

@@ -1,12 +1,15 @@
 import numpy as np
 import pytest
+from onnx import parser
 from PIL import Image
 
+from calibration import Calibration
 from calibration.collect import collect
 from calibration.open_data import open_calibration_data
+from engines import build_engine
 from engines.errors import CalibrationError, ConfigError
 from engines.plan.plan import IoTensor
-from engines.preprocess import IMAGENET, PRESETS
+from engines.preprocess import IMAGENET, PRESETS, Preprocess
 
 X = IoTensor("x", "float32", ("batch", 3, 8, 8))
 MASK = IoTensor("mask", "int64", ("batch", "length"))
@@ -240,3 +243,26 @@ def test_progress_is_told_in_items(photos):
     collect(lambda feed, show: show("x", feed["x"]), open_calibration_data(photos, [X]), ["x"], batch=3,
             progress=lambda done, of: told.append((done, of)))
     assert told == [(3, 5), (5, 5)]
+
+
+def test_images_for_any_height_and_width_get_the_size_that_the_model_is_built_for(photos):
+    inputs = [IoTensor("x", "float32", ("batch", 3, "h", "w"))]
+
+    def opened(usual, preprocess=None):
+        data = open_calibration_data(photos, inputs, preprocess, usual)
+        return next(data.batches(1))["x"].shape, data.note
+
+    assert opened({"h": 12, "w": 20})[0] == (1, 3, 12, 20)
+    assert "resized to 12x20; give --opt-shapes" in opened({"h": 12, "w": 20})[1]
+    assert opened({})[0] == (1, 3, 224, 224)
+    assert opened({"h": 12, "w": 20}, Preprocess(size=(8, 8))) == ((1, 3, 8, 8), "")
+
+
+def test_a_build_calibrates_at_the_size_of_its_profile(photos):
+    weights = ", ".join(str(0.01 * (i % 17 - 8)) for i in range(108))
+    model = parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[n, 3, h, w] x) => '
+                               f"(float[n, 4, a, b] y) <float[4, 3, 3, 3] k = {{{weights}}}> {{ y = Conv(x, k) }}")
+    profile = {"x": ((1, 3, 12, 20),) * 3}
+    build = build_engine(model, precision="int8", profiles=(profile,), timing=False, cache=False,
+                         calibration=Calibration(photos, calibrator="minmax"))
+    assert any("resized to 12x20" in notice for notice in build.notices)

@@ -54,12 +54,13 @@ class Tuner:
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
-                 short_lived: bool = False) -> None:
+                 short_lived: bool = False, code: CandidateCode | None = None) -> None:
+        """code: what another tuner of the build compiles, too."""
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[Problem, Choice] = {}
         self._alone: dict[Problem, dict[Candidate, Times]] = {}
-        self._code = CandidateCode(isa)
-        self._times = CandidateTimes(isa, cache, processor, self._code)
+        self.code = code or CandidateCode(isa)
+        self._times = CandidateTimes(isa, cache, processor, self.code)
         self._timed = Timed({})
         self.generals = GeneralKernels(isa)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
@@ -72,15 +73,15 @@ class Tuner:
 
     def digest(self, one: Candidate) -> str:
         """Of all that its code is made of."""
-        return self._code.digest(one)
+        return self.code.digest(one)
 
     def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
                   generals: Iterable[GeneralKernel] = ()) -> None:
         """From sessions that compiled the same model for other shapes: their `corrections`, their code, and what of it
         is general."""
         self._timed = Timed(corrections)
-        self._code.take_over(objects)
-        self.generals.add(generals, self._code.made)
+        self.code.take_over(objects)
+        self.generals.add(generals, self.code.made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
@@ -102,7 +103,7 @@ class Tuner:
             taken = {problem: self._least(self._alone[problem]) if self.timing else self._usual(problem)
                      for problem in new}
             taken = self._with_common_layouts(taken)
-            code = self._code.alone(pool, taken.values(), lambda: report("compiled"))
+            code = self.code.alone(pool, taken.values(), lambda: report("compiled"))
         for problem, candidate in taken.items():
             found = self._alone[problem][candidate] if self.timing else (0.0,)
             self._choices[problem] = self._choice(candidate, found, code[candidate])
@@ -158,7 +159,7 @@ class Tuner:
         for kernel in kernels_for(problem, self._times.batches[-1]):
             tactics = kernel.tactics(self.isa)
             own += [one for tactic in tactics if not open_numbers
-                    and self._code.symbol(one := Candidate(kernel, tactic)) in self._code.made]
+                    and self.code.symbol(one := Candidate(kernel, tactic)) in self.code.made]
             tellable |= {Candidate(kernel, one.tactic): one
                          for one in self.generals.find(kernel, tactics, open_numbers)}
         if not own and not tellable:
@@ -166,7 +167,7 @@ class Tuner:
         best = min(own or tellable, key=self._estimate)
         if best in tellable:
             return self._told(best.kernel, tellable[best])
-        return Choice(best.kernel, best.tactic, symbol := self._code.symbol(best), self._code.made[symbol], 0.0, 1.0)
+        return Choice(best.kernel, best.tactic, symbol := self.code.symbol(best), self.code.made[symbol], 0.0, 1.0)
 
     def _told(self, kernel: Kernel[Any], one: Found) -> Choice:
         symbol = one.general.symbol
@@ -211,7 +212,7 @@ class Tuner:
         """The rivals as choices that can be run; those of a problem have their code in common."""
         report = Report(progress, len(rivals), steps=1)
         with compiler_pool(self.isa) as pool:
-            code = self._code.beside(pool, list(rivals.values()), lambda: report("compiled"))
+            code = self.code.beside(pool, list(rivals.values()), lambda: report("compiled"))
         return {problem: [self._choice(one, self._alone[problem][one], code[one]) for one in some]
                 for problem, some in rivals.items()}
 
@@ -228,7 +229,7 @@ class Tuner:
         taken = with_common_layouts(taken, self._sharing, {problem: mean_ratios(of_rivals)
                                                            for problem, of_rivals in times.items()}, TOLERANCE)
         with compiler_pool(self.isa) as pool:
-            code = self._code.alone(pool, taken.values())
+            code = self.code.alone(pool, taken.values())
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
 
     def _with_common_layouts(self, taken: Mapping[Problem, Candidate]) -> dict[Problem, Candidate]:
@@ -245,7 +246,7 @@ class Tuner:
         batches, further = self._batches_of[candidate.kernel.problem], 1.0
         if len(found) > 1 and found[0]:
             further = min(max((found[1] / found[0] - 1) / (batches[1] - batches[0]), 0.0), 1.0)
-        symbol = self._code.symbol(candidate)
+        symbol = self.code.symbol(candidate)
         return Choice(candidate.kernel, candidate.tactic, symbol, code, found[0] / batches[0], further)
 
     def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: Report) -> None:

@@ -1,0 +1,43 @@
+"""The trials of a search share compiled kernels, and the items that were read for the ranges."""
+import numpy as np
+from onnx import parser
+
+from calibration import Calibration
+from engines import build_engine
+from engines.codegen.compiler_pool import CompilerPool
+
+MODEL = parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 17]> g (float[1, 3, 8, 8] x) => (float[1, 4, 8, 8] y) '
+    f"<float[4, 3, 3, 3] w = {{{', '.join(str(0.01 * (i % 17 - 8)) for i in range(108))}}}, "
+    f"float[4, 4, 1, 1] v = {{{', '.join(str(0.1 * (i % 5 - 2)) for i in range(16))}}}> "
+    "{ a = Conv<pads = [1, 1, 1, 1]>(x, w) b = Relu(a) y = Conv(b, v) }")
+
+
+def test_a_kernel_is_compiled_once_for_trials_and_plan(monkeypatch):
+    texts = []
+    compile_all = CompilerPool.compile
+
+    def recorded(pool, modules, *done):
+        modules = list(modules)
+        texts.extend(modules)
+        return compile_all(pool, modules, *done)
+
+    monkeypatch.setattr(CompilerPool, "compile", recorded)
+    random = np.random.default_rng(0)
+    feeds = [{"x": random.random((1, 3, 8, 8)).astype(np.float32)} for _ in range(8)]
+    build = build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
+    assert texts and len(texts) == len(set(texts))
+    assert len(build.plan.machine.code) > 1
+
+
+def test_each_item_is_read_once_for_ranges_and_trials():
+    read = []
+
+    def feeds():
+        random = np.random.default_rng(0)
+        for number in range(8):
+            read.append(number)
+            yield {"x": random.random((1, 3, 8, 8)).astype(np.float32)}
+
+    build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
+    assert read.count(7) == 1
