@@ -62,10 +62,12 @@ class CandidateCode:
 
     def alone(self, pool: CompilerPool, candidates: Collection[Candidate],
               done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
-        """The code of each by itself."""
+        """Return the code of each candidate by itself. done() is called for each, compiled now or before."""
         self._alone |= {one: self.made[symbol] for one in candidates
                         if self.made and (symbol := self.symbol(one)) in self.made}
         missing = [one for one in dict.fromkeys(candidates) if one not in self._alone]
+        for _ in range(len(candidates) - len(missing)):
+            done()
         code = pool.compile((self._text([one]) for one in missing), done)
         self._alone |= dict(zip(missing, code, strict=True))
         return self._alone
