@@ -1,4 +1,4 @@
-"""How far the responses of a decoupled model may run ahead of those who take them, in the process of the model."""
+"""Holds a decoupled model back while too many of its responses have not been taken, in the process of the model."""
 from __future__ import annotations
 
 import threading

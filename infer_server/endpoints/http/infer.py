@@ -70,8 +70,8 @@ def infer(exchange: Exchange, model: str, version: str, front: Front, find: Call
 
 async def _infer_large(exchange: Exchange, size: int, model: str, version: str, front: Front,
                        find: Callable[[str, str], Model]) -> None:
-    """Does so for a request with `size` bytes of JSON, which are read in steps. What does not fit the model is refused
-    before the values of its tensors are read."""
+    """Submit a request with `size` bytes of JSON, which are parsed in steps. Values are converted to the datatypes of
+    their tensors only if those fit the model."""
     request, inflight = exchange.request, front.inflight
     if size > front.max_json_bytes:
         raise TooLargeError(f"request JSON size of {size} bytes exceeds the maximum allowed input size of "

@@ -1,4 +1,4 @@
-"""What clients are told of failures, over either protocol, names no directory of the server."""
+"""Errors that clients get, over either protocol, name no directory of the server."""
 from __future__ import annotations
 
 import json

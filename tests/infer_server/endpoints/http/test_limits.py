@@ -1,4 +1,4 @@
-"""What a client may cost: bytes that it announces, sends slowly, in pieces, compressed or as JSON."""
+"""Limits hold for bytes that a client announces, sends slowly, in pieces, compressed or as JSON."""
 from __future__ import annotations
 
 import gzip
