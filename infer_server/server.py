@@ -15,9 +15,9 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import Kind
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.aio import Behind
-from infer_server.endpoints.grpc.infer import GrpcFront
-from infer_server.endpoints.grpc.server import HEADER_PREFIX, GrpcSettings, create_server
+from infer_server.endpoints.grpc.grpcio_server import Behind, GrpcioServer
+from infer_server.endpoints.grpc.methods import HEADER_PREFIX, Methods, service_methods
+from infer_server.endpoints.grpc.ports import NGHTTP2, grpc_server
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes
@@ -100,7 +100,7 @@ class ServerOptions:
     send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
     allow_client_shm: bool = False              # clients may pass tensors in system shared memory
     workers: int = 1                            # processes that read and answer; 1: this one does
-    grpc_front: str = "grpcio"                  # or "fast", without TLS: see endpoints/grpc/fast.py
+    grpc_front: str = NGHTTP2                   # or "grpcio": the library that serves gRPC
     grpc_tls: Tls | None = None
     http_tls: Tls | None = None
     grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
@@ -109,7 +109,7 @@ class ServerOptions:
     access_log: str = ""                        # of access_log.FORMS; "": none
     tracing: SpanSettings | TraceSettings | None = None
     metrics: MetricsSettings = MetricsSettings()
-    grpc_channel: Mapping[str, int] = field(default_factory=dict)           # see GrpcSettings
+    grpc_channel: Mapping[str, int] = field(default_factory=dict)           # by the names of gRPC's C core
     forwarded: Mapping[str, re.Pattern[str]] = field(default_factory=dict)  # see Inferences
     allowed_hosts: tuple[str, ...] = ()         # host names of this server beside its own; see HostCheck
     page_cache_secs: float = 1.0                # how long a page of metrics or of the status is given to all who ask
@@ -173,14 +173,12 @@ class Server:
         inferences = Inferences(self.repository, log_of, self._tracer, options.forwarded)
         self._front = Front(inferences, self._inflight, regions, on_demand, options.max_message_bytes,
                             options.max_json_bytes)
-        front = GrpcFront(**vars(self._front), disconnect=self._listeners.disconnect)
-        self._is_fast = options.grpc_front == "fast" and options.grpc_tls is None
-        self._has_fronts = options.workers > 1
-        self._grpc = create_server(self._service, front, self.lifecycle, GrpcSettings(
-            options.max_message_bytes, {} if self._has_fronts else options.grpc_channel, options.grpc_secrets,
-            fast=self._is_fast and not self._has_fronts, reflection=options.grpc_reflection))
-        self._fronts = Fronts(options.workers, Behind(self._grpc), front, Restrictions(
-            options.grpc_secrets, HEADER_PREFIX)) if self._has_fronts else None
+        restrictions = Restrictions(options.grpc_secrets, HEADER_PREFIX)
+        self._methods = service_methods(self._service, self._front, self.lifecycle, restrictions,
+                                        options.grpc_reflection)
+        self._fronts = Fronts(
+            options.workers, Behind(GrpcioServer(self._methods, self._inflight, options.max_message_bytes, {})),
+            self._front, restrictions) if options.workers > 1 else None
         self._loading: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
@@ -207,8 +205,7 @@ class Server:
                 grpc, http = await self._fronts.start(self._of_fronts(), routes)
             else:
                 http = await self._listen_http("http", options.http_port, routes, options.http_tls)
-                grpc = 0 if "grpc" in options.closed else await self._listeners.listen_grpc(
-                    self._grpc, self._host("grpc"), options.grpc_port, options.grpc_tls)
+                grpc = 0 if "grpc" in options.closed else await self._listen_grpc(self._methods)
         self._loading = asyncio.create_task(self._load())
         return Ports(grpc, http, metrics_port)
 
@@ -282,6 +279,12 @@ class Server:
         if self._poller:
             self._polling = asyncio.create_task(self._poller.run())
 
+    async def _listen_grpc(self, methods: Methods) -> int:
+        options = self._options
+        server = grpc_server(options.grpc_front, methods, self._inflight, options.grpc_channel,
+                             options.max_message_bytes, options.min_body_rate, options.body_grace_secs)
+        return await self._listeners.listen_grpc(server, self._host("grpc"), options.grpc_port, options.grpc_tls)
+
     def _of_fronts(self) -> FrontSettings:
         options = self._options
 
@@ -292,7 +295,7 @@ class Server:
             door("grpc", options.grpc_port, options.grpc_tls), door("http", options.http_port, options.http_tls), "",
             options.max_message_bytes, options.max_body_bytes, options.max_inflight_bytes, options.send_timeout_secs,
             max_json_bytes=options.max_json_bytes, min_body_rate=options.min_body_rate,
-            body_grace_secs=options.body_grace_secs, fast=self._is_fast,
+            body_grace_secs=options.body_grace_secs, grpc_front=options.grpc_front,
             tells_metadata=bool(self._tracer or "inference" in options.grpc_secrets or "gRPC" in options.forwarded),
             reflection=options.grpc_reflection, channel=options.grpc_channel, log_level=log.getEffectiveLevel())
 

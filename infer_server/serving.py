@@ -70,7 +70,6 @@ class Call(ABC):
     deadline_ns: int = 0            # when its client gives up; 0: never
     id: str = ""                    # the client's name of it
     protocol: str                   # for the access log, and for errors: "gRPC" or "HTTP"
-    early: Callable[[Any], None] | None = None      # see Request
     form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
     rooms: Mapping[str, GpuRoom] = {}       # of outputs on GPUs; known when encoder() has been called
     lengthy: bool = False           # encoder()'s compresses the response, or copies outputs into shared memory
@@ -249,7 +248,7 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
         inputs=model.signature.to_model(call.contents(prepared.tensors, model.reached), prepared.fit.items),
         items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        early=call.early, lengthy=call.lengthy, rooms=call.rooms if model.reached else {},
+        lengthy=call.lengthy, rooms=call.rooms if model.reached else {},
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)

@@ -105,7 +105,6 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)     # likewise
     rooms: Mapping[str, GpuRoom] = field(default_factory=dict)      # on GPUs, where outputs are to lie
     outputs: tuple[str, ...] = ()               # those asked for; none: all
-    early: Callable[[Any], None] | None = None  # hands a response on from an instance's thread; reply.send() follows
     window: Window | None = None                # of a decoupled model; None: its responses come as it makes them
     taken: Callable[[], None] | None = None     # with a window, for the reply to call for each response, in order, once
                                                 # that holds nothing any more

@@ -51,7 +51,8 @@ def add_access(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=_setting, metavar="N", help=f"{text} (default: gRPC's)")
     parser.add_argument(f"--{_COMPRESSION}", choices=("none", "low", "medium", "high"),
                         default="none", metavar="LEVEL",
-                        help="but none: answers over grpcio that become smaller are sent as gzip (default %(default)s)")
+                        help="other than none: answers over gRPC that become smaller are sent as gzip (default "
+                             "%(default)s)")
     _flag(parser, "grpc-keepalive-permit-without-calls", "pings also where no call is open", False)
     _flag(parser, "grpc-reflection", "tools such as grpcurl may ask for the protocol's definitions", False)
     parser.add_argument("--allowed-hosts", action="append", default=[], metavar="NAME,...",
@@ -87,12 +88,6 @@ def access_of(given: argparse.Namespace) -> dict[str, Any]:
             **({} if _value(given, _COMPRESSION) == "none" else _COMPRESSED),
             "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
     }
-
-
-def option_of(setting: str) -> str:
-    """The option that says a setting of gRPC's C core."""
-    option = next((option for option, (name, _) in _CHANNEL.items() if name == setting), _COMPRESSION)
-    return f"--{option}"
 
 
 def _setting(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.machine.cpu import allowed_cpus
 from infer_server.backend import EngineLoader, describe_plan, load_plan
-from infer_server.cli.access import access_of, add_access, option_of
+from infer_server.cli.access import access_of, add_access
 from infer_server.cli.common import add_version, boolean, natural, positive, seconds, up_to
 from infer_server.cli.triton_options import (
     add_triton_options,
@@ -26,7 +26,7 @@ from infer_server.cli.triton_options import (
     without_effect,
 )
 from infer_server.config.fields import MOST_THREADS
-from infer_server.endpoints.grpc.fast import why_not
+from infer_server.endpoints.grpc.ports import FRONTS, NGHTTP2
 from infer_server.errors import RepositoryError
 from infer_server.listeners import address
 from infer_server.observing.log_stream import LogStream, reopen_log
@@ -107,12 +107,9 @@ def _mistake(parsed: argparse.Namespace) -> str:
     if parsed.model_memory_limit_mib and parsed.model_control_mode == "poll":
         return "--model-memory-limit-mib loads models when they are asked for, poll when they change: give one of them"
     try:
-        access = access_of(parsed)
+        access_of(parsed)
     except ValueError as error:
         return str(error)
-    if parsed.grpc_front == "fast" and access["grpc_tls"] is None and (
-            reason := why_not(access["grpc_channel"], option_of)):
-        return reason                           # with TLS grpcio serves
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
         return "--load-model=* loads every model; give no other --load-model beside it"
     return ""
@@ -257,10 +254,8 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write answers, beside the one that executes models "
                              "where there is more than one; see docs/serving.md (default %(default)s)")
-    parser.add_argument("--grpc-front", choices=("grpcio", "fast"), default="grpcio",
-                        help="what serves gRPC: grpcio, or pygrpc-native for inference without TLS (pip install "
-                             "'infer-server[fast]'; for clients that are trusted: see docs/serving.md) (default "
-                             "%(default)s)")
+    parser.add_argument("--grpc-front", choices=FRONTS, default=NGHTTP2,
+                        help="the library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
                         help="HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",

@@ -64,8 +64,6 @@ class Inflight:
         self._loop = asyncio.get_running_loop()
         self._lookout = Lookout(self._loop)
         self._calls: dict[OpenCall, None] = {}
-        self._looks: list[Callable[[], None]] = []
-        self._unread: dict[object, int] = {}    # bytes of answers that transports have, and clients have not
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None
         self._least_bytes = resident_bytes()    # of the process, since then
@@ -113,8 +111,6 @@ class Inflight:
     def check_room(self, count: int) -> None:
         """Raise MemoryLimitError if a request of `count` bytes that is about to arrive would be refused now."""
         if self.held_bytes + count > self.max_bytes:
-            self._look_at_transports()
-        if self.held_bytes + count > self.max_bytes:
             raise self._no_room(count)
 
     def receive(self, call: OpenCall, count: int) -> None:
@@ -136,10 +132,6 @@ class Inflight:
         if not self._calls:
             self._lookout.opened()
         self._calls[call] = None
-
-    def is_looking(self) -> bool:
-        """Whether the event loop is not to sleep yet, for calls have come soon after each other."""
-        return self._lookout.is_looking
 
     def lend(self, size: int) -> Callable[[], None]:
         """Count bytes that belong to no call, until the function that is returned is called. Raises
@@ -170,10 +162,6 @@ class Inflight:
         self.check_room(count)
         self._count(call, count)
 
-    def _look_at_transports(self) -> None:
-        for look in self._looks:
-            look()
-
     def _no_room(self, count: int) -> MemoryLimitError:
         return MemoryLimitError(
             f"the server holds {self.held_bytes >> 20} MiB of requests and answers, and {count / 2**20:.3g} MiB "
@@ -191,21 +179,6 @@ class Inflight:
     def _tell_spent(self) -> None:
         self._is_spent = self.is_spent
         self._spent_changed()
-
-    def look_before_refusing(self, look: Callable[[], None]) -> None:
-        """Has a transport say what is unread (count_unread) before a call is refused for it."""
-        self._looks.append(look)
-
-    def count_unread(self, transport: object, count: int) -> None:
-        """Counts the bytes of all answers that a transport keeps for clients that have not read them, where it does not
-        tell of each call when that is read: such calls end when they are answered."""
-        self.held_bytes += count - self._unread.pop(transport, 0)
-        if count:
-            self._unread[transport] = count
-        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
-        if self.is_spent != self._is_spent:
-            self._tell_spent()
-        self._trim_soon()
 
     def end(self, call: OpenCall) -> None:
         """To be called when a call has ended, answered or not, and when its answer has left this process."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,11 @@ class Tls:
         return grpc.ssl_server_credentials([(self.key.read_bytes(), self.certificate.read_bytes())], roots,
                                            require_client_auth=roots is not None)
 
-    def context(self) -> ssl.SSLContext:
+    def context(self, protocols: Sequence[str] = ("http/1.1",)) -> ssl.SSLContext:
+        """Return a context that offers these protocols by ALPN."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols(list(protocols))
         try:
             context.load_cert_chain(self.certificate, self.key)
             if self.clients:

@@ -7,8 +7,8 @@ import pickle
 from collections.abc import Callable
 from functools import lru_cache
 
-from infer_server.endpoints.grpc.calls import Answer, InferCalls
-from infer_server.endpoints.grpc.infer import GrpcFront
+from infer_server.endpoints.front import Front
+from infer_server.endpoints.grpc.infer_calls import InferCalls, InferReply
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
 from infer_server.endpoints.inflight import LITTLE_BYTES, OpenCall
@@ -28,13 +28,14 @@ _OF_STREAMS = (link.STREAM, link.MESSAGE, link.ALL_SENT, link.LEFT_STREAM, link.
 class EngineEnd(Link):
     """Of one front, as long as its process lives."""
 
-    def __init__(self, front: GrpcFront, restrictions: Restrictions, handle: Handler,
+    def __init__(self, front: Front, restrictions: Restrictions, handle: Handler,
                  ready: Callable[[str], None], gone: Callable[[], None]) -> None:
         """restrictions: of gRPC. handle: answers what comes over HTTP. ready: told once that the front listens, or why
         it does not; gone: that its process has ended."""
         super().__init__()
         self._inflight, self._handle, self._ready, self._gone = front.inflight, handle, ready, gone
-        self._infers = _InferCalls(front, restrictions, self)
+        self._infers = InferCalls(front, restrictions)
+        self._replies: dict[int, _Reply] = {}               # that are not answered, by the numbers of their calls
         self._exchanges: dict[int, _Connection] = {}        # that are not answered, by the numbers of their requests
         self._streams = Streams(front, restrictions, self)
         self._unread: dict[int, OpenCall] = {}              # answered, and not yet with their clients
@@ -48,25 +49,27 @@ class EngineEnd(Link):
         self.send(link.DRAIN, int(answered))
 
     def closed(self, reason: Exception | None) -> None:
-        self._infers.leave_all()
+        for reply in list(self._replies.values()):
+            reply.leave()
         self._streams.leave_all()
         for number in list(self._exchanges):
             self._leave(number)
         for held in self._unread.values():
             self._inflight.end(held)
         self._unread.clear()
-        self._inflight.count_unread(self, 0)
         self._gone()
 
     def received(self, frame: Frame) -> None:
         kind, number = frame.kind, frame.number
         if kind == link.INFER:
-            self._infers.take(number, frame.payload, _metadata(frame.about), frame.peer.decode(),
-                              None if frame.remaining_secs == link.NEVER else frame.remaining_secs, frame.received_ns)
+            reply = self._replies[number] = _Reply(self, frame)
+            self._infers.take(reply, frame.payload, frame.received_ns,
+                              None if frame.remaining_secs == link.NEVER else frame.remaining_secs)
         elif kind == link.HTTP:
             self._exchange(frame)
         elif kind == link.LEFT_INFER:
-            self._infers.leave(number)
+            if left := self._replies.get(number):
+                left.leave()
         elif kind == link.LEFT_HTTP:
             self._leave(number)
         elif kind in _OF_STREAMS:
@@ -74,19 +77,16 @@ class EngineEnd(Link):
         elif kind == link.READ:
             if held := self._unread.pop(number, None):
                 self._inflight.end(held)
-        elif kind == link.UNREAD:
-            self._inflight.count_unread(self, number)
         elif kind == link.LOG:
             log.log(number, "%s", frame.payload.decode())
         else:
             self._ready("" if kind == link.READY else frame.payload.decode())
 
-    # ---- calls.Transport
-    def respond(self, number: int, response: bytes, peer: str) -> None:
-        self.send(link.ANSWER, number, response, peer=peer.encode())
-
-    def fail(self, number: int, code: int, details: str) -> None:
-        self.send(link.FAIL, number, details.encode(), about=str(code).encode())
+    def forget(self, number: int, held: OpenCall | None) -> None:
+        """Drop a reply that has ended."""
+        del self._replies[number]
+        if held:
+            self._inflight.end(held)
 
     def held(self, number: int, call: OpenCall | None, answer_bytes: int) -> int:
         """Counts an answered call, if it holds much, until its client has its answer: what is to be said with that."""
@@ -138,29 +138,38 @@ class EngineEnd(Link):
         exchange.left = None                    # which refers to it: memory would wait for the cycle collector
 
 
-class _InferCalls(InferCalls):
-    transport: EngineEnd
+class _Reply(InferReply):
+    """The reply to a call of ModelInfer that a frontend worker hands on."""
+    __slots__ = ("_end", "_number", "_peer", "_about")
 
-    def leave_all(self) -> None:
-        for answer in list(self._answers.values()):
-            answer.leave()
+    def __init__(self, end: EngineEnd, frame: Frame) -> None:
+        super().__init__()
+        self._end, self._number, self._peer, self._about = end, frame.number, frame.peer, frame.about
 
-    def _answer(self, number: int, peer: str) -> Answer:
-        return _Answer(self, number, peer)
-
-
-class _Answer(Answer):
-    """To a call whose answer goes another way than straight to its client."""
-    __slots__ = ()
-    _calls: _InferCalls
-    early = None                    # type: ignore[assignment]      # the link belongs to the event loop
-
-    def send(self, response: bytes) -> None:
+    def respond(self, response: bytes) -> None:
         held, self.held = self.held, None
-        self._end()
-        end = self._calls.transport
-        flag = end.held(self.number, held, len(response))
-        end.send(link.ANSWER | flag, self.number, response, peer=self._peer.encode() if flag else b"")
+        flag = self._end.held(self._number, held, len(response))
+        self._end.forget(self._number, None)
+        self._end.send(link.ANSWER | flag, self._number, response)
+
+    def refuse(self, code: int, details: str) -> None:
+        self._end.forget(self._number, self.held)
+        self._end.send(link.FAIL, self._number, details.encode(), about=str(code).encode())
+
+    def leave(self) -> None:
+        super().leave()
+        self._end.forget(self._number, self.held)
+
+    def metadata(self) -> list[tuple[str, str]]:
+        metadata: list[tuple[str, str]] = json.loads(self._about) if self._about else []
+        return metadata
+
+    # ---- inflight.Client
+    def peer(self) -> str:
+        return self._peer.decode()
+
+    def disconnect(self) -> None:
+        """Do nothing: the worker ends the connection, by its own clock."""
 
 
 class _Connection:
@@ -191,12 +200,6 @@ class _Connection:
 
     def disconnect(self) -> None:
         """The front does, by its own clock."""
-
-
-def _metadata(about: bytes) -> list[tuple[str, str]]:
-    """What came beside a message over gRPC, where the front was asked to tell it."""
-    metadata: list[tuple[str, str]] = json.loads(about) if about else []
-    return metadata
 
 
 def _read(about: bytes) -> tuple[str, str, str, dict[str, str]]:

@@ -15,8 +15,6 @@ from infer_server.fronts import link
 from infer_server.fronts.link import Frame, Link
 from infer_server.fronts.settings import FrontSettings
 
-_FIRST = 1 << 62                # pygrpc-native counts from 0
-
 
 class Infers(Protocol):
     """What the answers of inference over gRPC are told."""
@@ -52,10 +50,6 @@ class HeldElsewhere(Inflight):
         if (number := self._numbers.pop(call, None)) is not None:
             self._front.read(number)
 
-    def count_unread(self, transport: object, count: int) -> None:
-        super().count_unread(transport, count)
-        self._front.unread(count)
-
 
 class FrontEnd(Link):
     """Ends the process when the other end is gone: its clients connect to another one."""
@@ -66,7 +60,7 @@ class FrontEnd(Link):
         """start: is given the settings, once; drain: whether all that was accepted is answered, once."""
         super().__init__()
         self._start, self._drain = start, drain
-        self._numbers = count(_FIRST)
+        self._numbers = count()
 
     def next_number(self) -> int:
         """A number for a call that has none."""
@@ -74,10 +68,6 @@ class FrontEnd(Link):
 
     def read(self, number: int) -> None:
         self.send(link.READ, number)
-
-    def unread(self, count: int) -> None:
-        """Tells how many bytes of answers are unread of which nobody says when they are read."""
-        self.send(link.UNREAD, count)
 
     def closed(self, reason: Exception | None) -> None:
         if reason and not isinstance(reason, OSError):      # our bug; no log can be handed on any more

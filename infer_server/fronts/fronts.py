@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infer_server.endpoints.grpc.aio import Behind
-from infer_server.endpoints.grpc.infer import GrpcFront
+from infer_server.endpoints.front import Front
+from infer_server.endpoints.grpc.grpcio_server import Behind
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import RepositoryError
@@ -40,7 +40,7 @@ MakeEnd = Callable[[Callable[[str], None], Callable[[], None]], EngineEnd]      
 class Fronts:
     """start() once, then close() once, on one event loop."""
 
-    def __init__(self, count: int, behind: Behind, front: GrpcFront, restrictions: Restrictions) -> None:
+    def __init__(self, count: int, behind: Behind, front: Front, restrictions: Restrictions) -> None:
         """behind: serves all of gRPC but ModelInfer. restrictions: of gRPC."""
         self._count, self._behind, self._front, self._restrictions = count, behind, front, restrictions
         self._reserved: list[Reserved] = []
@@ -68,7 +68,7 @@ class Fronts:
     async def close(self, answered: bool) -> None:
         """Has the fronts send what was answered, and end. answered: see Listeners.close."""
         await asyncio.gather(*(front.close(answered) for front in self._fronts))
-        await self._behind.stop(0)
+        await self._behind.stop()
         for reserved in self._reserved:
             reserved.close()
 

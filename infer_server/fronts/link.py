@@ -23,7 +23,6 @@ READ = 15                                           # F: ... its client has it
 STREAM, MESSAGE, ALL_SENT, LEFT_STREAM = 16, 17, 18, 19         # F: a ModelStreamInfer, a request of it, ...
 TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: it took a request; a response; the status of all of it
 WRITTEN = 23                                        # F: it wrote a response
-UNREAD = 24                                         # F: so many bytes of answers are with it (see Outbox)
 
 WINDOW = 32                     # requests of a stream that are not taken, and responses that are not written, at most
 WINDOW_BYTES = 64 << 10         # no more requests are handed on while those that are not taken have so many

@@ -6,32 +6,29 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import grpc
 
 import protos
-from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.outbox import Outbox
+from infer_server.endpoints.grpc.context import CallContext, Client, Serve, unary
+from infer_server.endpoints.grpc.errors import StatusError
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight, OpenCall
-from infer_server.errors import ServeError
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
 from infer_server.fronts.settings import FrontSettings
-from infer_server.listeners import Listeners
 
 log = logging.getLogger(__name__)
 
-_INFER, _STREAM = (f"/{protos.INFERENCE_SERVICE}/{name}" for name in ("ModelInfer", "ModelStreamInfer"))
+_STREAM = f"/{protos.INFERENCE_SERVICE}/ModelStreamInfer"
 _ELSEWHERE = {f"/{service}/{method.name}" for service in (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE)
               for method in protos.methods(service)}
 _REFLECTION = "/grpc.reflection."
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _OF_THE_CONNECTION = ("user-agent",)        # metadata that our own call will have
 
 
@@ -40,82 +37,38 @@ def _said(metadata: Iterable[tuple[str, Any]]) -> bytes:
     return json.dumps([pair for pair in metadata if isinstance(pair[1], str)]).encode()
 
 
-class NativeCalls:
-    """Calls that pygrpc-native hands over (fast.Calls), under its own numbers."""
+class GrpcCalls:
+    """The calls of a frontend worker's gRPC port. Belongs to the event loop."""
 
-    def __init__(self, outbox: Outbox, end: FrontEnd, tells_metadata: bool) -> None:
-        self._outbox, self._end, self._tells_metadata = outbox, end, tells_metadata
-
-    def take(self, number: int, data: bytes, metadata: Any, peer: str, remaining_secs: float | None,
-             received_ns: int) -> None:
-        self._end.send(link.INFER, number, data, about=_said(metadata) if self._tells_metadata else b"",
-                       peer=peer.encode(), received_ns=received_ns,
-                       remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
-
-    def leave(self, number: int) -> None:
-        self._end.send(link.LEFT_INFER, number)
-
-    # ---- front_end.Infers
-    def answered(self, frame: Frame, is_held: bool) -> None:
-        self._outbox.respond(frame.number, bytes(frame.payload), frame.peer.decode())       # no copy if it is bytes
-        if is_held:
-            self._outbox.look()                 # from here on it is counted as unread
-            self._end.read(frame.number)
-
-    def failed(self, number: int, code: int, details: str) -> None:
-        self._outbox.fail(number, code, details)
-
-    def streamed(self, frame: Frame) -> None:
-        raise AssertionError("streams go to the server behind the fronts")
-
-
-class StatusError(Exception):
-    """What a call ends with: a code and its text."""
-
-
-class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has no types
-    """The handlers of a server on grpc.aio. Belongs to the event loop."""
-
-    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, listeners: Listeners, settings: FrontSettings) -> None:
-        self._end, self._inflight, self._listeners = end, inflight, listeners
+    def __init__(self, end: FrontEnd, inflight: HeldElsewhere, settings: FrontSettings) -> None:
+        self._end, self._inflight = end, inflight
         self._tells_metadata, self._reflection = settings.tells_metadata, settings.reflection
         self._most_bytes = settings.max_message_bytes
         self._channel = grpc.aio.insecure_channel(f"unix:{settings.others}", options=[
             ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
         self._awaited: dict[int, tuple[asyncio.Future[bytes], OpenCall]] = {}
         self._streams: dict[int, _Stream] = {}
+        self._own = {INFER_PATH: unary(self._infer), _STREAM: self._stream}
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        if details.method == _INFER:
-            return grpc.unary_unary_rpc_method_handler(self._infer)
-        if details.method == _STREAM:
-            return grpc.stream_stream_rpc_method_handler(self._stream)
-        if details.method not in _ELSEWHERE and not (self._reflection and details.method.startswith(_REFLECTION)):
-            return None
-        return grpc.stream_stream_rpc_method_handler(partial(_hand_on, self._channel.stream_stream(details.method)))
+    def methods(self) -> Methods:
+        return Methods(self._find)
 
-    async def _infer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        try:
-            return await self._answer(data, context)
-        except StatusError as error:
-            code, details = error.args
-        except ServeError as error:
-            code, details = described(error, context.peer())
-        del data                                # gRPC keeps what abort() raises, and with it this frame
-        await context.abort(code, details)
-        raise AssertionError("abort() returned")
+    def _find(self, path: str) -> Serve | None:
+        if path in _ELSEWHERE or self._reflection and path.startswith(_REFLECTION):
+            return self._own.get(path) or partial(_hand_on, self._channel.stream_stream(path))
+        return None
 
-    async def _answer(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _infer(self, data: bytes, context: CallContext) -> bytes:
         """Raises MemoryLimitError, InvalidRequestError, StatusError."""
         received_ns, remaining_secs = time.monotonic_ns(), context.time_remaining()
-        held = self._inflight.begin(Client(context, self._listeners.disconnect), len(data))
-        context.add_done_callback(lambda _: self._inflight.end(held))
+        held = self._inflight.begin(Client(context), len(data))
+        context.when_done(partial(self._inflight.end, held))
         data = await plain(data, self._most_bytes, self._inflight, held)
         number = self._end.next_number()
         response: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._awaited[number] = response, held
         self._end.send(link.INFER, number, data,
-                       about=_said(context.invocation_metadata() or ()) if self._tells_metadata else b"",
+                       about=_said(context.metadata()) if self._tells_metadata else b"",
                        peer=context.peer().encode(), received_ns=received_ns,
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         try:
@@ -125,20 +78,20 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
                 self._end.send(link.LEFT_INFER, number)
             raise
 
-    async def _stream(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        stream = _Stream(self._end, context, self._inflight, self._listeners.disconnect)
+    async def _stream(self, context: CallContext) -> None:
+        stream = _Stream(self._end, context, self._inflight)
         self._streams[stream.number] = stream
-        context.add_done_callback(lambda _: stream.is_sent())
+        context.when_done(stream.is_sent)
         try:
             code, details = await stream.serve()
         except TimeoutError:
             log.warning("%s does not read its stream, which is ended", context.peer())
-            self._listeners.disconnect(context.peer())
+            context.disconnect()
             return
         finally:
             del self._streams[stream.number]
         if code:
-            await context.abort(_CODES[code], details)
+            raise StatusError(code, details)
 
     # ---- front_end.Infers
     def answered(self, frame: Frame, is_held: bool) -> None:
@@ -157,7 +110,7 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
     def failed(self, number: int, code: int, details: str) -> None:
         awaited, _ = self._awaited.pop(number, (None, None))
         if awaited and not awaited.done():
-            awaited.set_exception(StatusError(_CODES[code], details))
+            awaited.set_exception(StatusError(code, details))
 
     def streamed(self, frame: Frame) -> None:
         if stream := self._streams.get(frame.number):       # else its client has left
@@ -167,11 +120,9 @@ class AioCalls(grpc.GenericRpcHandler):     # type: ignore[misc]     # grpc has 
 class _Stream:
     """A ModelStreamInfer."""
 
-    def __init__(self, end: FrontEnd, context: grpc.aio.ServicerContext, inflight: Inflight,
-                 disconnect: Callable[[str], None]) -> None:
-        """disconnect: see Client."""
+    def __init__(self, end: FrontEnd, context: CallContext, inflight: Inflight) -> None:
         self._end, self._context, self.number = end, context, end.next_number()
-        self._inflight, self._client = inflight, Client(context, disconnect)
+        self._inflight, self._client = inflight, Client(context)
         self._untaken: deque[int] = deque()                     # the sizes of requests that were handed on
         self._room = asyncio.Event()                            # for more, perhaps
         self._responses: asyncio.Queue[Frame] = asyncio.Queue()
@@ -180,7 +131,7 @@ class _Stream:
     async def serve(self) -> tuple[int, str]:
         """The code and the text of the status that it ends with. Raises TimeoutError: its client does not read."""
         context, remaining_secs = self._context, self._context.time_remaining()
-        self._end.send(link.STREAM, self.number, about=_said(context.invocation_metadata() or ()),
+        self._end.send(link.STREAM, self.number, about=_said(context.metadata()),
                        peer=context.peer().encode(), received_ns=time.monotonic_ns(),
                        remaining_secs=link.NEVER if remaining_secs is None else remaining_secs)
         reading = asyncio.ensure_future(self._read_all())
@@ -200,7 +151,7 @@ class _Stream:
 
     async def _read_all(self) -> None:
         """What has no room is not read: gRPC holds it back at its client, as where one process serves."""
-        while (data := await self._context.read()) is not grpc.aio.EOF:
+        while (data := await self._context.read()) is not None:
             self._end.send(link.MESSAGE, self.number, data)
             self._untaken.append(len(data))
             while len(self._untaken) >= link.WINDOW or sum(self._untaken) >= link.WINDOW_BYTES:
@@ -223,27 +174,27 @@ class _Stream:
             self._unsent = None
 
 
-async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, _: Any, context: grpc.aio.ServicerContext) -> None:
-    """Has a call of whatever kind answered by another server, message by message.
+async def _hand_on(elsewhere: grpc.aio.StreamStreamMultiCallable, context: CallContext) -> None:
+    """Have a call answered by another server, message by message. Raises StatusError.
 
-    Not one that ends before all is sent: instead of the status, grpc.aio's client may have an internal error.
+    A call that ends before all is sent may end with an internal error of grpc.aio's client instead of its status.
     """
     call = elsewhere(timeout=context.time_remaining(), metadata=[
-        pair for pair in context.invocation_metadata() or () if pair[0] not in _OF_THE_CONNECTION])
+        pair for pair in context.metadata() if pair[0] not in _OF_THE_CONNECTION])
     sending = asyncio.ensure_future(_send_all(context, call))
     try:
         while (response := await call.read()) is not grpc.aio.EOF:
             await context.write(response)
     except grpc.aio.AioRpcError as error:
-        await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+        raise StatusError(error.code().value[0], error.details() or "") from error
     finally:
         sending.cancel()
         call.cancel()
 
 
-async def _send_all(context: grpc.aio.ServicerContext, call: grpc.aio.StreamStreamCall) -> None:
+async def _send_all(context: CallContext, call: grpc.aio.StreamStreamCall) -> None:
     try:
-        while (data := await context.read()) is not grpc.aio.EOF:
+        while (data := await context.read()) is not None:
             await call.write(data)
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

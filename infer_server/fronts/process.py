@@ -9,34 +9,17 @@ import logging
 import socket
 import sys
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
-import grpc
-
-from infer_server.endpoints.grpc.aio import aio_server
-from infer_server.endpoints.grpc.fast import FastServer
-from infer_server.endpoints.grpc.outbox import Outbox
+from infer_server.endpoints.grpc.ports import grpc_server
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere, ToLink
-from infer_server.fronts.over_grpc import AioCalls, NativeCalls
+from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.over_http import HttpCalls
 from infer_server.fronts.settings import FrontSettings
-from infer_server.listeners import Listeners
+from infer_server.listeners import GrpcServer, Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
-
-
-class _Others:
-    """The server behind the fronts, which the engines' process starts and stops (fast.Fallback)."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    async def start(self) -> str:
-        return self._path
-
-    async def stop(self, grace: float | None) -> None: ...
 
 
 class Front:
@@ -76,19 +59,10 @@ class Front:
             return
         self.end.send(link.READY)
 
-    def _grpc(self, settings: FrontSettings, inflight: HeldElsewhere) -> grpc.aio.Server | FastServer:
-        if settings.fast:
-            return FastServer(_Others(settings.others), partial(self._native_calls, settings.tells_metadata),
-                              settings.max_message_bytes, settings.channel, inflight, self._listeners.disconnect,
-                              shares_port=True)
-        server = aio_server(settings.max_message_bytes, settings.channel, shares_port=True)
-        self.end.infers = calls = AioCalls(self.end, inflight, self._listeners, settings)
-        server.add_generic_rpc_handlers((calls,))
-        return server
-
-    def _native_calls(self, tells_metadata: bool, outbox: Outbox) -> NativeCalls:
-        self.end.infers = calls = NativeCalls(outbox, self.end, tells_metadata)
-        return calls
+    def _grpc(self, settings: FrontSettings, inflight: HeldElsewhere) -> GrpcServer:
+        self.end.infers = calls = GrpcCalls(self.end, inflight, settings)
+        return grpc_server(settings.grpc_front, calls.methods(), inflight, settings.channel, settings.max_message_bytes,
+                           settings.min_body_rate, settings.body_grace_secs, shares_port=True)
 
     async def _close(self, answered: bool) -> None:
         await self._listeners.close(answered)

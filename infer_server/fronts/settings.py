@@ -27,8 +27,8 @@ class FrontSettings:
     max_json_bytes: int = 64 << 20
     min_body_rate: int = 500            # see Limits
     body_grace_secs: float = 10.0
-    fast: bool = False                  # ModelInfer on pygrpc-native
+    grpc_front: str = "nghttp2"         # the library that serves gRPC
     tells_metadata: bool = False        # the engines' process asks for what comes beside messages over gRPC
     reflection: bool = False            # which is served where all but ModelInfer is
-    channel: Mapping[str, int] = field(default_factory=dict)        # see GrpcSettings
+    channel: Mapping[str, int] = field(default_factory=dict)        # of gRPC, by the names of its C core
     log_level: int = 0

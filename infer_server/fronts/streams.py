@@ -4,11 +4,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 
 import grpc
 
+from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.infer import GrpcFront
 from infer_server.endpoints.grpc.stream import infer_stream
 from infer_server.endpoints.inflight import LITTLE_BYTES
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
@@ -19,7 +20,7 @@ from infer_server.fronts.link import Frame, Link
 class Streams:
     """Of one front. Belongs to the event loop."""
 
-    def __init__(self, front: GrpcFront, restrictions: Restrictions, end: Link) -> None:
+    def __init__(self, front: Front, restrictions: Restrictions, end: Link) -> None:
         self._front, self._restrictions, self._end = front, restrictions, end
         self._open: dict[int, tuple[_Context, asyncio.Task[None]]] = {}
 
@@ -43,8 +44,8 @@ class Streams:
     async def _serve(self, number: int, context: _Context) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.invocation_metadata()).get)
-            await infer_stream(context, self._front)
+            self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.metadata()).get)
+            await infer_stream(self._front, context)
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -53,7 +54,7 @@ class Streams:
 
 
 class _Context:
-    """What infer_stream asks of a grpc.aio.ServicerContext."""
+    """The CallContext of a stream that a frontend worker hands on."""
 
     def __init__(self, begun: Frame, end: Link) -> None:
         self._number, self._end, self._peer = begun.number, end, begun.peer.decode()
@@ -73,18 +74,23 @@ class _Context:
     def peer(self) -> str:
         return self._peer
 
-    def invocation_metadata(self) -> list[tuple[str, str]]:
+    def metadata(self) -> list[tuple[str, str]]:
         return self._metadata
 
     def time_remaining(self) -> float | None:
         return max(0.0, (self._ends_ns - time.monotonic_ns()) / 1e9) if self._ends_ns else None
 
-    async def read(self) -> object:
+    async def read(self) -> bytes | None:
         data = await self._requests.get()
-        if data is None:
-            return grpc.aio.EOF
-        self._end.send(link.TAKEN, self._number)
+        if data is not None:
+            self._end.send(link.TAKEN, self._number)
         return data
+
+    def disconnect(self) -> None:
+        """Do nothing: the worker ends the connection, by its own clock."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        raise NotImplementedError("streams count their answers one by one")
 
     async def write(self, message: bytes) -> None:
         """Waits until there is room for more, and a large message until its client takes it: it is counted that

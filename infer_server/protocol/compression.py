@@ -7,11 +7,11 @@ https://github.com/grpc/grpc/blob/master/doc/compression.md
 """
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Callable, Generator
 
 from infer_server.errors import InvalidRequestError, TooLargeError
+from protos.buffers import uninitialised
 
 WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}       # zlib's wbits by coding
 _STEP_BYTES = 512 << 10         # made in one step: a millisecond or two
@@ -19,10 +19,6 @@ _SLICE_BYTES = 64 << 10         # handed to zlib at a time: what it does not con
 _MOST_FACTOR = 1032             # that deflate can grow by
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZLIB_METHOD = 8                # in the low bits of a zlib stream's first byte
-
-# A bytearray of whatever its memory holds: pages that nothing is written to take no memory.
-_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_bytearray.argtypes, _bytearray.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
@@ -46,7 +42,7 @@ def inflated(data: bytes | bytearray, coding: str, most_bytes: int,
     TooLargeError : the output exceeds `most_bytes`.
     """
     inflater, source = zlib.decompressobj(WINDOW[coding]), memoryview(data)
-    output: bytearray = _bytearray(None, min(most_bytes, _MOST_FACTOR * len(data)) + 1)
+    output = uninitialised(min(most_bytes, _MOST_FACTOR * len(data)) + 1)
     size = at = 0
     rest: bytes | memoryview = b""
     while not inflater.eof:

@@ -19,7 +19,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import CachedResponses, ResponseCache
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Request
+from infer_server.batching.request import AGAIN, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig, complete_policy
@@ -260,12 +260,7 @@ class QueuedModel(Model):
         failed, or what it gave came later."""
         if self._sequences:
             outcomes = [outcome for outcome in outcomes if not self._comes_again(*outcome, execution)]
-        post(self._loop, self._finish, outcomes, execution)     # first: who has an answer finds it in the statistics
-        now_ns = time.monotonic_ns()
-        for request, result in outcomes:
-            if request.early and result is not NO_MORE and not isinstance(result, Exception) and (
-                    request.deadline_ns == 0 or now_ns <= request.deadline_ns):
-                request.early(result)
+        post(self._loop, self._finish, outcomes, execution)
 
     def _execute_short(self) -> bool:
         """Executes a short batch on the event loop, if an instance is free and one waits."""

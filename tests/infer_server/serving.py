@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import sys
 import threading
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import uvloop
 
 from infer_server.backend import EngineLoader
@@ -22,10 +20,8 @@ from tests.infer_server.numpy_engine import TIMEOUT_SECS, load_numpy_engine
 T = TypeVar("T")
 RunLoop = Callable[[Coroutine[Any, Any, None]], None]       # runs a server on an event loop of its kind
 # What serves gRPC, as parameters of tests and of fixtures; and the same in processes of their own.
-_IF_INSTALLED = pytest.mark.skipif(importlib.util.find_spec("pygrpc_native") is None,
-                                   reason="pygrpc-native is not installed")
-FRONTS = ("grpcio", pytest.param("fast", marks=_IF_INSTALLED))
-WORKERS = ("grpcio, 2 workers", pytest.param("fast, 2 workers", marks=_IF_INSTALLED))
+FRONTS = ("nghttp2", "grpcio")
+WORKERS = ("nghttp2, 2 workers", "grpcio, 2 workers")
 DEFAULTS: dict[str, Any] = {"drain_grace_secs": 0.0, "page_cache_secs": 0.0}   # where a test says nothing else
 
 
@@ -80,7 +76,7 @@ class RunningServer:
 
 def options(repository: Path, **given: Any) -> ServerOptions:
     given = {"model_repositories": (repository,), **DEFAULTS, **given}
-    front, _, workers = given.pop("grpc_front", "grpcio").partition(", ")       # of FRONTS or WORKERS
+    front, _, workers = given.pop("grpc_front", "nghttp2").partition(", ")       # of FRONTS or WORKERS
     return ServerOptions(cache_dir=repository / ".cache", grpc_port=0, http_port=0, metrics_port=0,
                          **{"grpc_front": front, "workers": int(workers.removesuffix(" workers") or 1), **given})
 

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 _DESCRIPTORS = "/dev/fd"            # of this process; Linux and macOS have it
 _TCP_INFO = 11                      # <linux/tcp.h>; where it means something else, it is too short
-_BYTES_ACKED = struct.Struct("=120xQ")      # the field tcpi_bytes_acked of struct tcp_info
-_BYTES_RECEIVED = struct.Struct("=128xQ")   # and tcpi_bytes_received
+_BYTES_RECEIVED = struct.Struct("=128xQ")   # the field tcpi_bytes_received of struct tcp_info
 _LOOKING_SECS = 0.25
 _LOOKS = 20                                 # at what is received, before memory is taken for something else's
 _TRACKED_SHARE = 1 / 8                      # of the limit of bytes in flight, of memory that nothing explains
@@ -123,32 +122,6 @@ def _received_bytes(port: int) -> Iterator[tuple[str, int]]:
             if not _listens(end):
                 info = end.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_RECEIVED.size)
                 yield _peer(end), _BYTES_RECEIVED.unpack(info)[0]
-
-
-class Connections:
-    """To a port of this process, by their peers as gRPC writes them. From any thread."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._descriptors: dict[str, int] = {}      # as they were when a peer was looked for in vain
-
-    def taken_bytes(self, peer: str) -> int | None:
-        """How many bytes the other end has acknowledged since it connected. None: it has gone, or the system does not
-        tell."""
-        peer = unquote(peer)
-        taken = self._taken_bytes(peer)
-        if taken is None:
-            self._descriptors = {_peer(connection): descriptor for descriptor, connection in _sockets(self._port)}
-            taken = self._taken_bytes(peer)
-        return taken
-
-    def _taken_bytes(self, peer: str) -> int | None:
-        with suppress(KeyError, OSError, struct.error), _duplicate(self._descriptors[peer]) as connection:
-            if _peer(connection) == peer:           # the descriptor may be another's by now
-                info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_ACKED.size)
-                taken: int = _BYTES_ACKED.unpack(info)[0]
-                return taken
-        return None
 
 
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:

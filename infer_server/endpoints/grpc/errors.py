@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -15,9 +14,18 @@ from infer_server.errors import MalformedMessageError, ServeError, TooLargeError
 from infer_server.protocol.redaction import public_text
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Request = TypeVar("Request", bound=Message)
-Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]
+
+
+class StatusError(Exception):
+    """A call that another process has ended with a status."""
+
+    def __init__(self, code: int, details: str) -> None:
+        super().__init__(details)
+        self.code, self.details = _CODES[code], details
+
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 # The statuses that Triton gives, so that what its clients retry they retry here.
 _STATUS: dict[type[ServeError], grpc.StatusCode] = {
@@ -62,6 +70,8 @@ def parsed(message: type[Request], data: bytes, most_bytes: int = _MOST_REQUEST_
 
 def described(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
     """The status that ends a call, and its text. What the client does not learn, and who sends nonsense, is logged."""
+    if isinstance(error, StatusError):
+        return error.code, error.details
     if not isinstance(error, ServeError):       # our bug: the client learns that much, the log has the rest
         log.error("a call failed", exc_info=error)
         return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
@@ -80,22 +90,3 @@ def _clipped(text: str) -> str:
 def _escaped_bytes(character: str) -> int:
     """In gRPC's metadata, where each byte that is no printed character of ASCII becomes three."""
     return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
-
-
-def answering(call: Callable[[Any, grpc.aio.ServicerContext], Awaitable[T]]) -> Handler[T]:
-    """A gRPC handler from a function that raises ServeErrors.
-
-    Handlers take bytes, and parse them by parsed(): what a deserialiser raises, gRPC takes for a fault of the server.
-    """
-
-    async def handler(request: Any, context: grpc.aio.ServicerContext) -> T:
-        try:
-            return await call(request, context)
-        except Exception as error:
-            code, details = described(error, context.peer())
-        # gRPC keeps what abort() raises: neither the request nor the frames of the error shall hang on to that.
-        del request
-        await context.abort(code, details)
-        raise AssertionError("abort() returned")
-
-    return handler

@@ -4,30 +4,31 @@ https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """
 from __future__ import annotations
 
-import grpc
+from collections.abc import Mapping
 
 import protos
-from infer_server.endpoints.grpc.errors import answering, parsed
-from infer_server.endpoints.restrictions import Restrictions
-from infer_server.errors import UnknownServiceError
+from infer_server.endpoints.grpc.context import CallContext, Serve, unary
+from infer_server.endpoints.grpc.errors import parsed
+from infer_server.errors import MalformedMessageError, UnknownServiceError
 from infer_server.lifecycle import Lifecycle
 from protos import health
 
 _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 
 
-def health_handlers(lifecycle: Lifecycle, restrictions: Restrictions) -> grpc.GenericRpcHandler:
-    """Check and Watch, over the readiness of the server."""
+def health_methods(lifecycle: Lifecycle) -> Mapping[str, Serve]:
+    """Return Check and Watch, by path, over the readiness of the server."""
 
-    async def check(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        restrictions.check("health", dict(context.invocation_metadata() or ()).get)
+    async def check(data: bytes, _: CallContext) -> bytes:
         request = parsed(health.HealthCheckRequest, data)
         if request.service not in _SERVICES:
             raise UnknownServiceError(f"unknown service '{request.service}'")
         return _response(lifecycle.ready).SerializeToString()
 
-    async def watch(data: bytes, context: grpc.aio.ServicerContext) -> None:
-        restrictions.check("health", dict(context.invocation_metadata() or ()).get)
+    async def watch(context: CallContext) -> None:
+        data = await context.read()
+        if data is None:
+            raise MalformedMessageError("the call has no message")
         request = parsed(health.HealthCheckRequest, data)
         last = None
         async for ready in lifecycle.readiness():      # ends when the server stops, so that no watcher holds it up
@@ -37,9 +38,7 @@ def health_handlers(lifecycle: Lifecycle, restrictions: Restrictions) -> grpc.Ge
                 await context.write(response.SerializeToString())
             last = response
 
-    return grpc.method_handlers_generic_handler(protos.HEALTH_SERVICE, {
-        "Check": grpc.unary_unary_rpc_method_handler(answering(check)),
-        "Watch": grpc.unary_stream_rpc_method_handler(answering(watch))})
+    return {f"/{protos.HEALTH_SERVICE}/Check": unary(check), f"/{protos.HEALTH_SERVICE}/Watch": watch}
 
 
 def _response(ready: bool) -> health.HealthCheckResponse:

@@ -5,15 +5,12 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
-
-import grpc
 
 from infer_server.batching.request import Arrays, AwaitedReply, Outputs, parameters_of
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.aio import Client
 from infer_server.endpoints.grpc.compression import plain
+from infer_server.endpoints.grpc.context import CallContext, Client, HasHeaders
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.shared_memory import Place
 from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms, wanted
@@ -25,17 +22,12 @@ from infer_server.serving import Call, Served
 from protos import inference
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrpcFront(Front):
-    disconnect: Callable[[str], None]       # ends the connection of a peer as gRPC names it
-
-
-async def infer(data: bytes, context: grpc.aio.ServicerContext, front: GrpcFront) -> bytes:
-    """Serves one serialised ModelInferRequest; returns the serialised response. Raises ServeErrors."""
+async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
+    """Serve one serialised ModelInferRequest; return the serialised response. Raises ServeErrors."""
     received_ns = time.monotonic_ns()
     inflight = front.inflight
-    held = inflight.begin(Client(context, front.disconnect), len(data))
-    context.add_done_callback(lambda _: inflight.end(held))
+    held = inflight.begin(Client(context), len(data))
+    context.when_done(functools.partial(inflight.end, held))
     data = await plain(data, front.max_message_bytes, inflight, held)
     call = GrpcCall(split_request(data), received_ns, context.time_remaining(), front, held)
     if front.on_demand:
@@ -76,7 +68,7 @@ class GrpcCall(Call):
 
     def headers(self) -> Iterable[tuple[str, str]]:
         client = self._held.client
-        return client.headers() if isinstance(client, Client) else ()
+        return client.headers() if isinstance(client, HasHeaders) else ()
 
     def inputs(self) -> Sequence[InputTensor]:
         return declared_inputs(self._message.header.inputs, self.model)

@@ -4,9 +4,11 @@ https://grpc.io/docs/guides/reflection
 """
 from __future__ import annotations
 
-import grpc
+from collections.abc import Mapping
 
 import protos
+from infer_server.endpoints.grpc.context import CallContext, Serve
+from infer_server.endpoints.grpc.errors import parsed
 
 
 def is_installed() -> bool:
@@ -17,8 +19,16 @@ def is_installed() -> bool:
     return True
 
 
-def add_reflection(server: grpc.aio.Server) -> None:
-    """Adds the service to a server that is not started."""
-    from grpc_reflection.v1alpha import reflection
-    reflection.enable_server_reflection(
-        (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE, reflection.SERVICE_NAME), server, protos.pool())
+def reflection_methods() -> Mapping[str, Serve]:
+    """Return the method of server reflection, by path. Needs grpcio-reflection."""
+    from grpc_reflection.v1alpha import reflection, reflection_pb2
+    servicer = reflection.ReflectionServicer(
+        (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE, reflection.SERVICE_NAME), protos.pool())
+
+    async def answer(context: CallContext) -> None:
+        while (data := await context.read()) is not None:
+            request = parsed(reflection_pb2.ServerReflectionRequest, data)
+            for response in servicer.ServerReflectionInfo(iter([request]), None):
+                await context.write(response.SerializeToString())
+
+    return {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": answer}

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
-
-from infer_server.endpoints.grpc.aio import Client
+from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.infer import GrpcCall, GrpcFront
+from infer_server.endpoints.grpc.context import CallContext, Client
+from infer_server.endpoints.grpc.infer import GrpcCall
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.redaction import public_text
@@ -42,17 +41,17 @@ def _final(final: bool) -> bytes:
 _FINAL = {final: _final(final) for final in (True, False)}
 
 
-async def infer_stream(context: grpc.aio.ServicerContext, front: GrpcFront) -> None:
-    """Serves a stream until its client has sent all and been answered, or has gone."""
+async def infer_stream(front: Front, context: CallContext) -> None:
+    """Serve a stream until its client has sent all requests and has been answered, or has gone."""
     await _Stream(context, front).serve()
 
 
 class _Stream:
     """Belongs to the event loop."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, front: GrpcFront) -> None:
+    def __init__(self, context: CallContext, front: Front) -> None:
         self.context, self.front = context, front
-        self.client = _StreamClient(context, front.disconnect, self.fail)
+        self.client = _StreamClient(context, self.fail)
         self.over = False                               # nobody reads any more
         self._unanswered: deque[_Answer] = deque()      # in the order of their requests
         self._unsent: deque[tuple[bytes | Exception, OpenCall | None]] = deque()       # an error ends the stream
@@ -60,7 +59,7 @@ class _Stream:
         self._changed = asyncio.Event()                 # there is something to send, or no more will be
         self._room = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ends_with_status = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+        self._ends_with_status = ("triton_grpc_error", "true") in tuple(context.metadata())
 
     async def serve(self) -> None:
         parts = [asyncio.ensure_future(part) for part in (self._read_all(), self._send_all())]
@@ -84,7 +83,7 @@ class _Stream:
             task = None
 
     async def _read_all(self) -> None:
-        while (data := await self.context.read()) is not grpc.aio.EOF:
+        while (data := await self.context.read()) is not None:
             answer = _Answer(self)
             self._unanswered.append(answer)
             await answer.take(data)
@@ -167,12 +166,10 @@ def _taken_note_of(work: asyncio.Future[Any]) -> None:
 
 
 class _StreamClient(Client):
-    """Its stream ends at once. That of a client of the other front comes by a socket of this process, and outlives the
-    connections to the port."""
+    """The client of a stream: disconnecting it ends the stream at once."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, disconnect: Callable[[str], None],
-                 end: Callable[[Exception], None]) -> None:
-        super().__init__(context, disconnect)
+    def __init__(self, context: CallContext, end: Callable[[Exception], None]) -> None:
+        super().__init__(context)
         self._end: Callable[[Exception], None] | None = end
 
     def disconnect(self) -> None:

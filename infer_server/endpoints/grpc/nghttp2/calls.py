@@ -1,0 +1,337 @@
+"""The calls on a connection: ModelInfer as an object without a coroutine, all others as a coroutine each."""
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from infer_server.endpoints.grpc.compression import plain
+from infer_server.endpoints.grpc.context import Serve
+from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.infer_calls import InferCalls, InferReply
+from infer_server.endpoints.grpc.nghttp2.head import INTERNAL, RequestHead
+from infer_server.endpoints.inflight import OpenCall
+from infer_server.errors import DeadlineExceededError, MemoryLimitError
+from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeError
+
+if TYPE_CHECKING:
+    from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
+
+
+class Call(Protocol):
+    """A stream of the connection. Belongs to the event loop."""
+    answered_at: float                  # on the loop's clock; 0: it has no answer
+    is_partial: bool                    # a message has arrived in part
+    partial_bytes: int                  # of the messages that have arrived in pieces
+
+    def receive(self, data: bytes, is_last: bool) -> None:
+        """Take a piece of the request's body."""
+
+    def close(self) -> None:
+        """The stream has ended: its client has the answer, or has gone."""
+
+    def fail(self, error: Exception) -> None:
+        """End the call with the status of an error."""
+
+
+class InferCall(InferReply):
+    """A call of ModelInfer."""
+    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_received_ns", "_timer", "_ended",
+                 "answered_at", "is_partial", "partial_bytes")
+
+    def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, calls: InferCalls) -> None:
+        super().__init__()
+        self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
+        self._reader: MessageReader | None = None       # while a message arrives in pieces
+        self._received_ns = 0                           # when the message was complete; 0: it is not
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False                             # the client has sent everything
+        self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
+        if head.remaining_secs is not None:
+            self._timer = connection.loop.call_later(head.remaining_secs, self._expire)
+
+    def receive(self, data: bytes, is_last: bool) -> None:
+        if is_last:
+            self._ended = True
+        connection = self._connection
+        if self._received_ns or self.gone:
+            connection.acknowledge(self._stream, len(data))
+        elif self._reader is None and len(data) > PREFIX_BYTES and (
+                int.from_bytes(data[1:PREFIX_BYTES]) == len(data) - PREFIX_BYTES <= connection.max_message_bytes):
+            connection.acknowledge(self._stream, len(data))
+            self._take(data[PREFIX_BYTES:], data[0] != 0)
+        else:
+            self._receive_piece(data)
+        if is_last and not (self._received_ns or self.gone):
+            self.refuse(INTERNAL, "the call ended before its message was complete")
+
+    def _receive_piece(self, data: bytes) -> None:
+        try:
+            if self._reader is None:
+                self._reader = MessageReader(self._connection.max_message_bytes)
+                self.is_partial = True
+                self.held = self._calls.front.inflight.begin(self, 0)
+                self._connection.watch_partial()
+            self._calls.front.inflight.receive(self._held(), len(data))
+            self.partial_bytes += len(data)
+            self._connection.acknowledge(self._stream, len(data))
+            messages = self._reader.feed(data)
+        except MessageTooLargeError as error:
+            self.fail(MemoryLimitError(str(error)))
+        except MemoryLimitError as error:
+            self.fail(error)
+        else:
+            if messages:
+                self._reader, self.is_partial = None, False
+                self._calls.front.inflight.complete(self._held())
+                self._take(*messages[0])
+
+    def _held(self) -> OpenCall:
+        assert self.held is not None
+        return self.held
+
+    def _take(self, data: bytes | bytearray, is_compressed: bool) -> None:
+        self._received_ns = now_ns = time.monotonic_ns()
+        if is_compressed:
+            self._connection.run(self._inflate(bytes(data)))
+        else:
+            remaining_secs = self._head.remaining_secs      # the time that the message took to arrive is part of it
+            if remaining_secs is not None and self._timer:
+                remaining_secs = max(0.0, self._timer.when() - self._connection.loop.time())
+            self._calls.take(self, data, now_ns, remaining_secs)    # type: ignore[arg-type]    # nobody changes it
+
+    async def _inflate(self, data: bytes) -> None:
+        front = self._calls.front
+        if not self._head.is_encoded:
+            self.refuse(INTERNAL, "a compressed message without grpc-encoding")
+            return
+        try:
+            if self.held is None:
+                self.held = front.inflight.begin(self, len(data))
+            message = await plain(data, front.max_message_bytes, front.inflight, self.held)
+        except Exception as error:
+            self.fail(error)
+        else:
+            if not self.gone:
+                self._take(message, False)
+
+    def _expire(self) -> None:
+        if not self.gone:
+            self.leave()
+            self._refuse(*_late(self.peer()))
+
+    def metadata(self) -> Iterable[tuple[str, Any]]:
+        return self._head.metadata
+
+    def peer(self) -> str:
+        return self._connection.peer
+
+    def disconnect(self) -> None:
+        self._connection.abort()
+
+    def respond(self, response: bytes) -> None:
+        if self.held:
+            self._calls.front.inflight.keep(self.held, len(response))
+        self.answered_at = self._connection.loop.time()
+        self._connection.answer(self._stream, response, self._head)
+        if not self._ended:
+            self._connection.reset_when_sent(self._stream)
+
+    def refuse(self, code: int, details: str) -> None:
+        self.gone = True
+        self._refuse(code, details)
+
+    def _refuse(self, code: int, details: str) -> None:
+        self.answered_at = self._connection.loop.time()
+        self._reader, self.is_partial = None, False
+        self._connection.refuse(self._stream, code, details, self._ended)
+
+    def close(self) -> None:
+        if not self.gone:
+            self.leave()
+        if self._timer:
+            self._timer.cancel()
+        if self.held:
+            self._calls.front.inflight.end(self.held)
+
+
+class CoroutineCall:
+    """A call that a coroutine serves; a CallContext."""
+
+    def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, serve: Serve) -> None:
+        self._connection, self._stream, self._head = connection, stream, head
+        self._inflight = connection.inflight
+        self._reader = MessageReader(connection.max_message_bytes)
+        # Complete messages, the bytes that they close the window by, and what ends their being counted.
+        self._messages: deque[tuple[bytes, int, Callable[[], None]]] = deque()
+        self._partial = OpenCall(self)                  # counts a message that arrives in pieces
+        self._ended = self._started = self._finished = False    # the client has sent all; headers, trailers are sent
+        self._changed: asyncio.Future[None] | None = None       # somebody waits for a message
+        self._room: asyncio.Future[None] | None = None          # somebody waits until a message is sent
+        self._done: list[Callable[[], None]] = []
+        self._closed = False
+        self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
+        self._deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if head.remaining_secs is not None:
+            self._deadline = connection.loop.time() + head.remaining_secs
+            self._timer = connection.loop.call_later(head.remaining_secs, self._expire)
+        self._task: asyncio.Task[None] | None = connection.run(self._run(serve))
+
+    async def _run(self, serve: Serve) -> None:
+        try:
+            await serve(self)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._finish(0, "")
+        finally:
+            self._task = None
+
+    # ---- the connection
+    def receive(self, data: bytes, is_last: bool) -> None:
+        if self._finished or self._closed:
+            self._connection.acknowledge(self._stream, len(data))
+            return
+        self._ended = self._ended or is_last
+        try:
+            messages = self._reader.feed(data)
+            self._count(len(data), messages)
+        except MessageTooLargeError as error:
+            self.fail(MemoryLimitError(str(error)))
+            return
+        except MemoryLimitError as error:
+            self.fail(error)
+            return
+        if is_last and not self._reader.is_between:
+            self._refuse(INTERNAL, "the call ended before its message was complete")
+        elif self._changed and (messages or is_last) and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _count(self, size: int, messages: list[tuple[bytes | bytearray, bool]]) -> None:
+        """Count what has arrived. Bytes of a message in pieces open the window at once: it may exceed the window."""
+        self.is_partial = not self._reader.is_between
+        if messages:
+            self._inflight.end(self._partial)
+        complete = 0
+        for message, is_compressed in messages:
+            if is_compressed and not self._head.is_encoded:
+                self._refuse(INTERNAL, "a compressed message without grpc-encoding")
+                return
+            window = min(size - complete, len(message) + PREFIX_BYTES)
+            complete += window
+            self._messages.append((bytes(message), window, self._inflight.lend(len(message))))
+        if rest := size - complete:
+            self._connection.acknowledge(self._stream, rest)
+            self.partial_bytes += rest
+        if self.is_partial:
+            self._inflight.receive(self._partial, rest)
+            self._connection.watch_partial()
+
+    def _expire(self) -> None:
+        self._cancel()
+        if not self._finished:
+            self._refuse(*_late(self.peer()))
+
+    def close(self) -> None:
+        self._closed = True
+        self._cancel()
+        if self._timer:
+            self._timer.cancel()
+        self._inflight.end(self._partial)
+        self._drop_messages()
+        if self._room and not self._room.done():
+            self._room.set_result(None)
+        for callback in self._done:
+            callback()
+        self._done.clear()
+
+    def sent(self) -> None:
+        """Wake the writer: all that was written has been sent."""
+        if self._room and not self._room.done():
+            self._room.set_result(None)
+
+    def _cancel(self) -> None:
+        if self._task:
+            self._task.cancel()
+            self._task = None
+
+    def _drop_messages(self) -> None:
+        for _, window, free in self._messages:
+            free()
+            self._connection.acknowledge(self._stream, window)
+        self._messages.clear()
+
+    def fail(self, error: Exception) -> None:
+        code, details = described(error, self.peer())
+        self._refuse(code.value[0], details)
+
+    def _refuse(self, code: int, details: str) -> None:
+        self._finish(code, details)
+        if self._task and asyncio.current_task() is not self._task:
+            self._cancel()
+
+    def _finish(self, code: int, details: str) -> None:
+        if self._finished or self._closed:
+            return
+        self._finished, self.is_partial = True, False
+        self.answered_at = self._connection.loop.time()
+        self._inflight.end(self._partial)
+        self._drop_messages()
+        if self._started:
+            self._connection.finish(self._stream, code, details, self._ended)
+        else:
+            self._connection.refuse(self._stream, code, details, self._ended)
+
+    # ---- CallContext
+    async def read(self) -> bytes | None:
+        while not self._messages:
+            if self._ended:
+                return None
+            self._changed = self._connection.loop.create_future()
+            try:
+                await self._changed
+            finally:
+                self._changed = None
+        message, window, free = self._messages.popleft()
+        free()
+        self._connection.acknowledge(self._stream, window)
+        self._connection.flush_soon()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        if self._finished or self._closed:
+            return
+        if not self._started:
+            self._started = True
+            self._connection.start(self._stream, self._head)
+        if not self._connection.write_message(self._stream, message, self._head, self):
+            self._room = self._connection.loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    def peer(self) -> str:
+        return self._connection.peer
+
+    def metadata(self) -> Iterable[tuple[str, Any]]:
+        return self._head.metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - self._connection.loop.time())
+
+    def disconnect(self) -> None:
+        self._connection.abort()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._done.append(callback)
+
+
+def _late(peer: str) -> tuple[int, str]:
+    code, details = described(DeadlineExceededError("Deadline Exceeded"), peer)
+    return code.value[0], details

@@ -1,0 +1,446 @@
+"""A client's connection to the gRPC port: HTTP/2 by libnghttp2 over an asyncio transport.
+
+Answers of one iteration of the event loop are written together. What a client has not read stays in libnghttp2, bounded
+by the windows that the client grants, and is counted until its stream has ended; the transport gets no more than it has
+room for.
+
+References
+----------
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import ssl
+import zlib
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, cast
+
+from infer_server.endpoints.grpc.methods import INFER_PATH
+from infer_server.endpoints.grpc.nghttp2.calls import Call, CoroutineCall, InferCall
+from infer_server.endpoints.grpc.nghttp2.head import (
+    START,
+    START_GZIP,
+    SUCCESS,
+    UNIMPLEMENTED,
+    RequestHead,
+    read_head,
+    status_headers,
+)
+from infer_server.errors import DeadlineExceededError
+from protos.grpc_framing import prefix_of
+from protos.http2 import (
+    ConnectionClosed,
+    DataReceived,
+    ErrorCode,
+    Header,
+    NGH2Error,
+    PingAcknowledged,
+    PingReceived,
+    RequestReceived,
+    SettingsReceived,
+    StreamClosed,
+    TrailersReceived,
+    server_connection,
+)
+
+if TYPE_CHECKING:
+    from infer_server.endpoints.grpc.nghttp2.server import Shared
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 10_000                # that a client may have open on a connection
+_WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive before they are acknowledged
+_WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
+_HANDSHAKE_SECS = 20.0              # for a client to begin
+_GOAWAY_SECS = 1.0                  # from the notice of a shutdown until new calls are refused
+_IDLE_PING_SECS = 7200.0            # between a client's pings where no call is open
+_GZIP_BYTES = 1 << 10               # smaller answers are not worth being compressed
+
+
+class GrpcConnection(asyncio.BufferedProtocol):
+    """Belongs to the event loop."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._settings = settings = shared.settings
+        self.loop, self.inflight = shared.loop, shared.inflight
+        self.max_message_bytes = settings.max_message_bytes
+        self.peer = ""
+        self._http2 = http2 = server_connection(MAX_STREAMS, _WINDOW_BYTES)
+        self._receive_data, self._events = http2.receive_data, http2.events
+        self._transport: asyncio.Transport | None = None
+        self._calls: dict[int, Call] = {}                       # by stream
+        self._headers: tuple[Header, ...] = ()                  # of the last call, and what they say
+        self._head = RequestHead(())
+        self._flushing = False                                  # a flush is scheduled
+        self._paused = False                                    # the transport has no room
+        self._resets: list[int] = []                            # streams that end when their trailers are sent
+        self._writers: dict[int, CoroutineCall] = {}            # that wait until their messages are sent
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._draining = False
+        self._last_ping = -math.inf                             # of the client
+        self._strikes = 0
+        self._last_received = 0.0
+        self._pings = 0                                         # of ours, since data were sent last
+        self._partial: dict[int, int] = {}                      # bytes of partial messages, at the last look, by stream
+
+    # ---- the transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)
+        transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        self.peer = _peer(transport)
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != "h2":
+            log.info("%s speaks no HTTP/2 over TLS (ALPN): its connection is closed", self.peer)
+            transport.close()
+            return
+        self._shared.connections.add(self)
+        settings = self._settings
+        self._later("handshake", _HANDSHAKE_SECS, self.abort)
+        if settings.max_age_secs < math.inf:
+            self._later("age", settings.max_age_secs * random.uniform(0.9, 1.1), self._grow_old)
+        if settings.keepalive_secs < math.inf:
+            self._later("keepalive", settings.keepalive_secs, self._keep_alive)
+        self.flush()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._last_received = self.loop.time()
+        try:
+            self._receive_data(self._shared.buffer[:nbytes])
+            self._handle_events()
+        except NGH2Error as error:
+            log.info("%s: %s: its connection is closed", self.peer, error)
+            self.abort()
+            return
+        self.flush()
+
+    def eof_received(self) -> bool:
+        return False                        # closes the transport
+
+    def connection_lost(self, reason: Exception | None) -> None:
+        self._transport = None
+        self._shared.connections.discard(self)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        calls = list(self._calls.values())
+        self._calls.clear()
+        for call in calls:
+            call.close()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self.flush()
+
+    # ---- events
+    def _handle_events(self) -> None:
+        calls = self._calls
+        for event in self._events():
+            if isinstance(event, DataReceived):
+                call = calls.get(event.stream_id)
+                if call:
+                    call.receive(event.data, event.end_stream)
+                else:
+                    self.acknowledge(event.stream_id, len(event.data))
+            elif isinstance(event, RequestReceived):
+                self._begin(event.stream_id, event.headers, event.end_stream)
+            elif isinstance(event, StreamClosed):
+                call = calls.pop(event.stream_id, None)
+                if call:
+                    call.close()
+            elif isinstance(event, TrailersReceived):
+                call = calls.get(event.stream_id)
+                if call:
+                    call.receive(b"", True)
+            elif isinstance(event, PingReceived):
+                self._on_ping()
+            elif isinstance(event, PingAcknowledged):
+                self._pings = 0
+                self._cancel("ping")
+            elif isinstance(event, SettingsReceived):
+                self._cancel("handshake")
+            elif isinstance(event, ConnectionClosed) and self._transport:
+                self.flush_soon()           # which closes the transport
+
+    def _begin(self, stream: int, headers: tuple[Header, ...], ended: bool) -> None:
+        if headers == self._headers:
+            head = self._head
+        else:
+            head = read_head(headers)
+            self._headers, self._head = headers, head
+        if head.http_status or head.code:
+            self._refuse_head(stream, head, ended)
+            return
+        methods = self._shared.methods
+        call: Call
+        if methods.infer and head.path == INFER_PATH:
+            call = self._calls[stream] = InferCall(self, stream, head, methods.infer)
+        elif serve := methods.find(head.path):
+            call = self._calls[stream] = CoroutineCall(self, stream, head, serve)
+        else:
+            self.refuse(stream, UNIMPLEMENTED, "Method not found!", ended)
+            return
+        if ended:
+            call.receive(b"", True)
+
+    def _refuse_head(self, stream: int, head: RequestHead, ended: bool) -> None:
+        if head.http_status:
+            self._http2.send_response(stream, ((b":status", b"%d" % head.http_status),), end_stream=True)
+            if not ended:
+                self.reset_when_sent(stream)
+        else:
+            self.refuse(stream, head.code, head.details, ended)
+
+    # ---- what calls do
+    def acknowledge(self, stream: int, size: int) -> None:
+        """Let the client send `size` more bytes."""
+        if size:
+            self._http2.acknowledge_received_data(size, stream)
+
+    def answer(self, stream: int, response: bytes, head: RequestHead) -> None:
+        """Send the only message of a call, and its success."""
+        if self._transport is None:
+            return
+        http2 = self._http2
+        if self._settings.compresses and head.accepts_gzip and (packed := _gzipped(response)):
+            http2.send_response(stream, START_GZIP)
+            http2.send_data(stream, prefix_of(len(packed), True) + packed)
+        else:
+            http2.send_response(stream, START)
+            if len(response) <= _WRITE_BYTES:
+                http2.send_data(stream, b"\0" + len(response).to_bytes(4) + response)
+            else:                               # without a copy of it
+                http2.send_data(stream, prefix_of(len(response)))
+                http2.send_data(stream, response)
+        http2.send_trailers(stream, SUCCESS)
+        self._sending()
+
+    def start(self, stream: int, head: RequestHead) -> None:
+        """Send the headers of an answer of several messages."""
+        if self._transport:
+            self._http2.send_response(stream, START_GZIP if self._settings.compresses and head.accepts_gzip else START)
+
+    def write_message(self, stream: int, message: bytes, head: RequestHead, call: CoroutineCall) -> bool:
+        """Send a message. False: there is no room; `call.sent` is called when it has been sent."""
+        if self._transport is None:
+            return True
+        packed = _gzipped(message) if self._settings.compresses and head.accepts_gzip else None
+        self._http2.send_data(stream, prefix_of(len(packed), True) + packed if packed else
+                              prefix_of(len(message)) + message)
+        self._strikes, self._last_ping, self._pings = 0, -math.inf, 0
+        self.flush()
+        if self._transport is None or self._http2.queued_body_size(stream) == 0:
+            return True
+        self._writers[stream] = call
+        return False
+
+    def finish(self, stream: int, code: int, details: str, ended: bool) -> None:
+        """Send the status of a call whose headers have been sent."""
+        if self._transport:
+            self._http2.send_trailers(stream, status_headers(code, details))
+            if not ended:
+                self.reset_when_sent(stream)
+            self._sending()
+
+    def refuse(self, stream: int, code: int, details: str, ended: bool) -> None:
+        """Send the status of a call that has no answer."""
+        if self._transport:
+            self._http2.send_response(stream, (*START[:2], *status_headers(code, details)), end_stream=True)
+            if not ended:
+                self.reset_when_sent(stream)
+            self._sending()
+
+    def reset_when_sent(self, stream: int) -> None:
+        """End a stream whose client has not sent everything, when its trailers have been sent."""
+        self._resets.append(stream)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self._shared.tasks.add(task)            # the loop itself keeps none alive
+        task.add_done_callback(self._shared.tasks.discard)
+        return task
+
+    def _sending(self) -> None:
+        self._strikes, self._last_ping, self._pings = 0, -math.inf, 0
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self.flush)
+
+    def flush_soon(self) -> None:
+        """Send at the end of this iteration of the event loop."""
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what the windows and the transport have room for."""
+        self._flushing = False
+        transport, http2 = self._transport, self._http2
+        if transport is None:
+            return
+        try:
+            while not self._paused and (data := http2.data_to_send(_WRITE_BYTES)):
+                transport.write(data)
+            if not self._paused and self._resets:
+                self._reset_sent()
+            self._handle_events()
+        except NGH2Error as error:
+            log.info("%s: %s: its connection is closed", self.peer, error)
+            self.abort()
+            return
+        if self._writers:
+            self._wake_writers()
+        if self._calls and "unread" not in self._timers and (self._paused or http2.queued_body_size()):
+            self._later("unread", self.inflight.send_timeout_secs, self._look_for_unread)
+        if not (http2.want_read or http2.want_write) and not self._paused:
+            transport.close()
+
+    def _reset_sent(self) -> None:
+        http2, waiting = self._http2, []
+        for stream in self._resets:
+            if http2.queued_body_size(stream):
+                waiting.append(stream)
+            else:
+                http2.reset_stream(stream, ErrorCode.NO_ERROR)
+        self._resets = waiting
+        if self._transport and (data := http2.data_to_send(_WRITE_BYTES)):
+            self._transport.write(data)
+
+    def _wake_writers(self) -> None:
+        for stream, call in list(self._writers.items()):
+            if self._http2.queued_body_size(stream) == 0:
+                del self._writers[stream]
+                call.sent()
+
+    # ---- limits on time
+    def _later(self, name: str, secs: float, callback: Any) -> None:
+        self._timers[name] = self.loop.call_later(secs, callback)
+
+    def _cancel(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
+
+    def _look_for_unread(self) -> None:
+        """Close the connection if its client has not read an answer in time."""
+        del self._timers["unread"]
+        timeout = self.inflight.send_timeout_secs
+        answered = [call.answered_at for call in self._calls.values() if call.answered_at]
+        if answered and (waited := self.loop.time() - min(answered)) >= timeout:
+            self.inflight.warn_of(self.peer)
+            self.abort()
+        elif answered:
+            self._later("unread", timeout - waited, self._look_for_unread)
+
+    def watch_partial(self) -> None:
+        """To be called while a message arrives in pieces."""
+        if "partial" not in self._timers and self._settings.min_body_rate:
+            self._partial = {}
+            self._later("partial", self._settings.body_grace_secs, self._look_at_partial)
+
+    def _look_at_partial(self) -> None:
+        """End the calls whose messages arrive too slowly."""
+        del self._timers["partial"]
+        least = self._settings.min_body_rate * self._settings.body_grace_secs
+        before, self._partial = self._partial, {}
+        for stream, call in list(self._calls.items()):
+            if not call.is_partial:
+                continue
+            if stream in before and call.partial_bytes - before[stream] < least:
+                call.fail(DeadlineExceededError(
+                    f"the message arrives at less than {self._settings.min_body_rate} bytes a second, on average over "
+                    f"{self._settings.body_grace_secs:g} s (--min-body-rate, --body-grace-secs)"))
+            else:
+                self._partial[stream] = call.partial_bytes
+        if self._partial:
+            self._later("partial", self._settings.body_grace_secs, self._look_at_partial)
+
+    # ---- keeping the connection alive, and ending it
+    def _on_ping(self) -> None:
+        now, settings = self.loop.time(), self._settings
+        allowed = self._calls or settings.keepalive_without_calls
+        if now - self._last_ping < (settings.min_ping_interval_secs if allowed else _IDLE_PING_SECS):
+            self._strikes += 1
+            if 0 < settings.max_ping_strikes < self._strikes:
+                log.info("%s pings too often: its connection is closed", self.peer)
+                self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
+                self.flush_soon()
+                self._later("strikes", 0.0, self._close_transport)
+        self._last_ping = now
+
+    def _keep_alive(self) -> None:
+        settings = self._settings
+        silence = self.loop.time() - self._last_received
+        if silence >= settings.keepalive_secs and (self._calls or settings.keepalive_without_calls) and (
+                settings.max_pings_without_data == 0 or self._pings < settings.max_pings_without_data):
+            self._pings += 1
+            self._http2.ping()
+            self.flush()
+            if "ping" not in self._timers:
+                self._later("ping", settings.keepalive_timeout_secs, self.abort)
+            silence = 0.0
+        self._later("keepalive", settings.keepalive_secs - min(silence, settings.keepalive_secs * 0.9),
+                    self._keep_alive)
+
+    def _grow_old(self) -> None:
+        self.drain()
+        if self._settings.max_age_grace_secs < math.inf:
+            self._later("grace", self._settings.max_age_grace_secs, self.close)
+
+    def drain(self) -> None:
+        """Have the client open its next calls on another connection; calls that are open are served."""
+        if self._transport and not self._draining:
+            self._draining = True
+            self._http2.send_shutdown_notice()
+            self.flush()
+            self._later("goaway", _GOAWAY_SECS, self._go_away)
+
+    def _go_away(self) -> None:
+        if self._transport:
+            self._http2.send_goaway()
+            self.flush()
+
+    def close(self) -> None:
+        """End the connection, and all calls on it, when what is with the transport has been sent."""
+        if self._transport:
+            try:
+                self._http2.terminate_connection()
+            except NGH2Error:                   # it is terminating already
+                log.debug("%s: its connection is closing", self.peer)
+            self.flush()
+            self._close_transport()
+
+    def _close_transport(self) -> None:
+        if self._transport:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._transport:
+            self._transport.abort()
+
+
+def _gzipped(message: bytes) -> bytes | None:
+    """Return a message as gzip, if that is smaller."""
+    if len(message) < _GZIP_BYTES:
+        return None
+    packer = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
+    packed = packer.compress(message) + packer.flush()
+    return packed if len(packed) < len(message) else None
+
+
+def _peer(transport: asyncio.BaseTransport) -> str:
+    name = transport.get_extra_info("peername")
+    if not isinstance(name, tuple):
+        return "unix:"
+    host = name[0].removeprefix("::ffff:")          # IPv4 on a socket for both
+    return f"ipv6:[{host}]:{name[1]}" if ":" in host else f"ipv4:{host}:{name[1]}"

@@ -1,0 +1,91 @@
+"""The gRPC port on libnghttp2 (`--grpc-front nghttp2`, the default)."""
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer_server.endpoints.grpc.methods import Methods
+from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
+from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
+from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.tls import Tls
+
+_BACKLOG = 1024                 # connections that were not accepted yet
+_RECEIVE_BYTES = 256 << 10      # read from a socket at a time
+_CLOSING_SECS = 5.0             # for clients to take what was sent, when the port closes
+
+
+@dataclass
+class Shared:
+    """What the connections of a port have in common."""
+    methods: Methods
+    inflight: Inflight
+    settings: ConnectionSettings
+    loop: asyncio.AbstractEventLoop
+    connections: set[GrpcConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # One for all connections: what is read is consumed before anything else is.
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
+
+
+class Nghttp2Server:
+    """A gRPC port. listen() once, then close() once, on one event loop."""
+
+    def __init__(self, methods: Methods, inflight: Inflight, settings: ConnectionSettings,
+                 shares_port: bool = False) -> None:
+        """
+        Parameters
+        ----------
+        methods : the calls that are served.
+        inflight : counts the bytes of messages.
+        settings : limits of a connection.
+        shares_port : True if other processes of this server listen on the port.
+        """
+        self._shared = Shared(methods, inflight, settings, asyncio.get_running_loop())
+        self._shares_port = shares_port
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int, tls: Tls | None) -> int:
+        """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
+        options: dict[str, Any] = {"backlog": _BACKLOG, "ssl": tls.context(["h2"]) if tls else None}
+        if ":" in host:                 # asyncio itself takes :: for IPv6 alone
+            options["sock"] = socket.create_server((host, port), family=socket.AF_INET6,
+                                                   dualstack_ipv6=host == "::", reuse_port=self._shares_port)
+        else:
+            options |= {"host": host, "port": port, "reuse_port": self._shares_port or None}
+        self._server = await self._shared.loop.create_server(self._connect, **options)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def listen_unix(self, path: str) -> None:
+        """Open a Unix socket. Raises OSError."""
+        self._server = await self._shared.loop.create_unix_server(self._connect, path, backlog=_BACKLOG)
+
+    def _connect(self) -> GrpcConnection:
+        return GrpcConnection(self._shared)
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._shared.connections)
+
+    def stop_listening(self) -> None:
+        """Refuse new connections, and have clients open others elsewhere; open calls are served."""
+        if self._server:
+            self._server.close()
+        for connection in list(self._shared.connections):
+            connection.drain()
+
+    async def close(self) -> None:
+        """End all connections when what was sent has reached the transport."""
+        if self._server:
+            self._server.close()
+        connections = self._shared.connections
+        for connection in list(connections):
+            connection.close()
+        end = self._shared.loop.time() + _CLOSING_SECS
+        while connections and self._shared.loop.time() < end:
+            await asyncio.sleep(0.01)
+        for connection in list(connections):
+            connection.abort()

@@ -1,0 +1,50 @@
+"""Settings of the connections to the gRPC port."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FOREVER_MS = (1 << 31) - 1         # as gRPC's C core says it
+
+
+@dataclass(frozen=True)
+class ConnectionSettings:
+    """Times are seconds. The defaults are those of gRPC's C core.
+
+    References
+    ----------
+    https://github.com/grpc/grpc/blob/master/doc/keepalive.md
+    https://github.com/grpc/proposal/blob/master/A9-server-side-conn-mgt.md
+    """
+    max_message_bytes: int
+    keepalive_secs: float = 7200.0              # of silence, after which the client is pinged
+    keepalive_timeout_secs: float = 20.0        # for it to answer, or be disconnected
+    keepalive_without_calls: bool = False       # pings also where no call is open
+    max_pings_without_data: int = 2             # in a row; 0: any number
+    min_ping_interval_secs: float = 300.0       # between a client's pings
+    max_ping_strikes: int = 2                   # pings too early before a client is disconnected; 0: any number
+    max_age_secs: float = math.inf              # after which a connection is drained
+    max_age_grace_secs: float = math.inf        # for its calls to end after that
+    min_body_rate: int = 500                    # bytes per second of a message that arrives in pieces; 0: any
+    body_grace_secs: float = 10.0               # that the rate is an average over
+    compresses: bool = False                    # answers that become smaller are sent as gzip
+
+
+def settings_of(channel: Mapping[str, int], max_message_bytes: int, min_body_rate: int, body_grace_secs: float
+                ) -> ConnectionSettings:
+    """Return the settings for channel arguments under the names that gRPC's C core gives them."""
+    def secs(name: str, default: float) -> float:
+        number = channel.get(f"grpc.{name}")
+        return default if number is None else math.inf if number in (_FOREVER_MS, -1) else number / 1e3
+
+    usual = ConnectionSettings(max_message_bytes)
+    return ConnectionSettings(
+        max_message_bytes, secs("keepalive_time_ms", usual.keepalive_secs),
+        secs("keepalive_timeout_ms", usual.keepalive_timeout_secs),
+        bool(channel.get("grpc.keepalive_permit_without_calls", 0)),
+        channel.get("grpc.http2.max_pings_without_data", usual.max_pings_without_data),
+        secs("http2.min_ping_interval_without_data_ms", usual.min_ping_interval_secs),
+        channel.get("grpc.http2.max_ping_strikes", usual.max_ping_strikes),
+        secs("max_connection_age_ms", math.inf), secs("max_connection_age_grace_ms", math.inf),
+        min_body_rate, body_grace_secs, bool(channel.get("grpc.default_compression_algorithm", 0)))
