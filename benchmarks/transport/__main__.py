@@ -34,6 +34,8 @@ def commands(options: argparse.Namespace, models: Path) -> Iterator[tuple[str, s
     for text in options.ours or ["infer-server="]:
         name, _, given = text.partition("=")
         yield name, _OURS.format(python=sys.executable, models=models, options=given)
+    if options.echo:
+        yield "bare echo", f"exec {sys.executable} -m benchmarks.transport.echo {{grpc}} {{http}}"
     for text in options.peer:
         name, _, command = text.partition("=")
         yield name, command
@@ -75,6 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         help="infer-server with these options (default: without any); can be repeated")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND",
                         help="another server, with {grpc} and {http} for its ports; can be repeated")
+    parser.add_argument("--echo", action="store_true", help="and a bare echo on libnghttp2, for cases over gRPC")
     parser.add_argument("--case", action="append", default=[], choices=[case.name for case in CASES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")

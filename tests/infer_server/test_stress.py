@@ -186,7 +186,7 @@ def test_an_idle_server_keeps_nothing_of_the_last_request(front: str, tmp_path: 
         try:
             for _ in range(2):
                 ask(request("large", values))
-            answer_bytes = 4 * values               # which pygrpc-native lets go of when it is called the next time
+            answer_bytes = 4 * values
             assert eventually(lambda: tracemalloc.get_traced_memory()[0] < 1.5 * answer_bytes)
         finally:
             tracemalloc.stop()

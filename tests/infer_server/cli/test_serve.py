@@ -19,7 +19,6 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from infer_server.cli import serve
 from infer_server.cli.serve import _run, main
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
@@ -139,7 +138,6 @@ def test_options_that_contradict_each_other_are_a_usage_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
                           (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
-                          (["--grpc-front", "fast", "--grpc-max-connection-age", "9"], "--grpc-front fast"),
                           (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
         assert said in capsys.readouterr().err
@@ -283,14 +281,3 @@ def test_options_that_cannot_be_met_are_said_without_a_traceback(
     given = ["--model-repository", str(tmp_path), "--log-file", str(tmp_path / "nowhere" / "log")]
     assert main(given) == 2
     assert "No such file or directory" in capsys.readouterr().err
-
-
-def test_what_is_in_the_way_of_the_fast_front_counts_without_tls_only(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "why_not", lambda channel, option_of: "in the way")
-    (tmp_path / "pem").touch()
-    given = ["--model-repository", str(tmp_path), "--grpc-front", "fast"]
-    tls = ["--grpc-use-ssl", "true", "--grpc-server-cert", str(tmp_path / "pem"), "--grpc-server-key",
-           str(tmp_path / "pem")]
-    assert serve._mistake(serve._parser().parse_args(given)) == "in the way"
-    assert serve._mistake(serve._parser().parse_args([*given, *tls])) == ""

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infer_server.cli.access import option_of
 from infer_server.cli.serve import _options, _parser
 from infer_server.cli.triton_options import log_level, without_effect
-from infer_server.endpoints.grpc.fast import why_not
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 
@@ -60,14 +58,6 @@ def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: p
     with pytest.raises(SystemExit):
         _parser().parse_args([f"--{given}"])
     assert re.search(r"is not served: \w+", capsys.readouterr().err)
-
-
-def test_what_the_fast_front_has_not_is_called_as_its_option() -> None:
-    pytest.importorskip("pygrpc_native")
-    given = _parser().parse_args(["--grpc-max-connection-age=5", "--grpc-infer-response-compression-level=low"])
-    assert why_not(_options(given).grpc_channel, option_of) == (
-        "--grpc-front fast has no --grpc-infer-response-compression-level, --grpc-max-connection-age: leave out one or "
-        "the other")
 
 
 def test_options_under_tritons_names_are_those_of_ours() -> None:

@@ -140,7 +140,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("front", ["fast", "fast, 2 workers"])          # with TLS it is grpcio
+@pytest.mark.parametrize("front", FRONTS + WORKERS)
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual tls"])
 def test_ports_are_encrypted_and_may_ask_for_certificates(
         tmp_path: Path, certificates: Path, mutual: bool, front: str) -> None:

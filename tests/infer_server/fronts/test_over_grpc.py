@@ -8,12 +8,12 @@ import grpc
 import pytest
 
 import protos
-from infer_server.endpoints.grpc.aio import aio_server
+from infer_server.endpoints.grpc.ports import FRONTS, grpc_server
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
-from infer_server.fronts.over_grpc import AioCalls
+from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.settings import FrontSettings
 from infer_server.listeners import Listeners
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
@@ -48,17 +48,17 @@ class Inflight(HeldElsewhere):
         await super().wait_sent(timeout_secs)
 
 
-def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("front", FRONTS)
+def test_the_responses_of_a_stream_reach_its_client_before_the_ports_close(
+        front: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer_server.listeners.SENDING_SECS", TIMEOUT_SECS)
 
     async def main() -> list[int]:
         end = End()
         inflight = Inflight(end)
         listeners = Listeners(Limits(1 << 20, inflight))
-        calls = AioCalls(end, inflight, listeners, FrontSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30,
-                                                                 TIMEOUT_SECS))
-        server = aio_server(1 << 20, {})
-        server.add_generic_rpc_handlers((calls,))
+        calls = GrpcCalls(end, inflight, FrontSettings(None, None, "/nowhere", 1 << 20, 1 << 20, 1 << 30, TIMEOUT_SECS))
+        server = grpc_server(front, calls.methods(), inflight, {}, 1 << 20, 0, 10.0)
         port = await listeners.listen_grpc(server, "127.0.0.1", 0, None)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             responses = channel.stream_stream(STREAM)(iter([b"request"]))
