@@ -183,6 +183,17 @@ class Inferences:
         self._access_log, self._tracer = access_log, tracer
         self._closed = False
 
+    def observes(self, protocol: str) -> bool:
+        """Return True if requests over a protocol are traced or logged, or if their headers become parameters."""
+        return bool(self._tracer or self._access_log or protocol in self._forwarded)
+
+    def find(self, model: str, version: str) -> Model:
+        """Return a model that takes requests. Raises ServeErrors."""
+        found = self._repository.find(model, version)
+        if self._closed:
+            raise UnavailableError.closed(found.name)
+        return found
+
     def close(self) -> None:
         """Takes no more; what models ask of each other for those that were taken goes on."""
         self._closed = True
@@ -216,9 +227,7 @@ class Inferences:
 
     def _prepared(self, call: Call, reply: Reply) -> Submitted:
         """The request, to be submitted to its model."""
-        model = self._repository.find(call.model, call.version)
-        if self._closed:
-            raise UnavailableError.closed(model.name)
+        model = self.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
             raise NotServedError(f"{_ONE_RESPONSE[call.protocol]} doesn't support models with decoupled transaction "
                                  f"policy: model '{model.name}' has any number of responses; ask for it in a stream "

@@ -156,8 +156,13 @@ class Statistics:
         self._counters.success.add(len(times_ns), sum(times_ns))
         self._counters.responding_ns += sum(responding_ns)
         answered = self._counters.answered
-        for ns in map(sub, times_ns, responding_ns) if responding_ns else times_ns:
-            answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
+        first_ns = list(map(sub, times_ns, responding_ns)) if responding_ns else times_ns
+        if first_ns and (column := bisect_left(ANSWERED_MS, min(first_ns) / 1e6)) == (
+                bisect_left(ANSWERED_MS, max(first_ns) / 1e6)):
+            answered[column] += len(first_ns)
+        else:
+            for ns in first_ns:
+                answered[bisect_left(ANSWERED_MS, ns / 1e6)] += 1
         self._latencies["request"].add(times_ns, 1, now_ns)
 
     def failed(self, reason: Failure, ns: int) -> None:

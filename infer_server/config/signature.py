@@ -112,6 +112,11 @@ class Signature:
             chosen[name] = self._outputs[name]
         return tuple((chosen or self._outputs).values())
 
+    @property
+    def is_identity(self) -> bool:
+        """True if the model has the tensors of a request as they are."""
+        return not (self._reshapes or self._defaults)
+
     def to_model(self, arrays: Arrays, items: int) -> Arrays:
         """The inputs of a request that fits, in the shapes that the model has, with those that it leaves out."""
         given = self._reshaped(arrays) if self._reshapes else arrays

@@ -57,6 +57,7 @@ class Inflight:
 
     def __init__(self, max_bytes: int, send_timeout_secs: float) -> None:
         self.max_bytes = max_bytes
+        self._ample_bytes = int(_SPENT_SHARE * max_bytes)
         self.max_partial_bytes = max_bytes - max_bytes // 4
         self.steps = StepRunner()               # decodes large requests without blocking the event loop
         self._inflating = asyncio.Lock()
@@ -77,7 +78,7 @@ class Inflight:
     @property
     def is_spent(self) -> bool:
         """True if so much is held that the next requests will be refused."""
-        return self.held_bytes > _SPENT_SHARE * self.max_bytes
+        return self.held_bytes > self._ample_bytes
 
     def watch_spent(self, changed: Callable[[], None]) -> None:
         """Have `changed` called whenever `is_spent` changes."""
@@ -94,7 +95,9 @@ class Inflight:
         if self.on_message:
             self.on_message(client, request_bytes)
         self.hold(call, request_bytes)
-        self._open(call)
+        if not self._calls:
+            self._lookout.opened()
+        self._calls[call] = None
         return call
 
     def begin_uncounted(self, client: Client) -> OpenCall:
@@ -143,8 +146,9 @@ class Inflight:
     def expect(self, call: OpenCall, answer_bytes: int, decoded_bytes: int) -> None:
         """Reserves the bytes of a call's answer and of what its files become, before the call is executed. Raises
         MemoryLimitError."""
-        self.hold(call, _ANSWER_COPIES * answer_bytes + decoded_bytes)
-        call.expected_bytes = _ANSWER_COPIES * answer_bytes
+        call.expected_bytes = expected = _ANSWER_COPIES * answer_bytes
+        if count := expected + decoded_bytes:
+            self.hold(call, count)
 
     def answered(self, call: OpenCall, answer_bytes: int) -> None:
         """To be called when an answer of so many bytes is handed to the transport: its client must read it in
@@ -155,11 +159,13 @@ class Inflight:
 
     def keep(self, call: OpenCall, answer_bytes: int) -> None:
         """Counts an answer of so many bytes, which is not handed to the transport yet."""
-        self._count(call, max(0, _ANSWER_COPIES * answer_bytes - call.expected_bytes))
+        if (more := _ANSWER_COPIES * answer_bytes - call.expected_bytes) > 0:
+            self._count(call, more)
 
     def hold(self, call: OpenCall, count: int) -> None:
         """Counts bytes that will be held until the end of a call. Raises MemoryLimitError."""
-        self.check_room(count)
+        if self.held_bytes + count > self.max_bytes:
+            raise self._no_room(count)
         self._count(call, count)
 
     def _no_room(self, count: int) -> MemoryLimitError:
@@ -170,10 +176,10 @@ class Inflight:
     def _count(self, call: OpenCall, count: int) -> None:
         """Counts bytes that are held already."""
         call.held_bytes += count
-        self.held_bytes += count
-        if self.held_bytes > self._peak_bytes:
-            self._peak_bytes = self.held_bytes
-        if self.is_spent != self._is_spent:
+        self.held_bytes = held = self.held_bytes + count
+        if held > self._peak_bytes:
+            self._peak_bytes = held
+        if held > self._ample_bytes and not self._is_spent:
             self._tell_spent()
 
     def _tell_spent(self) -> None:
@@ -186,7 +192,8 @@ class Inflight:
             del self._calls[call]
             if not self._calls:
                 self._lookout.idle()
-        self.complete(call)
+        if call.partial_bytes:
+            self.complete(call)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
         if self._is_spent and not self.is_spent:
@@ -194,7 +201,8 @@ class Inflight:
         call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:
             call.timer.cancel()
-        self._trim_soon()
+        if self._peak_bytes >= _MUCH_BYTES:
+            self._trim_soon()
 
     def _trim_soon(self) -> None:
         if self._peak_bytes >= _MUCH_BYTES and self.held_bytes <= LITTLE_BYTES and not self._trimming:

@@ -76,6 +76,11 @@ class InputTensor:
         """Of its raw contents, where it is one of numbers."""
         return math.prod(self.shape) * self.datatype.array.itemsize
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """True if an array can be a view of the raw contents, whatever their bytes are."""
+        return self.datatype.name not in ("BYTES", "BOOL") and self.raw_bytes > 0
+
     @property
     def whose(self) -> str:
         """Its name and its model's, as Triton's errors have them."""
@@ -183,6 +188,8 @@ def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
 def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
     """Raw contents as a view, where they are numbers. Raises InvalidRequestError: not as long as declared."""
     datatype = tensor.datatype
+    if tensor.is_plain and raw.nbytes == tensor.raw_bytes:
+        return np.ndarray(tensor.shape, datatype.array, raw)
     if datatype.name == "BYTES":
         return _from_raw_bytes(tensor, raw)
     if raw.nbytes != tensor.raw_bytes:

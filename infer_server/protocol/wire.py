@@ -58,6 +58,7 @@ class Form:
     is_kept: bool = False                   # it may come again
 
     def __post_init__(self) -> None:
+        self.model, self.version = self.header.model_name, self.header.model_version
         self.has_contents = any(tensor.HasField("contents") for tensor in self.header.inputs)
         self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
 
@@ -81,9 +82,9 @@ class InferRequest(NamedTuple):
 
 def split_request(data: bytes) -> InferRequest:
     """Splits a serialised ModelInferRequest. No length in it is trusted. Raises MalformedMessageError."""
-    last = _last_of(len(data))
-    if last and (known := last[0].read(data)):
-        return known
+    if layout := layout_of(data):
+        view = memoryview(data)
+        return InferRequest(layout.form, [view[begin:end] for begin, end in layout.tensors])
     view = memoryview(data)
     size = len(data)
     raw_inputs: list[memoryview] = []
@@ -124,35 +125,39 @@ def split_request(data: bytes) -> InferRequest:
     try:
         request = InferRequest(_form(b"".join(header)), raw_inputs, packed, request_id.decode())
         if request.form.is_kept and not (request_id or packed):
-            last[:] = (_layout(data, tensors, request.form),)
+            _last_of(size)[:] = (_layout(data, tensors, request.form),)
         return request
     except (DecodeError, UnicodeDecodeError) as error:
         raise _malformed(str(error)) from error
 
 
-class _Layout(NamedTuple):
-    """Where a message without an id has its tensors, and what it has beside them. Messages of a client are mostly alike
-    but for their tensors' bytes: then they are not walked."""
-    tensors: Sequence[tuple[int, int]]
-    between: Sequence[tuple[int, bytes]]
+class Layout(NamedTuple):
+    """The positions of the tensors in a message without an id, and the bytes between them.
+
+    Messages of a client mostly differ in the bytes of their tensors alone: then they are not parsed.
+    """
+    tensors: Sequence[tuple[int, int]]          # where they begin and end
+    between: Sequence[tuple[int, bytes]]        # all other bytes, and where they begin
     form: Form
 
-    def read(self, data: bytes) -> InferRequest | None:
-        """A message as long as that one; None: it is another beside its tensors, too."""
-        for begin, piece in self.between:
+
+def layout_of(data: bytes) -> Layout | None:
+    """Return the layout of the last message of the same length, if `data` has the same bytes beside its tensors."""
+    for layout in _last_of(len(data)):
+        for begin, piece in layout.between:
             if not data.startswith(piece, begin):
                 return None
-        view = memoryview(data)
-        return InferRequest(self.form, [view[begin:end] for begin, end in self.tensors])
+        return layout
+    return None
 
 
-def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: Form) -> _Layout:
+def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: Form) -> Layout:
     begins, ends = (0, *(end for _, end in tensors)), (*(begin for begin, _ in tensors), len(data))
-    return _Layout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
+    return Layout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
 
 
 @functools.lru_cache(KEPT_FORMS)
-def _last_of(size: int) -> list[_Layout]:
+def _last_of(size: int) -> list[Layout]:
     """The layout of the last message of so many bytes, if that has one."""
     return []
 

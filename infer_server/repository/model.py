@@ -102,6 +102,7 @@ class Model(ABC):
         self.signature = signature
         self.statistics = Statistics()
         self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests,
+        self.repeated: dict[Hashable, Any] = {}         # and endpoints of those that come again
         self.served: dict[tuple[str, ...], Any] = {}    # and of their responses, by the names of the outputs
         self._key = f"{name}/{version} {next(_LOADS)} ".encode()
         self._cached: CachedResponses | None = None

@@ -51,10 +51,10 @@ class GrpcCall(Call):
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
         """remaining_secs: until its client gives up."""
-        header = message.header
+        form = message.form
         self._message, self._front, self._held = message, front, held
-        self.model, self.version, self.id = header.model_name, header.model_version, message.id
-        self.form = message.form if message.form.is_kept else None
+        self.model, self.version, self.id = form.model, form.version, message.id
+        self.form = form if form.is_kept else None
         self.received_ns = received_ns
         if remaining_secs is not None:
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
@@ -85,7 +85,9 @@ class GrpcCall(Call):
 
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
         sent_bytes = self._held.held_bytes
-        self._front.inflight.hold(self._held, sum(object_bytes(tensor, sent_bytes) for tensor in tensors))
+        for tensor in tensors:
+            if not tensor.is_plain:
+                self._front.inflight.hold(self._held, object_bytes(tensor, sent_bytes))
         if not (references := self._message.form.references):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),
@@ -96,13 +98,13 @@ class GrpcCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._lent, functools.partial(_encoded, served, self.id))
+            return if_whole(self._lent, functools.partial(encoded, served, self.id))
         outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
         return if_whole(self._lent, functools.partial(_encoded_as_wanted, served, outputs, self.id))
 
 
-def _encoded(served: Served, request_id: str, computed: Arrays) -> bytes | ServeError:
+def encoded(served: Served, request_id: str, computed: Arrays) -> bytes | ServeError:
     if isinstance(computed, Outputs):
         return _encoded_as_wanted(served, [Output(spec) for spec in served.outputs], request_id, computed)
     arrays = [computed[spec.name] for spec in served.outputs]

@@ -1,20 +1,28 @@
 """ModelInfer without coroutines: a call is an object that is told its message, and that is answered or fails once."""
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from infer_server.batching.request import Request
+from infer_server.batching.statistics import Failure
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.infer import GrpcCall
+from infer_server.endpoints.grpc.infer import GrpcCall, encoded
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
-from infer_server.protocol.wire import split_request
-from infer_server.serving import Submitted
+from infer_server.errors import MemoryLimitError
+from infer_server.protocol.wire import Layout, layout_of, split_request
+from infer_server.repository.model import Model
+from infer_server.serving import Prepared, Submitted
 
 _CATEGORY = OF_CALL["ModelInfer"]
+_MOST_FORMS = 256                   # of requests, that are remembered
 
 
 class InferReply(ABC):
@@ -68,12 +76,19 @@ class InferReply(ABC):
             submitted.cancel()
 
 
+class _Repeated(NamedTuple):
+    """A form of requests that a model has met, and everything that follows from it."""
+    prepared: Prepared
+    inputs: Sequence[tuple[str, tuple[int, ...], np.dtype[Any], int]]      # name, shape, dtype and position of each
+
+
 class InferCalls:
     """Takes calls of ModelInfer. Belongs to the event loop."""
 
     def __init__(self, front: Front, restrictions: Restrictions) -> None:
         self.front, self._restrictions = front, restrictions
         self._is_restricted = _CATEGORY in restrictions.secrets
+        self._repeats = not (front.on_demand or front.inferences.observes(GrpcCall.protocol))
 
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
         """Submit a serialised ModelInferRequest; `reply` is told of whatever comes of it.
@@ -87,14 +102,56 @@ class InferCalls:
             held = reply.held
             if held is None:
                 held = reply.held = self.front.inflight.begin(reply, len(data))
+            layout = layout_of(data) if self._repeats else None
+            if layout:
+                model = self.front.inferences.find(layout.form.model, layout.form.version)
+                if repeated := model.repeated.get(layout.form):
+                    self._take_again(model, repeated, reply, held, data, received_ns, remaining_secs)
+                    return
             call = GrpcCall(split_request(data), received_ns, remaining_secs, self.front, held)
             if self.front.on_demand:
                 self.front.on_demand.when_loaded(call.model, partial(self._submit, call, reply), reply.fail)
             else:
-                reply.submitted = self.front.inferences.submit(call, reply)
+                self._submit(call, reply)
+            if layout:
+                self._remember(layout, reply)
         except Exception as error:
             reply.fail(error)
 
     def _submit(self, call: GrpcCall, reply: InferReply) -> None:
         if not reply.gone:
             reply.submitted = self.front.inferences.submit(call, reply)
+
+    def _take_again(self, model: Model, repeated: _Repeated, reply: InferReply, held: OpenCall, data: bytes,
+                    received_ns: int, remaining_secs: float | None) -> None:
+        """Submit a request of a known form: as Inferences.submit does, without decoding what is known of it."""
+        prepared, inputs = repeated
+        try:
+            self.front.inflight.expect(held, prepared.answer_bytes, 0)
+        except MemoryLimitError:
+            model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
+            raise
+        request = Request(
+            {name: np.ndarray(shape, dtype, data, begin) for name, shape, dtype, begin in inputs}, prepared.fit.items,
+            prepared.fit.shape_key, partial(encoded, prepared.served, ""), reply, prepared.timeout_us,
+            prepared.priority, parameters=prepared.parameters, outputs=prepared.outputs, received_ns=received_ns,
+            deadline_ns=0 if remaining_secs is None else received_ns + int(remaining_secs * 1e9))
+        model.submit(request)
+        reply.submitted = Submitted(model, request)
+
+    def _remember(self, layout: Layout, reply: InferReply) -> None:
+        """Keep what follows from the form of a request that was submitted, if nothing else depends on it."""
+        form, submitted = layout.form, reply.submitted
+        if submitted is None:
+            return
+        model = submitted.model
+        prepared: Prepared | None = model.prepared.get(form)
+        if prepared and model.signature.is_identity and prepared.sequence is None and not (
+                form.references or form.outputs_have_parameters or form.has_contents) and (
+                len(layout.tensors) == len(prepared.tensors)) and all(each.is_plain for each in prepared.tensors):
+            if len(model.repeated) >= _MOST_FORMS:
+                model.repeated.clear()
+            model.repeated[form] = _Repeated(prepared, [
+                (each.name, each.shape, each.datatype.array, begin)
+                for each, (begin, end) in zip(prepared.tensors, layout.tensors, strict=True)
+                if end - begin == each.raw_bytes])

@@ -38,14 +38,14 @@ class Call(Protocol):
 
 class InferCall(InferReply):
     """A call of ModelInfer."""
-    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_received_ns", "_timer", "_ended",
+    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_taken", "_timer", "_ended",
                  "answered_at", "is_partial", "partial_bytes")
 
     def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, calls: InferCalls) -> None:
         super().__init__()
         self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
         self._reader: MessageReader | None = None       # while a message arrives in pieces
-        self._received_ns = 0                           # when the message was complete; 0: it is not
+        self._taken = False                             # the message is complete
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False                             # the client has sent everything
         self.answered_at, self.is_partial, self.partial_bytes = 0.0, False, 0
@@ -53,19 +53,18 @@ class InferCall(InferReply):
             self._timer = connection.loop.call_later(head.remaining_secs, self._expire)
 
     def receive(self, data: bytes, is_last: bool) -> None:
-        if is_last:
-            self._ended = True
-        connection = self._connection
-        if self._received_ns or self.gone:
-            connection.acknowledge(self._stream, len(data))
-        elif self._reader is None and len(data) > PREFIX_BYTES and (
-                int.from_bytes(data[1:PREFIX_BYTES]) == len(data) - PREFIX_BYTES <= connection.max_message_bytes):
-            connection.acknowledge(self._stream, len(data))
+        self._ended = is_last
+        size = len(data) - PREFIX_BYTES
+        if self._taken or self.gone:
+            self._connection.acknowledge(self._stream, len(data))
+        elif self._reader is None and size > 0 and (
+                int.from_bytes(data[1:PREFIX_BYTES]) == size <= self._connection.max_message_bytes):
+            self._connection.acknowledge(self._stream, len(data))
             self._take(data[PREFIX_BYTES:], data[0] != 0)
         else:
             self._receive_piece(data)
-        if is_last and not (self._received_ns or self.gone):
-            self.refuse(INTERNAL, "the call ended before its message was complete")
+            if is_last and not (self._taken or self.gone):
+                self.refuse(INTERNAL, "the call ended before its message was complete")
 
     def _receive_piece(self, data: bytes) -> None:
         try:
@@ -93,14 +92,15 @@ class InferCall(InferReply):
         return self.held
 
     def _take(self, data: bytes | bytearray, is_compressed: bool) -> None:
-        self._received_ns = now_ns = time.monotonic_ns()
+        self._taken = True
         if is_compressed:
             self._connection.run(self._inflate(bytes(data)))
-        else:
-            remaining_secs = self._head.remaining_secs      # the time that the message took to arrive is part of it
-            if remaining_secs is not None and self._timer:
-                remaining_secs = max(0.0, self._timer.when() - self._connection.loop.time())
-            self._calls.take(self, data, now_ns, remaining_secs)    # type: ignore[arg-type]    # nobody changes it
+            return
+        remaining_secs = None
+        if self._timer:                     # the time that the message took to arrive is part of the deadline
+            remaining_secs = max(0.0, self._timer.when() - self._connection.loop.time())
+        # A bytearray, which nobody changes, serves as bytes.
+        self._calls.take(self, data, time.monotonic_ns(), remaining_secs)       # type: ignore[arg-type]
 
     async def _inflate(self, data: bytes) -> None:
         front = self._calls.front
