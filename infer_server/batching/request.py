@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -55,6 +55,13 @@ class StreamReply(Reply, Protocol):
     def end(self) -> None:
         """There are no more, and may have been none. Raises ServeError: its client asked for another number of them; it
         is yet to be told, by fail()."""
+
+
+class EncodesTogether(Protocol):
+    """An encoder of requests that can make the responses of several at once."""
+
+    def each(self, computed: Arrays, count: int) -> Sequence[Any] | None:
+        """Return the responses of `count` requests of one item each; None if they are to be made one by one."""
 
 
 @dataclass(frozen=True, slots=True)

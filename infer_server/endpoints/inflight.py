@@ -89,12 +89,25 @@ class Inflight:
         calls = list(self._calls)
         await wait_until(lambda: not any(call in self._calls for call in calls), timeout_secs)
 
-    def begin(self, client: Client, request_bytes: int) -> OpenCall:
-        """Opens a call whose request has been received, or is; end() closes it. Raises MemoryLimitError."""
-        call = OpenCall(client)
+    def begin(self, client: Client, request_bytes: int, answer_bytes: int = 0) -> OpenCall:
+        """Open a call whose request has been received, or is arriving; end() closes it.
+
+        answer_bytes : the size of its answer, where that is known: as expect() counts it.
+        Raises MemoryLimitError.
+        """
         if self.on_message:
             self.on_message(client, request_bytes)
-        self.hold(call, request_bytes)
+        expected = _ANSWER_COPIES * answer_bytes
+        count = request_bytes + expected
+        held = self.held_bytes + count
+        if held > self.max_bytes:
+            raise self._no_room(count)
+        call = OpenCall(client, count, expected)
+        self.held_bytes = held
+        if held > self._peak_bytes:
+            self._peak_bytes = held
+        if held > self._ample_bytes and not self._is_spent:
+            self._tell_spent()
         if not self._calls:
             self._lookout.opened()
         self._calls[call] = None
@@ -188,15 +201,14 @@ class Inflight:
 
     def end(self, call: OpenCall) -> None:
         """To be called when a call has ended, answered or not, and when its answer has left this process."""
-        if call in self._calls:
-            del self._calls[call]
-            if not self._calls:
-                self._lookout.idle()
+        calls = self._calls
+        if calls.pop(call, self) is None and not calls:
+            self._lookout.idle()
         if call.partial_bytes:
             self.complete(call)
         self.held_bytes -= call.held_bytes
         call.held_bytes = 0
-        if self._is_spent and not self.is_spent:
+        if self._is_spent and self.held_bytes <= self._ample_bytes:
             self._tell_spent()
         call.client = None                      # which refers to the call: memory would wait for the cycle collector
         if call.timer:

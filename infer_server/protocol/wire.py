@@ -203,6 +203,11 @@ def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryvi
     return b"".join(pieces)
 
 
+def response_prefix(header: bytes, size: int) -> bytes:
+    """Return what comes before the contents of the only tensor of a response, which have `size` bytes."""
+    return header + length_delimited(_RAW_OUTPUT, size)
+
+
 def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[Packed, bytes] | None:
     """The packed values of an input that lies there, and the input without them; None if they lie in another form.
 

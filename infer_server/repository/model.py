@@ -19,7 +19,7 @@ from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import CachedResponses, ResponseCache
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import AGAIN, Outcome, Request
+from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig, complete_policy
@@ -308,12 +308,16 @@ class QueuedModel(Model):
                     if self.config.decoupled:
                         responding_ns.append(request.responding_ns(execution.encoded_ns if execution else now_ns))
                 try:
-                    request.end(result)
+                    if result is NO_MORE or isinstance(result, Exception):
+                        request.end(result)
+                    else:
+                        request.reply.send(result)
                 except Exception as error:      # a front's bug, which the others of the batch must not notice
                     log.error("model '%s': a request could not be answered", self.name, exc_info=error)
                     with suppress(Exception):
                         request.finish(error)
-            self._after(request)
+            if self._sequences:
+                self._after(request)
         if execution:
             batching = self.config.batching
             self.statistics.executed(execution, enqueued_ns, why_closed(

@@ -17,9 +17,11 @@ from infer_server.endpoints.tensors import Asked, Output, if_whole, read, rooms,
 from infer_server.errors import ServeError
 from infer_server.protocol.codec import InputTensor, declared_inputs, decode_inputs, encode_raw, object_bytes
 from infer_server.protocol.parameters import NONE, Parameters, from_messages, set_parameter
-from infer_server.protocol.wire import InferRequest, join_response, split_request
+from infer_server.protocol.wire import InferRequest, join_response, response_prefix, split_request
 from infer_server.serving import Call, Served
 from protos import inference
+
+_FEW_BYTES = 64 << 10       # of an output of a batch, that is copied once more to be taken apart
 
 
 async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
@@ -98,19 +100,39 @@ class GrpcCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._lent, functools.partial(encoded, served, self.id))
+            return if_whole(self._lent, Encoder(served, self.id))
         outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
         return if_whole(self._lent, functools.partial(_encoded_as_wanted, served, outputs, self.id))
 
 
-def encoded(served: Served, request_id: str, computed: Arrays) -> bytes | ServeError:
-    if isinstance(computed, Outputs):
-        return _encoded_as_wanted(served, [Output(spec) for spec in served.outputs], request_id, computed)
-    arrays = [computed[spec.name] for spec in served.outputs]
-    prefix = _response_header(served, tuple([array.shape for array in arrays]))
-    raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
-    return join_response(prefix, request_id, raw)
+class Encoder:
+    """Makes serialised responses of all outputs: of one request, or of several that were executed together."""
+    __slots__ = ("_served", "_id")
+
+    def __init__(self, served: Served, request_id: str = "") -> None:
+        self._served, self._id = served, request_id
+
+    def __call__(self, computed: Arrays) -> bytes | ServeError:
+        served = self._served
+        if isinstance(computed, Outputs):
+            return _encoded_as_wanted(served, [Output(spec) for spec in served.outputs], self._id, computed)
+        arrays = [computed[spec.name] for spec in served.outputs]
+        prefix = _response_header(served, tuple([array.shape for array in arrays]))
+        raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
+        return join_response(prefix, self._id, raw)
+
+    def each(self, computed: Arrays, count: int) -> list[bytes] | None:
+        """Return the responses of `count` requests of one item each; None if they are to be made one by one."""
+        served = self._served
+        if len(served.outputs) != 1 or self._id:
+            return None
+        spec, array = served.outputs[0], computed[served.outputs[0].name]
+        if array.nbytes > _FEW_BYTES or array.dtype != spec.datatype.array or spec.datatype.name == "BYTES":
+            return None
+        raw, size = array.tobytes(), array.nbytes // count
+        prefix = response_prefix(_response_header(served, ((1, *array.shape[1:]),)), size)
+        return [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
 
 
 def _asked(tensor: Any) -> Asked:

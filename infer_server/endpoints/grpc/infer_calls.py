@@ -13,7 +13,7 @@ from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.infer import GrpcCall, encoded
+from infer_server.endpoints.grpc.infer import Encoder, GrpcCall
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
@@ -80,6 +80,7 @@ class _Repeated(NamedTuple):
     """A form of requests that a model has met, and everything that follows from it."""
     prepared: Prepared
     inputs: Sequence[tuple[str, tuple[int, ...], np.dtype[Any], int]]      # name, shape, dtype and position of each
+    encode: Encoder
 
 
 class InferCalls:
@@ -99,15 +100,15 @@ class InferCalls:
         try:
             if self._is_restricted:
                 self._restrictions.check(_CATEGORY, dict(reply.metadata()).get)
-            held = reply.held
-            if held is None:
-                held = reply.held = self.front.inflight.begin(reply, len(data))
             layout = layout_of(data) if self._repeats else None
             if layout:
                 model = self.front.inferences.find(layout.form.model, layout.form.version)
                 if repeated := model.repeated.get(layout.form):
-                    self._take_again(model, repeated, reply, held, data, received_ns, remaining_secs)
+                    self._take_again(model, repeated, reply, data, received_ns, remaining_secs)
                     return
+            held = reply.held
+            if held is None:
+                held = reply.held = self.front.inflight.begin(reply, len(data))
             call = GrpcCall(split_request(data), received_ns, remaining_secs, self.front, held)
             if self.front.on_demand:
                 self.front.on_demand.when_loaded(call.model, partial(self._submit, call, reply), reply.fail)
@@ -122,19 +123,22 @@ class InferCalls:
         if not reply.gone:
             reply.submitted = self.front.inferences.submit(call, reply)
 
-    def _take_again(self, model: Model, repeated: _Repeated, reply: InferReply, held: OpenCall, data: bytes,
-                    received_ns: int, remaining_secs: float | None) -> None:
+    def _take_again(self, model: Model, repeated: _Repeated, reply: InferReply, data: bytes, received_ns: int,
+                    remaining_secs: float | None) -> None:
         """Submit a request of a known form: as Inferences.submit does, without decoding what is known of it."""
-        prepared, inputs = repeated
+        prepared, inputs, encode = repeated
         try:
-            self.front.inflight.expect(held, prepared.answer_bytes, 0)
+            if held := reply.held:
+                self.front.inflight.expect(held, prepared.answer_bytes, 0)
+            else:
+                reply.held = self.front.inflight.begin(reply, len(data), prepared.answer_bytes)
         except MemoryLimitError:
             model.statistics.failed(Failure.OTHER, time.monotonic_ns() - received_ns)
             raise
         request = Request(
             {name: np.ndarray(shape, dtype, data, begin) for name, shape, dtype, begin in inputs}, prepared.fit.items,
-            prepared.fit.shape_key, partial(encoded, prepared.served, ""), reply, prepared.timeout_us,
-            prepared.priority, parameters=prepared.parameters, outputs=prepared.outputs, received_ns=received_ns,
+            prepared.fit.shape_key, encode, reply, prepared.timeout_us, prepared.priority,
+            parameters=prepared.parameters, outputs=prepared.outputs, received_ns=received_ns,
             deadline_ns=0 if remaining_secs is None else received_ns + int(remaining_secs * 1e9))
         model.submit(request)
         reply.submitted = Submitted(model, request)
@@ -153,5 +157,4 @@ class InferCalls:
                 model.repeated.clear()
             model.repeated[form] = _Repeated(prepared, [
                 (each.name, each.shape, each.datatype.array, begin)
-                for each, (begin, end) in zip(prepared.tensors, layout.tensors, strict=True)
-                if end - begin == each.raw_bytes])
+                for each, (begin, _) in zip(prepared.tensors, layout.tensors, strict=True)], Encoder(prepared.served))
