@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from urllib.parse import unquote_to_bytes
 
 from protos.buffers import uninitialised
@@ -55,8 +56,11 @@ class MessageReader:
         """True if no message has arrived in part."""
         return self._size < 0 and not self._prefix
 
-    def feed(self, data: bytes) -> list[tuple[bytes | bytearray, bool]]:
+    def feed(self, data: bytes) -> Sequence[tuple[bytes | bytearray, bool]]:
         """Return the messages that `data` completes, each with True if it is compressed."""
+        if len(data) < self._size - self._filled:           # a piece of a large message
+            self._fill(data, 0, len(data))
+            return ()
         messages: list[tuple[bytes | bytearray, bool]] = []
         at, end = 0, len(data)
         while at < end or self._size == 0:
@@ -88,7 +92,8 @@ class MessageReader:
 
     def _fill(self, data: bytes, at: int, count: int) -> None:
         """Copy a piece of the message, whose buffer grows with what has arrived."""
-        if (filled := self._filled + count) > len(self._buffer):
+        filled = self._filled + count
+        if filled > len(self._buffer):
             larger = uninitialised(min(self._size, max(_FIRST_BYTES, 2 * filled)))
             larger[:self._filled] = memoryview(self._buffer)[:self._filled]
             self._buffer = larger

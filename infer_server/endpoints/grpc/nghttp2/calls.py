@@ -4,7 +4,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer_server.endpoints.grpc.compression import plain
@@ -38,13 +38,14 @@ class Call(Protocol):
 
 class InferCall(InferReply):
     """A call of ModelInfer."""
-    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_taken", "_timer", "_ended",
+    __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_taken", "_timer", "_ended",
                  "answered_at", "is_partial", "partial_bytes")
 
     def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, calls: InferCalls) -> None:
         super().__init__()
         self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
         self._reader: MessageReader | None = None       # while a message arrives in pieces
+        self._uncounted = 0                             # bytes of it that are not counted yet
         self._taken = False                             # the message is complete
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False                             # the client has sent everything
@@ -67,25 +68,38 @@ class InferCall(InferReply):
                 self.refuse(INTERNAL, "the call ended before its message was complete")
 
     def _receive_piece(self, data: bytes) -> None:
+        if self._reader is None:
+            self._reader = MessageReader(self._connection.max_message_bytes)
+            self.is_partial = True
+            self._connection.watch_partial()
+        if not self._uncounted:
+            self._connection.count_soon(self)
+        self._uncounted += len(data)
         try:
-            if self._reader is None:
-                self._reader = MessageReader(self._connection.max_message_bytes)
-                self.is_partial = True
-                self.held = self._calls.front.inflight.begin(self, 0)
-                self._connection.watch_partial()
-            self._calls.front.inflight.receive(self._held(), len(data))
-            self.partial_bytes += len(data)
-            self._connection.acknowledge(self._stream, len(data))
             messages = self._reader.feed(data)
         except MessageTooLargeError as error:
             self.fail(MemoryLimitError(str(error)))
-        except MemoryLimitError as error:
-            self.fail(error)
-        else:
-            if messages:
-                self._reader, self.is_partial = None, False
-                self._calls.front.inflight.complete(self._held())
-                self._take(*messages[0])
+            return
+        if messages and self.count():
+            self._reader, self.is_partial = None, False
+            self._calls.front.inflight.complete(self._held())
+            self._take(*messages[0])
+
+    def count(self) -> bool:
+        """Count the bytes that have arrived, and let the client send as many more. False: the call has failed."""
+        size, self._uncounted = self._uncounted, 0
+        if size:
+            self.partial_bytes += size
+            self._connection.acknowledge(self._stream, size)
+            inflight = self._calls.front.inflight
+            try:
+                if not self.gone:
+                    if self.held is None:
+                        self.held = inflight.begin(self, 0)
+                    inflight.receive(self.held, size)
+            except MemoryLimitError as error:
+                self.fail(error)
+        return not self.gone
 
     def _held(self) -> OpenCall:
         assert self.held is not None
@@ -212,7 +226,7 @@ class CoroutineCall:
         elif self._changed and (messages or is_last) and not self._changed.done():
             self._changed.set_result(None)
 
-    def _count(self, size: int, messages: list[tuple[bytes | bytearray, bool]]) -> None:
+    def _count(self, size: int, messages: Sequence[tuple[bytes | bytearray, bool]]) -> None:
         """Count what has arrived. Bytes of a message in pieces open the window at once: it may exceed the window."""
         self.is_partial = not self._reader.is_between
         if messages:

@@ -79,6 +79,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._flushing = False                                  # a flush is scheduled
         self._paused = False                                    # the transport has no room
         self._resets: list[int] = []                            # streams that end when their trailers are sent
+        self._uncounted: list[InferCall] = []                   # calls of which bytes have arrived in this iteration
         self._writers: dict[int, CoroutineCall] = {}            # that wait until their messages are sent
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._draining = False
@@ -171,6 +172,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self._cancel("handshake")
             elif isinstance(event, ConnectionClosed) and self._transport:
                 self.flush_soon()           # which closes the transport
+        if self._uncounted:
+            uncounted, self._uncounted = self._uncounted, []
+            for partial in uncounted:
+                partial.count()
 
     def _begin(self, stream: int, headers: tuple[Header, ...], ended: bool) -> None:
         if headers == self._headers:
@@ -202,6 +207,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.refuse(stream, head.code, head.details, ended)
 
     # ---- what calls do
+    def count_soon(self, call: InferCall) -> None:
+        """Have `call.count` called when the events of this iteration have been handled."""
+        self._uncounted.append(call)
+
     def acknowledge(self, stream: int, size: int) -> None:
         """Let the client send `size` more bytes."""
         if size:
