@@ -15,9 +15,10 @@ from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.kinds import Kind
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.grpcio_server import Behind, GrpcioServer
-from infer_server.endpoints.grpc.methods import HEADER_PREFIX, Methods, service_methods
+from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
+from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.grpc.ports import NGHTTP2, grpc_server
+from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.http.routes import metrics_routes, server_routes

@@ -11,7 +11,7 @@ import grpc
 
 from infer_server.cli.common import boolean
 from infer_server.cli.tracing import add_tracing, tracing_of
-from infer_server.endpoints.grpc import reflection
+from infer_server.endpoints.grpc.service import reflection
 from infer_server.endpoints.metrics import MetricsSettings
 from infer_server.endpoints.restrictions import CATEGORIES, Secret, parsed
 from infer_server.endpoints.tls import Tls

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.infer_calls import InferCalls, InferReply
+from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, response_of
 from infer_server.endpoints.inflight import LITTLE_BYTES, OpenCall

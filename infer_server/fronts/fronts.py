@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.grpcio_server import Behind
+from infer_server.endpoints.grpc.grpcio.server import Behind
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.restrictions import Restrictions
 from infer_server.errors import RepositoryError

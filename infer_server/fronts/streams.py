@@ -10,7 +10,7 @@ import grpc
 
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.stream import infer_stream
+from infer_server.endpoints.grpc.service.stream import infer_stream
 from infer_server.endpoints.inflight import LITTLE_BYTES
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.fronts import link

@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from infer_server.endpoints.grpc.grpcio_server import GrpcioServer
+from infer_server.endpoints.grpc.grpcio.server import GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.listeners import GrpcServer

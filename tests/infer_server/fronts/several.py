@@ -35,7 +35,7 @@ def pids(server: RunningServer) -> set[int]:
 
 def open_calls(server: RunningServer) -> list[int]:
     """That each front has handed on and waits for."""
-    return [len(front._end._infers._answers) for front in fronts(server)._fronts]
+    return [len(front._end._replies) for front in fronts(server)._fronts]
 
 
 @contextmanager

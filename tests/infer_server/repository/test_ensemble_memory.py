@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.batching.request import Request
-from infer_server.endpoints.grpc.stream import _Answer, _Stream
+from infer_server.endpoints.grpc.service.stream import _Answer, _Stream
 from infer_server.python_backend.window import OpenRequests, Window
 from infer_server.repository.kinds.ensemble_run import Run, _Flow
 from tests.infer_server.endpoints.test_serving import eventually

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import Serve
 from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.infer_calls import InferCalls, InferReply
+from infer_server.endpoints.grpc.infer_reply import InferReply
 from infer_server.endpoints.grpc.nghttp2.head import INTERNAL, RequestHead
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import DeadlineExceededError, MemoryLimitError
@@ -18,6 +18,7 @@ from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeErro
 
 if TYPE_CHECKING:
     from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
+    from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 
 
 class Call(Protocol):
@@ -82,7 +83,7 @@ class InferCall(InferReply):
             return
         if messages and self.count():
             self._reader, self.is_partial = None, False
-            self._calls.front.inflight.complete(self._held())
+            self._connection.inflight.complete(self._held())
             self._take(*messages[0])
 
     def count(self) -> bool:
@@ -91,7 +92,7 @@ class InferCall(InferReply):
         if size:
             self.partial_bytes += size
             self._connection.acknowledge(self._stream, size)
-            inflight = self._calls.front.inflight
+            inflight = self._connection.inflight
             try:
                 if not self.gone:
                     if self.held is None:
@@ -117,14 +118,14 @@ class InferCall(InferReply):
         self._calls.take(self, data, time.monotonic_ns(), remaining_secs)       # type: ignore[arg-type]
 
     async def _inflate(self, data: bytes) -> None:
-        front = self._calls.front
+        connection = self._connection
         if not self._head.is_encoded:
             self.refuse(INTERNAL, "a compressed message without grpc-encoding")
             return
         try:
             if self.held is None:
-                self.held = front.inflight.begin(self, len(data))
-            message = await plain(data, front.max_message_bytes, front.inflight, self.held)
+                self.held = connection.inflight.begin(self, len(data))
+            message = await plain(data, connection.max_message_bytes, connection.inflight, self.held)
         except Exception as error:
             self.fail(error)
         else:
@@ -147,7 +148,7 @@ class InferCall(InferReply):
 
     def respond(self, response: bytes) -> None:
         if self.held:
-            self._calls.front.inflight.keep(self.held, len(response))
+            self._connection.inflight.keep(self.held, len(response))
         self.answered_at = self._connection.loop.time()
         self._connection.answer(self._stream, response, self._head)
         if not self._ended:
@@ -168,7 +169,7 @@ class InferCall(InferReply):
         if self._timer:
             self._timer.cancel()
         if self.held:
-            self._calls.front.inflight.end(self.held)
+            self._connection.inflight.end(self.held)
 
 
 class CoroutineCall:

@@ -16,7 +16,7 @@ from typing import Any
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import CallContext, Client
-from infer_server.endpoints.grpc.infer import GrpcCall
+from infer_server.endpoints.grpc.service.infer import GrpcCall
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
 from infer_server.protocol.redaction import public_text

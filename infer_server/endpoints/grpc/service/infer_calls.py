@@ -1,9 +1,8 @@
-"""ModelInfer without coroutines: a call is an object that is told its message, and that is answered or fails once."""
+"""ModelInfer without coroutines: a request is submitted with an object that is answered, or fails, once."""
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,9 +11,8 @@ import numpy as np
 from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
 from infer_server.endpoints.front import Front
-from infer_server.endpoints.grpc.errors import described
-from infer_server.endpoints.grpc.infer import Encoder, GrpcCall
-from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.service.infer import Encoder, GrpcCall
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
 from infer_server.protocol.wire import Layout, layout_of, split_request
@@ -23,57 +21,6 @@ from infer_server.serving import Prepared, Submitted
 
 _CATEGORY = OF_CALL["ModelInfer"]
 _MOST_FORMS = 256                   # of requests, that are remembered
-
-
-class InferReply(ABC):
-    """The reply to a call of ModelInfer (batching.request.Reply), and its client (inflight.Client).
-
-    Belongs to the event loop.
-    """
-    __slots__ = ("held", "submitted", "gone")
-
-    def __init__(self) -> None:
-        self.held: OpenCall | None = None           # counts the bytes of the call
-        self.submitted: Submitted | None = None
-        self.gone = False                           # it has ended: answered, failed, or left by its client
-
-    @abstractmethod
-    def respond(self, response: bytes) -> None:
-        """Send the serialised ModelInferResponse to the client."""
-
-    @abstractmethod
-    def refuse(self, code: int, details: str) -> None:
-        """Send a status to the client."""
-
-    @abstractmethod
-    def peer(self) -> str: ...
-
-    @abstractmethod
-    def disconnect(self) -> None: ...
-
-    def metadata(self) -> Iterable[tuple[str, Any]]:
-        """Return the metadata that the client sent."""
-        return ()
-
-    def headers(self) -> Iterable[tuple[str, str]]:
-        """Return the metadata whose values are text."""
-        return ((name, value) for name, value in self.metadata() if isinstance(value, str))
-
-    def send(self, response: bytes) -> None:
-        self.gone, self.submitted = True, None
-        self.respond(response)
-
-    def fail(self, error: Exception) -> None:
-        if not self.gone:
-            self.gone, self.submitted = True, None
-            code, details = described(error, self.peer())
-            self.refuse(code.value[0], details)
-
-    def leave(self) -> None:
-        """Cancel the request: the client has gone, or its deadline has passed."""
-        submitted, self.gone, self.submitted = self.submitted, True, None
-        if submitted:
-            submitted.cancel()
 
 
 class _Repeated(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from infer_server.endpoints.grpc import connections
 from infer_server.endpoints.grpc.context import Serve
 from infer_server.endpoints.grpc.errors import described
+from infer_server.endpoints.grpc.grpcio import connections
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import Tls
