@@ -17,7 +17,6 @@ from infer_server.config.kinds import Kind
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
-from infer_server.endpoints.grpc.ports import NGHTTP2, grpc_server
 from infer_server.endpoints.grpc.service.methods import HEADER_PREFIX, service_methods
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
@@ -36,6 +35,7 @@ from infer_server.endpoints.tls import Tls
 from infer_server.errors import RepositoryError
 from infer_server.fronts.fronts import Fronts
 from infer_server.fronts.settings import Door, FrontSettings
+from infer_server.grpc_ports import NGHTTP2, grpc_server
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.listeners import SENDING_SECS, Listeners
 from infer_server.observing.access_log import AccessLog

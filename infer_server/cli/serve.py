@@ -26,8 +26,8 @@ from infer_server.cli.triton_options import (
     without_effect,
 )
 from infer_server.config.fields import MOST_THREADS
-from infer_server.endpoints.grpc.ports import FRONTS, NGHTTP2
 from infer_server.errors import RepositoryError
+from infer_server.grpc_ports import FRONTS, NGHTTP2
 from infer_server.listeners import address
 from infer_server.observing.log_stream import LogStream, reopen_log
 from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from infer_server.endpoints.grpc.ports import grpc_server
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere, ToLink
 from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.over_http import HttpCalls
 from infer_server.fronts.settings import FrontSettings
+from infer_server.grpc_ports import grpc_server
 from infer_server.listeners import GrpcServer, Listeners
 from infer_server.process import raise_descriptor_limit, tune_malloc
 

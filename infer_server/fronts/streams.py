@@ -9,6 +9,7 @@ from collections.abc import Callable
 import grpc
 
 from infer_server.endpoints.front import Front
+from infer_server.endpoints.grpc.context import CallContext
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.service.stream import infer_stream
 from infer_server.endpoints.inflight import LITTLE_BYTES
@@ -44,13 +45,16 @@ class Streams:
     async def _serve(self, number: int, context: _Context) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.metadata()).get)
-            await infer_stream(self._front, context)
+            await infer_stream(self._front, self._check, context)
         except asyncio.CancelledError:
             return
         except Exception as error:
             code, details = described(error, context.peer())
         self._end.send(link.ENDED, number, details.encode(), about=str(code.value[0]).encode())
+
+
+    def _check(self, context: CallContext) -> None:
+        self._restrictions.check(OF_CALL["ModelStreamInfer"], dict(context.metadata()).get)
 
 
 class _Context:

@@ -8,7 +8,7 @@ import socket
 import struct
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _FRAME_BYTES = 16384                    # what a server must take
 _FIRST_WINDOW = 65535
@@ -39,7 +39,9 @@ class MuteClient:
         while left:
             room = min(self._connection_window, self._stream_window + self._windows[self._stream], _FRAME_BYTES)
             if room <= 0:
-                self.read_frame()
+                kind, stream, _ = self.read_frame()
+                if kind == _RST_STREAM and stream == self._stream:
+                    return                          # it takes no more of this request
                 continue
             piece, left = left[:room], left[room:]
             self._send(_frame(_DATA, 0 if left or announced else _END_STREAM, self._stream, piece))

@@ -19,7 +19,9 @@ from tritonclient.utils import InferenceServerException
 import protos
 from infer_server.batching.request import AwaitedReply, Request
 from infer_server.endpoints import inflight
-from infer_server.endpoints.grpc.errors import answering
+from infer_server.endpoints.grpc.context import CallContext, unary
+from infer_server.endpoints.grpc.grpcio.server import Handlers
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.inflight import Inflight
 from infer_server.errors import InvalidRequestError
 from scripts.stress import INFER, ask_on, request
@@ -144,9 +146,17 @@ class Refusing:
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
 
+    def time_remaining(self) -> None:
+        return None
+
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         self.kept = RuntimeError(code, details)
         raise self.kept
+
+
+class Details:
+    """grpc.HandlerCallDetails."""
+    method = INFER_PATH
 
 
 class Message:
@@ -154,12 +164,14 @@ class Message:
 
 
 def test_a_refused_request_is_let_go_of_at_once() -> None:
-    async def refuse(message: Message, _: object) -> bytes:
+    async def refuse(_: bytes, __: CallContext) -> bytes:
         raise InvalidRequestError("no")
+
+    handler = Handlers(Methods({INFER_PATH: unary(refuse)}.get), lambda peer: None).service(Details())
 
     async def ask(context: Refusing) -> weakref.ref[Message]:
         message = Message()
-        handled = answering(refuse)(message, context)
+        handled = handler.unary_unary(message, context)
         watched = weakref.ref(message)
         del message
         with pytest.raises(RuntimeError):

@@ -39,10 +39,18 @@ class CallContext(Protocol):
 Serve = Callable[[CallContext], Awaitable[None]]
 
 
-def unary(call: Callable[[bytes, CallContext], Awaitable[bytes]]) -> Serve:
-    """Return a call that reads one message and answers it with one."""
+Check = Callable[[CallContext], None]           # raises RestrictedError for clients that may not make a call
+
+
+def unary(call: Callable[[bytes, CallContext], Awaitable[bytes]], check: Check | None = None) -> Serve:
+    """Return a call that reads one message and answers it with one, if the client may make it.
+
+    The message is read first: a server behind another one loses the status of a call that ends before it is sent.
+    """
     async def serve(context: CallContext) -> None:
         data = await context.read()
+        if check:
+            check(context)
         if data is None:
             raise MalformedMessageError("the call has no message")
         await context.write(await call(data, context))

@@ -3,15 +3,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import protos
 from infer_server.endpoints.grpc.context import Serve
-
-if TYPE_CHECKING:
-    from infer_server.endpoints.grpc.service.infer_calls import InferCalls
+from infer_server.endpoints.grpc.infer_reply import InferReply
 
 INFER_PATH = f"/{protos.INFERENCE_SERVICE}/ModelInfer"
+
+
+class TakesInfer(Protocol):
+    """Serves ModelInfer without a coroutine: InferCalls."""
+
+    def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
+        """Submit a serialised ModelInferRequest; `reply` is told of whatever comes of it.
+
+        reply.held counts the bytes of `data` if they arrived in pieces; else they are counted here.
+        remaining_secs: seconds until the client's deadline; None if it has none.
+        """
 
 
 @dataclass(frozen=True)
@@ -22,4 +31,4 @@ class Methods:
     infer : takes ModelInfer without a coroutine, for the transports that can; None: `find` serves it.
     """
     find: Callable[[str], Serve | None]
-    infer: InferCalls | None = None
+    infer: TakesInfer | None = None

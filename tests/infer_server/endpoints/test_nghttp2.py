@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from infer_server.endpoints.grpc.nghttp2 import connection
+from infer_server.endpoints.grpc.nghttp2 import limits
 from infer_server.endpoints.grpc.nghttp2.settings import settings_of
-from infer_server.endpoints.grpc.ports import NGHTTP2
+from infer_server.grpc_ports import NGHTTP2
 from protos import http2, inference
 from protos.grpc_framing import prefix_of
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
@@ -222,7 +222,7 @@ def test_a_client_that_does_not_answer_pings_is_disconnected(tmp_path: Path) -> 
 
 
 def test_a_connection_that_says_nothing_is_closed(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_HANDSHAKE_SECS", 0.2)
+    monkeypatch.setattr(limits, "_HANDSHAKE_SECS", 0.2)
     with (socket.create_connection(("127.0.0.1", server.ports.grpc), timeout=30) as silent,
           suppress(ConnectionResetError)):
         while silent.recv(1 << 16):

@@ -8,13 +8,13 @@ import grpc
 import pytest
 
 import protos
-from infer_server.endpoints.grpc.ports import FRONTS, grpc_server
 from infer_server.endpoints.http.reading import Limits
 from infer_server.fronts import link
 from infer_server.fronts.front_end import FrontEnd, HeldElsewhere
 from infer_server.fronts.link import Frame
 from infer_server.fronts.over_grpc import GrpcCalls
 from infer_server.fronts.settings import FrontSettings
+from infer_server.grpc_ports import FRONTS, grpc_server
 from infer_server.listeners import Listeners
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 

@@ -49,7 +49,7 @@ class GrpcioServer:
             ("grpc.so_reuseport", int(shares_port)),    # by default two servers may listen on a port
             *channel.items(),
         ])
-        self._server.add_generic_rpc_handlers((_Handlers(methods, self._disconnect),))
+        self._server.add_generic_rpc_handlers((Handlers(methods, self._disconnect),))
 
     async def listen(self, host: str, port: int, tls: Tls | None) -> int:
         """Open the port; returns its number, which is chosen if `port` is 0. Raises OSError."""
@@ -110,7 +110,7 @@ class Behind:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has no types
+class Handlers(grpc.GenericRpcHandler):    # type: ignore[misc]     # grpc has no types
     """The handlers of all calls. They take bytes: gRPC takes what a deserialiser raises for a fault of the server."""
 
     def __init__(self, methods: Methods, disconnect: Callable[[str], None]) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 from infer_server.endpoints.grpc.compression import plain
 from infer_server.endpoints.grpc.context import Serve
 from infer_server.endpoints.grpc.errors import described
 from infer_server.endpoints.grpc.infer_reply import InferReply
+from infer_server.endpoints.grpc.methods import TakesInfer
 from infer_server.endpoints.grpc.nghttp2.head import INTERNAL, RequestHead
-from infer_server.endpoints.inflight import OpenCall
+from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.errors import DeadlineExceededError, MemoryLimitError
 from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeError
-
-if TYPE_CHECKING:
-    from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
-    from infer_server.endpoints.grpc.service.infer_calls import InferCalls
 
 
 class Call(Protocol):
@@ -37,12 +34,55 @@ class Call(Protocol):
         """End the call with the status of an error."""
 
 
+class Carrier(Protocol):
+    """The connection that a call came by: GrpcConnection."""
+    loop: asyncio.AbstractEventLoop
+    inflight: Inflight
+    max_message_bytes: int
+    peer: str
+
+    def acknowledge(self, stream: int, size: int) -> None:
+        """Let the client send `size` more bytes."""
+
+    def count_soon(self, call: InferCall) -> None:
+        """Have `call.count` called when the events of this iteration have been handled."""
+
+    def watch_partial(self) -> None:
+        """To be called while a message arrives in pieces."""
+
+    def answer(self, stream: int, response: bytes, head: RequestHead) -> None:
+        """Send the only message of a call, and its success."""
+
+    def start(self, stream: int, head: RequestHead) -> None:
+        """Send the headers of an answer of several messages."""
+
+    def write_message(self, stream: int, message: bytes, head: RequestHead, call: CoroutineCall) -> bool:
+        """Send a message. False: there is no room; `call.sent` is called when it has been sent."""
+
+    def finish(self, stream: int, code: int, details: str, ended: bool) -> None:
+        """Send the status of a call whose headers have been sent."""
+
+    def refuse(self, stream: int, code: int, details: str, ended: bool) -> None:
+        """Send the status of a call that has no answer."""
+
+    def reset_when_sent(self, stream: int) -> None:
+        """End a stream whose client has not sent everything, when its trailers have been sent."""
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+    def flush_soon(self) -> None:
+        """Send at the end of this iteration of the event loop."""
+
+    def abort(self) -> None:
+        """End the connection at once."""
+
+
 class InferCall(InferReply):
     """A call of ModelInfer."""
     __slots__ = ("_connection", "_stream", "_head", "_calls", "_reader", "_uncounted", "_taken", "_timer", "_ended",
                  "answered_at", "is_partial", "partial_bytes")
 
-    def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, calls: InferCalls) -> None:
+    def __init__(self, connection: Carrier, stream: int, head: RequestHead, calls: TakesInfer) -> None:
         super().__init__()
         self._connection, self._stream, self._head, self._calls = connection, stream, head, calls
         self._reader: MessageReader | None = None       # while a message arrives in pieces
@@ -175,7 +215,7 @@ class InferCall(InferReply):
 class CoroutineCall:
     """A call that a coroutine serves; a CallContext."""
 
-    def __init__(self, connection: GrpcConnection, stream: int, head: RequestHead, serve: Serve) -> None:
+    def __init__(self, connection: Carrier, stream: int, head: RequestHead, serve: Serve) -> None:
         self._connection, self._stream, self._head = connection, stream, head
         self._inflight = connection.inflight
         self._reader = MessageReader(connection.max_message_bytes)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import random
 import ssl
 import zlib
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from infer_server.endpoints.grpc.methods import INFER_PATH
+from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.grpc.nghttp2.calls import Call, CoroutineCall, InferCall
 from infer_server.endpoints.grpc.nghttp2.head import (
     START,
@@ -30,7 +29,9 @@ from infer_server.endpoints.grpc.nghttp2.head import (
     read_head,
     status_headers,
 )
-from infer_server.errors import DeadlineExceededError
+from infer_server.endpoints.grpc.nghttp2.limits import Limits
+from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
+from infer_server.endpoints.inflight import Inflight
 from protos.grpc_framing import prefix_of
 from protos.http2 import (
     ConnectionClosed,
@@ -47,18 +48,27 @@ from protos.http2 import (
     server_connection,
 )
 
-if TYPE_CHECKING:
-    from infer_server.endpoints.grpc.nghttp2.server import Shared
-
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 10_000                # that a client may have open on a connection
 _WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive before they are acknowledged
+_RECEIVE_BYTES = 256 << 10          # read from a socket at a time
 _WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
-_HANDSHAKE_SECS = 20.0              # for a client to begin
 _GOAWAY_SECS = 1.0                  # from the notice of a shutdown until new calls are refused
-_IDLE_PING_SECS = 7200.0            # between a client's pings where no call is open
 _GZIP_BYTES = 1 << 10               # smaller answers are not worth being compressed
+
+
+@dataclass
+class Shared:
+    """What the connections of a port have in common."""
+    methods: Methods
+    inflight: Inflight
+    settings: ConnectionSettings
+    loop: asyncio.AbstractEventLoop
+    connections: set[GrpcConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # One for all connections: what is read is consumed before anything else is.
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
 
 
 class GrpcConnection(asyncio.BufferedProtocol):
@@ -73,7 +83,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._http2 = http2 = server_connection(MAX_STREAMS, _WINDOW_BYTES)
         self._receive_data, self._events = http2.receive_data, http2.events
         self._transport: asyncio.Transport | None = None
-        self._calls: dict[int, Call] = {}                       # by stream
+        self.calls: dict[int, Call] = {}                       # by stream
         self._headers: tuple[Header, ...] = ()                  # of the last call, and what they say
         self._head = RequestHead(())
         self._flushing = False                                  # a flush is scheduled
@@ -81,13 +91,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._resets: list[int] = []                            # streams that end when their trailers are sent
         self._uncounted: list[InferCall] = []                   # calls of which bytes have arrived in this iteration
         self._writers: dict[int, CoroutineCall] = {}            # that wait until their messages are sent
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._limits = Limits(self, settings)
         self._draining = False
-        self._last_ping = -math.inf                             # of the client
-        self._strikes = 0
-        self._last_received = 0.0
-        self._pings = 0                                         # of ours, since data were sent last
-        self._partial: dict[int, int] = {}                      # bytes of partial messages, at the last look, by stream
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -100,19 +105,14 @@ class GrpcConnection(asyncio.BufferedProtocol):
             transport.close()
             return
         self._shared.connections.add(self)
-        settings = self._settings
-        self._later("handshake", _HANDSHAKE_SECS, self.abort)
-        if settings.max_age_secs < math.inf:
-            self._later("age", settings.max_age_secs * random.uniform(0.9, 1.1), self._grow_old)
-        if settings.keepalive_secs < math.inf:
-            self._later("keepalive", settings.keepalive_secs, self._keep_alive)
+        self._limits.start()
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._shared.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._last_received = self.loop.time()
+        self._limits.received()
         try:
             self._receive_data(self._shared.buffer[:nbytes])
             self._handle_events()
@@ -128,11 +128,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def connection_lost(self, reason: Exception | None) -> None:
         self._transport = None
         self._shared.connections.discard(self)
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        calls = list(self._calls.values())
-        self._calls.clear()
+        self._limits.stop()
+        calls = list(self.calls.values())
+        self.calls.clear()
         for call in calls:
             call.close()
 
@@ -145,7 +143,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     # ---- events
     def _handle_events(self) -> None:
-        calls = self._calls
+        calls = self.calls
         for event in self._events():
             if isinstance(event, DataReceived):
                 call = calls.get(event.stream_id)
@@ -164,12 +162,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 if call:
                     call.receive(b"", True)
             elif isinstance(event, PingReceived):
-                self._on_ping()
+                self._limits.on_ping()
             elif isinstance(event, PingAcknowledged):
-                self._pings = 0
-                self._cancel("ping")
+                self._limits.on_pong()
             elif isinstance(event, SettingsReceived):
-                self._cancel("handshake")
+                self._limits.on_settings()
             elif isinstance(event, ConnectionClosed) and self._transport:
                 self.flush_soon()           # which closes the transport
         if self._uncounted:
@@ -189,9 +186,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
         methods = self._shared.methods
         call: Call
         if methods.infer and head.path == INFER_PATH:
-            call = self._calls[stream] = InferCall(self, stream, head, methods.infer)
+            call = self.calls[stream] = InferCall(self, stream, head, methods.infer)
         elif serve := methods.find(head.path):
-            call = self._calls[stream] = CoroutineCall(self, stream, head, serve)
+            call = self.calls[stream] = CoroutineCall(self, stream, head, serve)
         else:
             self.refuse(stream, UNIMPLEMENTED, "Method not found!", ended)
             return
@@ -246,7 +243,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         packed = _gzipped(message) if self._settings.compresses and head.accepts_gzip else None
         self._http2.send_data(stream, prefix_of(len(packed), True) + packed if packed else
                               prefix_of(len(message)) + message)
-        self._strikes, self._last_ping, self._pings = 0, -math.inf, 0
+        self._limits.sent()
         self.flush()
         if self._transport is None or self._http2.queued_body_size(stream) == 0:
             return True
@@ -273,6 +270,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
         """End a stream whose client has not sent everything, when its trailers have been sent."""
         self._resets.append(stream)
 
+    def watch_partial(self) -> None:
+        self._limits.watch_partial()
+
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._shared.tasks.add(task)            # the loop itself keeps none alive
@@ -280,7 +280,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return task
 
     def _sending(self) -> None:
-        self._strikes, self._last_ping, self._pings = 0, -math.inf, 0
+        self._limits.sent()
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self.flush)
@@ -309,8 +309,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
             return
         if self._writers:
             self._wake_writers()
-        if self._calls and "unread" not in self._timers and (self._paused or http2.queued_body_size()):
-            self._later("unread", self.inflight.send_timeout_secs, self._look_for_unread)
+        if self.calls and (self._paused or http2.queued_body_size()):
+            self._limits.watch_unread()
         if not (http2.want_read or http2.want_write) and not self._paused:
             transport.close()
 
@@ -331,87 +331,14 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 del self._writers[stream]
                 call.sent()
 
-    # ---- limits on time
-    def _later(self, name: str, secs: float, callback: Any) -> None:
-        self._timers[name] = self.loop.call_later(secs, callback)
-
-    def _cancel(self, name: str) -> None:
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
-
-    def _look_for_unread(self) -> None:
-        """Close the connection if its client has not read an answer in time."""
-        del self._timers["unread"]
-        timeout = self.inflight.send_timeout_secs
-        answered = [call.answered_at for call in self._calls.values() if call.answered_at]
-        if answered and (waited := self.loop.time() - min(answered)) >= timeout:
-            self.inflight.warn_of(self.peer)
-            self.abort()
-        elif answered:
-            self._later("unread", timeout - waited, self._look_for_unread)
-
-    def watch_partial(self) -> None:
-        """To be called while a message arrives in pieces."""
-        if "partial" not in self._timers and self._settings.min_body_rate:
-            self._partial = {}
-            self._later("partial", self._settings.body_grace_secs, self._look_at_partial)
-
-    def _look_at_partial(self) -> None:
-        """End the calls whose messages arrive too slowly."""
-        del self._timers["partial"]
-        least = self._settings.min_body_rate * self._settings.body_grace_secs
-        before, self._partial = self._partial, {}
-        for stream, call in list(self._calls.items()):
-            if not call.is_partial:
-                continue
-            if stream in before and call.partial_bytes - before[stream] < least:
-                call.fail(DeadlineExceededError(
-                    f"the message arrives at less than {self._settings.min_body_rate} bytes a second, on average over "
-                    f"{self._settings.body_grace_secs:g} s (--min-body-rate, --body-grace-secs)"))
-            else:
-                self._partial[stream] = call.partial_bytes
-        if self._partial:
-            self._later("partial", self._settings.body_grace_secs, self._look_at_partial)
-
-    # ---- keeping the connection alive, and ending it
-    def _on_ping(self) -> None:
-        now, settings = self.loop.time(), self._settings
-        allowed = self._calls or settings.keepalive_without_calls
-        if now - self._last_ping < (settings.min_ping_interval_secs if allowed else _IDLE_PING_SECS):
-            self._strikes += 1
-            if 0 < settings.max_ping_strikes < self._strikes:
-                log.info("%s pings too often: its connection is closed", self.peer)
-                self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
-                self.flush_soon()
-                self._later("strikes", 0.0, self._close_transport)
-        self._last_ping = now
-
-    def _keep_alive(self) -> None:
-        settings = self._settings
-        silence = self.loop.time() - self._last_received
-        if silence >= settings.keepalive_secs and (self._calls or settings.keepalive_without_calls) and (
-                settings.max_pings_without_data == 0 or self._pings < settings.max_pings_without_data):
-            self._pings += 1
-            self._http2.ping()
-            self.flush()
-            if "ping" not in self._timers:
-                self._later("ping", settings.keepalive_timeout_secs, self.abort)
-            silence = 0.0
-        self._later("keepalive", settings.keepalive_secs - min(silence, settings.keepalive_secs * 0.9),
-                    self._keep_alive)
-
-    def _grow_old(self) -> None:
-        self.drain()
-        if self._settings.max_age_grace_secs < math.inf:
-            self._later("grace", self._settings.max_age_grace_secs, self.close)
-
+    # ---- its end
     def drain(self) -> None:
         """Have the client open its next calls on another connection; calls that are open are served."""
         if self._transport and not self._draining:
             self._draining = True
             self._http2.send_shutdown_notice()
             self.flush()
-            self._later("goaway", _GOAWAY_SECS, self._go_away)
+            self._limits.later("goaway", _GOAWAY_SECS, self._go_away)
 
     def _go_away(self) -> None:
         if self._transport:
@@ -431,6 +358,18 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def _close_transport(self) -> None:
         if self._transport:
             self._transport.close()
+
+    def ping(self) -> None:
+        """Ask the client for a sign of life."""
+        self._http2.ping()
+        self.flush()
+
+    def end_for_pings(self) -> None:
+        """End the connection of a client that pings too often."""
+        log.info("%s pings too often: its connection is closed", self.peer)
+        self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
+        self.flush_soon()
+        self._limits.later("strikes", 0.0, self._close_transport)
 
     def abort(self) -> None:
         """End the connection at once."""

@@ -3,31 +3,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import dataclass, field
 from typing import Any
 
 from infer_server.endpoints.grpc.methods import Methods
-from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
+from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection, Shared
 from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import Tls
 
 _BACKLOG = 1024                 # connections that were not accepted yet
-_RECEIVE_BYTES = 256 << 10      # read from a socket at a time
 _CLOSING_SECS = 5.0             # for clients to take what was sent, when the port closes
-
-
-@dataclass
-class Shared:
-    """What the connections of a port have in common."""
-    methods: Methods
-    inflight: Inflight
-    settings: ConnectionSettings
-    loop: asyncio.AbstractEventLoop
-    connections: set[GrpcConnection] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    # One for all connections: what is read is consumed before anything else is.
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
 
 
 class Nghttp2Server:

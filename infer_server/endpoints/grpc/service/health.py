@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import protos
-from infer_server.endpoints.grpc.context import CallContext, Serve, unary
+from infer_server.endpoints.grpc.context import CallContext, Check, Serve, unary
 from infer_server.endpoints.grpc.errors import parsed
 from infer_server.errors import MalformedMessageError, UnknownServiceError
 from infer_server.lifecycle import Lifecycle
@@ -16,8 +16,8 @@ from protos import health
 _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 
 
-def health_methods(lifecycle: Lifecycle) -> Mapping[str, Serve]:
-    """Return Check and Watch, by path, over the readiness of the server."""
+def health_methods(lifecycle: Lifecycle, may: Check) -> Mapping[str, Serve]:
+    """Return Check and Watch, by path, over the readiness of the server, for clients that may make such calls."""
 
     async def check(data: bytes, _: CallContext) -> bytes:
         request = parsed(health.HealthCheckRequest, data)
@@ -27,6 +27,7 @@ def health_methods(lifecycle: Lifecycle) -> Mapping[str, Serve]:
 
     async def watch(context: CallContext) -> None:
         data = await context.read()
+        may(context)
         if data is None:
             raise MalformedMessageError("the call has no message")
         request = parsed(health.HealthCheckRequest, data)
@@ -38,7 +39,7 @@ def health_methods(lifecycle: Lifecycle) -> Mapping[str, Serve]:
                 await context.write(response.SerializeToString())
             last = response
 
-    return {f"/{protos.HEALTH_SERVICE}/Check": unary(check), f"/{protos.HEALTH_SERVICE}/Watch": watch}
+    return {f"/{protos.HEALTH_SERVICE}/Check": unary(check, may), f"/{protos.HEALTH_SERVICE}/Watch": watch}
 
 
 def _response(ready: bool) -> health.HealthCheckResponse:

@@ -39,11 +39,7 @@ class InferCalls:
         self._repeats = not (front.on_demand or front.inferences.observes(GrpcCall.protocol))
 
     def take(self, reply: InferReply, data: bytes, received_ns: int, remaining_secs: float | None) -> None:
-        """Submit a serialised ModelInferRequest; `reply` is told of whatever comes of it.
-
-        reply.held counts the bytes of `data` if they arrived in pieces; else they are counted here.
-        remaining_secs: seconds until the client's deadline; None if it has none.
-        """
+        """See TakesInfer."""
         try:
             if self._is_restricted:
                 self._restrictions.check(_CATEGORY, dict(reply.metadata()).get)

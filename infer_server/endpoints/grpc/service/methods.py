@@ -28,27 +28,25 @@ _MAX_LOAD_BYTES = 1 << 31       # of a RepositoryModelLoad, which may carry the 
 def service_methods(service: Service, front: Front, lifecycle: Lifecycle, restrictions: Restrictions,
                     has_reflection: bool) -> Methods:
     """Return all methods of a server that executes models."""
-    calls: dict[str, Serve] = {"ModelInfer": unary(partial(infer, front)),
-                               "ModelStreamInfer": partial(infer_stream, front)}
     methods: dict[str, Serve] = {}
     for method in protos.methods(protos.INFERENCE_SERVICE):
-        call = calls.get(method.name) or unary(_control(method, service.call(method.name)))
-        methods[method.path] = restricted(call, OF_CALL[method.name], restrictions)
-    methods |= {path: restricted(call, "health", restrictions) for path, call in health_methods(lifecycle).items()}
+        check = partial(_check, restrictions, OF_CALL[method.name])
+        if method.name == "ModelStreamInfer":
+            methods[method.path] = partial(infer_stream, front, check)
+        elif method.name == "ModelInfer":
+            methods[method.path] = unary(partial(infer, front), check)
+        else:
+            methods[method.path] = unary(_control(method, service.call(method.name)), check)
+    methods |= health_methods(lifecycle, partial(_check, restrictions, "health"))
     if has_reflection:
         methods |= reflection_methods()
     return Methods(methods.get, InferCalls(front, restrictions))
 
 
-def restricted(call: Serve, category: str, restrictions: Restrictions) -> Serve:
-    """Return `call` for the clients that may make calls of this category."""
-    if category not in restrictions.secrets:
-        return call
-
-    async def checked(context: CallContext) -> None:
+def _check(restrictions: Restrictions, category: str, context: CallContext) -> None:
+    """Raise RestrictedError unless the client may make calls of this category."""
+    if category in restrictions.secrets:
         restrictions.check(category, dict(context.metadata()).get)
-        await call(context)
-    return checked
 
 
 def _control(method: protos.Method, call: Callable[[Any], Awaitable[Message]]

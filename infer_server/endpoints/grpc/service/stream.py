@@ -15,7 +15,7 @@ from typing import Any
 
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.compression import plain
-from infer_server.endpoints.grpc.context import CallContext, Client
+from infer_server.endpoints.grpc.context import CallContext, Check, Client
 from infer_server.endpoints.grpc.service.infer import GrpcCall
 from infer_server.endpoints.inflight import OpenCall
 from infer_server.errors import ServeError, UnavailableError
@@ -41,8 +41,9 @@ def _final(final: bool) -> bytes:
 _FINAL = {final: _final(final) for final in (True, False)}
 
 
-async def infer_stream(front: Front, context: CallContext) -> None:
+async def infer_stream(front: Front, check: Check, context: CallContext) -> None:
     """Serve a stream until its client has sent all requests and has been answered, or has gone."""
+    check(context)
     await _Stream(context, front).serve()
 
 
