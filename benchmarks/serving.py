@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving                              # ResNet-50 INT8 of the zoo, concurrency 1 to 32
     python -m benchmarks.serving --model mobilenet_v2 --precision fp32 --threads 2 --write
-    python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --grpc-front fast
+    python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1
     python -m benchmarks.serving --plan models/mobilenet_v2/1/model.plan --apart 0,1 --way http
 
 At each concurrency: throughput, latency, the mean size of the batches that the server formed, and the share of the

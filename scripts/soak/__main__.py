@@ -1,6 +1,6 @@
 """The server for as long as you like, under load and among accidents, none of which may cost anybody an answer.
 
-    python -m scripts.soak --seconds 3600 --load 0.7 --grpc-front fast
+    python -m scripts.soak --seconds 3600 --load 0.7
 
 Clients of every protocol ask models of every kind on this machine's engines, and compare each answer with what it
 must be: unary and in streams, over HTTP, in shared memory, in sequences, through an ensemble. Meanwhile clients are
