@@ -155,9 +155,10 @@ def test_a_key_depends_on_the_text_and_the_machine(change: tuple[str, str]) -> N
     assert object_key(**usual) != object_key(**{**usual, change[0]: change[1]})
 
 
-@pytest.mark.parametrize("name, value", [("_OPTIONS", {"opt": 3}), ("_GLOBAL_OPTIONS", ())])
+@pytest.mark.parametrize("name, value", [("_OPTIONS", {"reloc": "static"}), ("_GLOBAL_OPTIONS", ())])
 def test_a_key_depends_on_llvms_options(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     before = object_key(TEXT, "", "x86-64", "")
+    assert object_key(TEXT, "", "x86-64", "", opt=3) != before
     monkeypatch.setattr(compile_module, name, value)
     assert object_key(TEXT, "", "x86-64", "") != before
 

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -14,7 +14,8 @@ from engines.machine import object_cache
 
 # A kernel's text is already in the order it wants; LLVM's schedulers hoist loads until the tile spills.
 _GLOBAL_OPTIONS = ("--pre-RA-sched=source", "--enable-misched=false")
-_OPTIONS: dict[str, Any] = {"opt": 2, "reloc": "pic", "codemodel": "small"}
+_OPTIONS = {"reloc": "pic", "codemodel": "small"}
+OPT = 2
 
 llvm.initialize_all_targets()       # text for another machine can be compiled (not run) here
 llvm.initialize_all_asmprinters()
@@ -30,41 +31,48 @@ def compile_object(ir: str, isa: Isa) -> bytes:
     return compile_cached(ir, isa.triple, isa.cpu, isa.features)
 
 
-def compile_cached(ir: str, triple: str, cpu: str, features: str) -> bytes:
-    """Return the object file of a module's text for a machine by LLVM's names; triple "" is this process's."""
+def compile_cached(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> bytes:
+    """Return the object file of a module's text for a machine by LLVM's names; triple "" is this process's.
+
+    opt: LLVM's level of optimisation when it generates code, 0 to 3.
+    """
     cache = object_cache.current()
     if cache is None:
-        return _compile(ir, triple, cpu, features)
-    key = object_key(ir, triple, cpu, features)
+        return _compile(ir, triple, cpu, features, opt)
+    key = object_key(ir, triple, cpu, features, opt)
     code = cache.fetch(key)
     if code is None:
-        code = _compile(ir, triple, cpu, features)
+        code = _compile(ir, triple, cpu, features, opt)
         cache.store(key, code)
     return code
 
 
-def object_key(ir: str, triple: str, cpu: str, features: str) -> str:
+def object_key(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> str:
     """Return the key of an object in the object cache: all that decides which bytes LLVM emits."""
     return object_cache.digest("llvm", ir, triple or llvm.get_process_triple(), cpu, features,
-                               repr((_OPTIONS, _GLOBAL_OPTIONS, llvm.llvm_version_info, llvmlite.__version__)))
+                               repr((opt, _OPTIONS, _GLOBAL_OPTIONS, llvm.llvm_version_info, llvmlite.__version__)))
 
 
-def target_machine(triple: str, cpu: str, features: str) -> llvm.TargetMachine:
+def target_machine(triple: str, cpu: str, features: str, opt: int = OPT) -> llvm.TargetMachine:
     """Return LLVM's code generator for a machine, with the options of every kernel."""
     target = llvm.Target.from_triple(triple or llvm.get_process_triple())
-    return target.create_target_machine(cpu, features, **_OPTIONS)
+    return target.create_target_machine(cpu, features, opt=opt, **_OPTIONS)
 
 
-def _compile(ir: str, triple: str, cpu: str, features: str) -> bytes:
-    return bytes(target_machine(triple, cpu, features).emit_object(llvm.parse_assembly(ir)))
+def _compile(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> bytes:
+    return bytes(target_machine(triple, cpu, features, opt).emit_object(llvm.parse_assembly(ir)))
 
 
 def compiler_pool(isa: Isa) -> CompilerPool:
     """Return a pool that compiles many texts as compile_object does."""
-    machine = {"triple": isa.triple, "cpu": isa.cpu, "features": isa.features}
-    return CompilerPool(partial(_compile, **machine), (__name__, isa.name), partial(object_key, **machine))
+    return CompilerPool(_compiler(isa), (__name__, isa.name),
+                        partial(object_key, triple=isa.triple, cpu=isa.cpu, features=isa.features))
+
+
+def _compiler(isa: Isa) -> Callable[[str], bytes]:
+    """Return what compiles a text for the machine of `isa`, without the object cache."""
+    return partial(_compile, triple=isa.triple, cpu=isa.cpu, features=isa.features)
 
 
 if __name__ == "__main__":
-    this = isa_named(sys.argv[1])
-    serve(partial(_compile, triple=this.triple, cpu=this.cpu, features=this.features))
+    serve(_compiler(isa_named(sys.argv[1])))

@@ -10,7 +10,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.llvm.codegen.compile import compile_cached, target_machine
+from engines.backends.llvm.codegen.compile import OPT, compile_cached, target_machine
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.runtime.abi import KERNEL
 from engines.backends.llvm.runtime.elf import LoadedCode
@@ -20,6 +20,8 @@ from engines.machine.tiles import permitted
 _CPUINFO = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni",
             "neon": "asimd", "dotprod": "asimddp", "amx-tile": "amx_tile", "amx-int8": "amx_int8",
             "amx-bf16": "amx_bf16", "amx-fp16": "amx_fp16"}
+
+EMULATED_OPT = 0        # of machine code that no plan has; it compiles in two thirds of the time
 
 
 @cache
@@ -58,7 +60,7 @@ class LoadedKernel:
     """A kernel in this process. It lives as long as this object."""
 
     def __init__(self, ir: str, name: str, isa: Isa, emulate: bool = False) -> None:
-        self._code = LoadedCode([compile_cached(ir, *_machine(isa, emulate))])
+        self._code = LoadedCode([compile_cached(ir, *_machine(isa, emulate), opt=EMULATED_OPT if emulate else OPT)])
         self._call = KERNEL(self._code.addresses[name])
 
     def __call__(self, operands: Sequence[NDArray[Any]], rows: tuple[int, int],
