@@ -9,19 +9,20 @@ from typing import BinaryIO
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_write(path: str | os.PathLike[str], durable: bool = True) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends: a reader finds the old content or the new, whole.
 
     It is written beside that name, under one of its own. If the block or the disk fails, the old file stays and the
-    new one is removed.
+    new one is removed. durable: the content is on the disk before it takes the name.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with open(temporary, "xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO
+
+from engines.machine import object_cache
 
 ENOUGH = 1_000_000      # characters of IR, a second's work: for less it does not pay to start processes
 MOST_WORKERS = 8        # each takes some 80 MB
@@ -23,11 +24,13 @@ _SIZE = struct.Struct("<q")         # of what follows; negative: of an error's t
 
 class CompilerPool:
     """As many workers as processors, started when there is enough to do; until then, and on one processor, this process
-    compiles."""
+    compiles. Objects in the object cache are not compiled, and what is compiled is kept there."""
 
-    def __init__(self, compiler: Callable[[str], bytes], program: Sequence[str]) -> None:
-        """compiler: a module's text -> its code. program: a module of Python that serves it, and its arguments."""
-        self._compiler, self._program = compiler, program
+    def __init__(self, compiler: Callable[[str], bytes], program: Sequence[str],
+                 key: Callable[[str], str] | None = None) -> None:
+        """compiler: a module's text -> its code. program: a module of Python that serves it, and its arguments. key: a
+        module's text -> its key in the object cache; None: objects are not kept."""
+        self._compiler, self._program, self._key = compiler, program, key
         self._count = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if hasattr(os, "sched_getaffinity") else 1
         self._threads: ThreadPoolExecutor | None = None     # one for each worker, waiting for it
         self._workers: SimpleQueue[_Worker] = SimpleQueue()
@@ -47,22 +50,31 @@ class CompilerPool:
 
         Raises RuntimeError, with LLVM's own message, if a text is no valid IR.
         """
-        waiting: list[str] = []
-        futures: list[Future[bytes]] = []
-        for text in texts:
-            waiting.append(text)
-            if self._threads is None and self._count > 1 and sum(map(len, waiting)) >= ENOUGH:
+        cache = object_cache.current() if self._key else None
+        keys: list[str] = []
+        objects: dict[int, bytes] = {}      # those of the cache, by the text's position
+        waiting: dict[int, str] = {}
+        futures: dict[int, Future[bytes]] = {}
+        for i, text in enumerate(texts):
+            if cache and self._key:
+                keys.append(self._key(text))
+                found = cache.fetch(keys[i])
+                if found is not None:
+                    objects[i] = found
+                    continue
+            waiting[i] = text
+            if self._threads is None and self._count > 1 and sum(map(len, waiting.values())) >= ENOUGH:
                 self._start()
             if self._threads:
-                futures += [self._threads.submit(self._compile, text) for text in waiting]
+                futures |= {j: self._threads.submit(self._compile, text) for j, text in waiting.items()}
                 waiting.clear()
-        makers: list[Callable[[], bytes]] = [future.result for future in futures]
-        makers += [partial(self._compiler, text) for text in waiting]
-        objects = []
-        for make in makers:
-            objects.append(make())
+        for i in range(len(objects) + len(futures) + len(waiting)):
+            if i not in objects:
+                objects[i] = futures[i].result() if i in futures else self._compiler(waiting[i])
+                if cache:
+                    cache.store(keys[i], objects[i])
             done()
-        return objects
+        return [objects[i] for i in range(len(objects))]
 
     def _start(self) -> None:
         self._threads = ThreadPoolExecutor(self._count)

@@ -27,6 +27,7 @@ from engines.frontend.onnx_file import Model, read_model
 from engines.ir.graph import Array, Graph
 from engines.ir.recipe import Recipe
 from engines.loading import engine_of
+from engines.machine import object_cache
 from engines.passes.quantization.given import is_quantised
 from engines.passes.quantization.kept import check_kept
 from engines.plan.coverage import Coverage, coverage_of
@@ -223,7 +224,8 @@ class _Build:
                 for notice in plan.metadata.get("notices", ()):
                     self.say(notice)
                 return EngineBuild(plan, tuple(self.notices), cached=cache.entry(before), entry=cache.entry(before))
-            build = self.built()
+            with object_cache.using(cache.objects):
+                build = self.built()
             after = key()                       # with the content that the calibration cache has now
             cache.store(after, build.plan)
             return replace(build, entry=cache.entry(after))

@@ -33,6 +33,7 @@ import numpy as np
 
 from engines.errors import ConfigError, PlanError
 from engines.files import atomic_write, user_cache
+from engines.machine.object_cache import ObjectCache
 from engines.plan.file import VERSION, read_plan, write_plan
 from engines.plan.plan import Plan
 from engines.plan.records import to_plain
@@ -40,6 +41,7 @@ from engines.version import COMPILER_VERSION
 
 USUAL_GIB = 10.0
 SIZE_VARIABLE = "INFER_CACHE_GIB"
+OBJECTS_SHARE = 0.1         # of the size, for compiled kernels
 _LIBRARIES = ("llvmlite", "ml_dtypes", "numpy", "onnx", "pillow")       # whose version may show in a plan
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 24 * 3600      # a lock or a temporary file that is older has lost its owner
@@ -62,13 +64,15 @@ class EngineCache:
     """Plans by key. Processes may share the folder: entries appear whole, and are never changed.
 
     The plans that were used longest ago are dropped when together they are larger than the cache may be: `gib`, by
-    default $INFER_CACHE_GIB or 10, and never more than half of what it has and the disk has left.
+    default $INFER_CACHE_GIB or 10, and never more than half of what it has and the disk has left. `objects` keeps the
+    compiled kernels of builds in a folder inside; they count, and take at most a tenth.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "", gib: float | None = None) -> None:
         """folder: "" is the user's, usual_folder(). Raises ConfigError: what is named is no folder, or no size."""
         self.folder = Path(folder or usual_folder())
         self.limit = int((_usual_gib() if gib is None else gib) * (1 << 30))
+        self.objects = ObjectCache(self.folder / "objects", int(self.limit * OBJECTS_SHARE))
         self._warned = False
         if folder and (file := next((p for p in (self.folder, *self.folder.parents) if p.is_file()), None)):
             raise ConfigError(f"engine cache '{folder}' is not a folder: '{file}' is a file; name another one")
@@ -183,7 +187,8 @@ class EngineCache:
                         _NOTE.fullmatch(path.name) and time.time() - status.st_mtime > _FORGOTTEN_SECONDS):
                     path.unlink()
         taken = sum(size for _, size, _ in found)
-        limit = min(self.limit, (taken + shutil.disk_usage(self.folder).free) // 2)
+        objects = self.objects.bytes()
+        limit = min(self.limit, (taken + objects + shutil.disk_usage(self.folder).free) // 2) - objects
         for _, size, path in sorted(found):
             if taken <= limit:
                 return

@@ -28,6 +28,7 @@ from engines.ir.dtypes import dtype_named
 from engines.ir.graph import Dim, Graph, TensorType
 from engines.ir.pixels import Pixels
 from engines.ir.recipe import Recipe
+from engines.machine import object_cache
 from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.passes.quantization.recipe import prepared
@@ -117,7 +118,8 @@ class Specialiser:
         with cache.lock(key):
             plan = cache.fetch(key)
             if plan is None:
-                plan = self._made(self._target, extents, max_batch)
+                with object_cache.using(cache.objects):
+                    plan = self._made(self._target, extents, max_batch)
                 cache.store(key, plan)
             return plan
 
@@ -248,7 +250,8 @@ def retuned(plan: Plan, cache: EngineCache | None = None, gpu: int = 0) -> Plan:
     with cache.lock(key):
         found = cache.fetch(key)
         if found is None:
-            found = relower(plan, plan.machine.target, timing=True)
+            with object_cache.using(cache.objects):
+                found = relower(plan, plan.machine.target, timing=True)
             cache.store(key, found)
         return found
 

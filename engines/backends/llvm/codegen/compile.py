@@ -2,34 +2,77 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
+import llvmlite
 import llvmlite.binding as llvm
 
 from engines.backends.llvm.codegen.isa import Isa, isa_named
 from engines.codegen.compiler_pool import CompilerPool, serve
+from engines.machine import object_cache
+
+# A kernel's text is already in the order it wants; LLVM's schedulers hoist loads until the tile spills.
+_GLOBAL_OPTIONS = ("--pre-RA-sched=source", "--enable-misched=false")
+_OPTIONS = {"reloc": "pic", "codemodel": "small"}
+OPT = 2
 
 llvm.initialize_all_targets()       # text for another machine can be compiled (not run) here
 llvm.initialize_all_asmprinters()
-# A kernel's text is already in the order it wants; LLVM's schedulers hoist loads until the tile spills.
-llvm.set_option("", "--pre-RA-sched=source")
-llvm.set_option("", "--enable-misched=false")
+for option in _GLOBAL_OPTIONS:
+    llvm.set_option("", option)
 
 
 def compile_object(ir: str, isa: Isa) -> bytes:
-    """The object file of a module's text, for the machine of `isa`.
+    """Return the object file of a module's text for the machine of `isa`, from the object cache if it is there.
 
     Raises RuntimeError, with LLVM's own message, if the text is no valid IR.
     """
-    target = llvm.Target.from_triple(isa.triple or llvm.get_process_triple())
-    machine = target.create_target_machine(isa.cpu, isa.features, opt=2, reloc="pic", codemodel="small")
-    return bytes(machine.emit_object(llvm.parse_assembly(ir)))
+    return compile_cached(ir, isa.triple, isa.cpu, isa.features)
+
+
+def compile_cached(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> bytes:
+    """Return the object file of a module's text for a machine by LLVM's names; triple "" is this process's.
+
+    opt: LLVM's level of optimisation when it generates code, 0 to 3.
+    """
+    cache = object_cache.current()
+    if cache is None:
+        return _compile(ir, triple, cpu, features, opt)
+    key = object_key(ir, triple, cpu, features, opt)
+    code = cache.fetch(key)
+    if code is None:
+        code = _compile(ir, triple, cpu, features, opt)
+        cache.store(key, code)
+    return code
+
+
+def object_key(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> str:
+    """Return the key of an object in the object cache: all that decides which bytes LLVM emits."""
+    return object_cache.digest("llvm", ir, triple or llvm.get_process_triple(), cpu, features,
+                               repr((opt, _OPTIONS, _GLOBAL_OPTIONS, llvm.llvm_version_info, llvmlite.__version__)))
+
+
+def target_machine(triple: str, cpu: str, features: str, opt: int = OPT) -> llvm.TargetMachine:
+    """Return LLVM's code generator for a machine, with the options of every kernel."""
+    target = llvm.Target.from_triple(triple or llvm.get_process_triple())
+    return target.create_target_machine(cpu, features, opt=opt, **_OPTIONS)
+
+
+def _compile(ir: str, triple: str, cpu: str, features: str, opt: int = OPT) -> bytes:
+    return bytes(target_machine(triple, cpu, features, opt).emit_object(llvm.parse_assembly(ir)))
 
 
 def compiler_pool(isa: Isa) -> CompilerPool:
-    """The same for many texts."""
-    return CompilerPool(partial(compile_object, isa=isa), (__name__, isa.name))
+    """Return a pool that compiles many texts as compile_object does."""
+    return CompilerPool(_compiler(isa), (__name__, isa.name),
+                        partial(object_key, triple=isa.triple, cpu=isa.cpu, features=isa.features))
+
+
+def _compiler(isa: Isa) -> Callable[[str], bytes]:
+    """Return what compiles a text for the machine of `isa`, without the object cache."""
+    return partial(_compile, triple=isa.triple, cpu=isa.cpu, features=isa.features)
 
 
 if __name__ == "__main__":
-    serve(partial(compile_object, isa=isa_named(sys.argv[1])))
+    serve(_compiler(isa_named(sys.argv[1])))

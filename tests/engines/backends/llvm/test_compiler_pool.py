@@ -1,6 +1,8 @@
 """Modules compiled in other processes are what this one makes of them."""
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engines.backends.llvm.codegen.compile import compile_object
@@ -8,6 +10,7 @@ from engines.backends.llvm.codegen.compile import compiler_pool as pool_of
 from engines.backends.llvm.codegen.isa import PORTABLE
 from engines.codegen import compiler_pool
 from engines.codegen.compiler_pool import CompilerPool
+from engines.machine.object_cache import VARIABLE, ObjectCache, using
 
 TEXTS = [f"define i64 @f{n}(i64 %x) {{\n  %y = add i64 %x, {n}\n  ret i64 %y\n}}\n" for n in range(7)]
 INVALID = "define i64 @f(i64 %x) {\n  ret i64 %y\n}\n"
@@ -15,6 +18,7 @@ INVALID = "define i64 @f(i64 %x) {\n  ret i64 %y\n}\n"
 
 @pytest.fixture(params=[False, True], ids=["here", "in workers"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompilerPool:
+    monkeypatch.setenv(VARIABLE, "off")
     monkeypatch.setattr(compiler_pool, "ENOUGH", 1 if request.param else 1 << 60)
     monkeypatch.setattr(compiler_pool.os, "sched_getaffinity", lambda process: {0, 1})
     return pool_of(PORTABLE)
@@ -36,7 +40,23 @@ def test_what_is_no_ir_is_refused_with_llvms_words_and_the_pool_goes_on(pool: Co
         assert pool.compile(TEXTS[:1]) == [compile_object(TEXTS[0], PORTABLE)]
 
 
+def test_only_what_the_object_cache_lacks_is_compiled(pool: CompilerPool, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, done = [compile_object(text, PORTABLE) for text in TEXTS], []
+    monkeypatch.delenv(VARIABLE)
+    cache = ObjectCache(tmp_path)
+    with pool, using(cache):
+        assert pool.compile(TEXTS[1::2]) == expected[1::2]
+        assert pool.compile(iter(TEXTS), lambda: done.append(1)) == expected
+        assert (cache.hits, cache.misses) == (3, 7)
+        monkeypatch.setattr(CompilerPool, "_start", lambda self: pytest.fail("all is in the cache"))
+        assert pool_of(PORTABLE).compile(iter(TEXTS)) == expected
+    assert len(done) == len(TEXTS)
+    assert cache.hits == 10
+
+
 def test_a_worker_that_dies_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
     monkeypatch.setattr(compiler_pool, "ENOUGH", 1)
     monkeypatch.setattr(compiler_pool.os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(compiler_pool.sys, "executable", "/bin/false")
