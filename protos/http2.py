@@ -37,6 +37,7 @@ try:
         Setting,
         SettingsReceived,
         StreamClosed,
+        StreamProtocolError,
         TrailersReceived,
     )
     is_installed = True
@@ -47,7 +48,8 @@ except ImportError:
 
 __all__ = ["Connection", "ConnectionClosed", "DataReceived", "ErrorCode", "Event", "GoAwayReceived", "NGH2Error",
            "PingAcknowledged", "PingReceived", "RequestReceived", "ResponseReceived", "SettingsReceived",
-           "StreamClosed", "TrailersReceived", "client_connection", "is_installed", "server_connection"]
+           "StreamClosed", "StreamProtocolError", "TrailersReceived", "client_connection", "is_installed",
+           "server_connection"]
 
 Header = tuple[bytes, bytes]
 Headers = Iterable[Header]

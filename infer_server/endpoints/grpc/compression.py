@@ -6,6 +6,7 @@ the limits of a message and of what is in flight.
 """
 from __future__ import annotations
 
+import zlib
 from functools import partial
 from typing import cast
 
@@ -13,6 +14,7 @@ from infer_server.endpoints.inflight import Inflight, OpenCall
 from infer_server.protocol.compression import coding_of, inflated
 from infer_server.workers import at_once
 
+_GZIP_BYTES = 1 << 10               # smaller answers are not worth being compressed
 _MOST_CONTROL_BYTES = 4 << 20       # of a compressed message that is no inference, decompressed
 
 
@@ -32,3 +34,12 @@ def plain_control(data: bytes) -> bytes:
     """Return the message of any other call, decompressed if it is not. Raises InvalidRequestError, MemoryLimitError."""
     coding = coding_of(data)
     return bytes(at_once(inflated(data, coding, _MOST_CONTROL_BYTES, lambda _: None))) if coding else data
+
+
+def gzipped(message: bytes) -> bytes | None:
+    """Return a message as gzip, if that is smaller."""
+    if len(message) < _GZIP_BYTES:
+        return None
+    packer = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
+    packed = packer.compress(message) + packer.flush()
+    return packed if len(packed) < len(message) else None

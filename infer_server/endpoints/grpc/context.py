@@ -79,3 +79,11 @@ class Client:
 
     def disconnect(self) -> None:
         self._context.disconnect()
+
+
+def peer_of(name: Any) -> str:
+    """Return the address of a client as gRPC writes it. name: of a socket's other end, as getpeername() returns it."""
+    if not isinstance(name, tuple):
+        return "unix:"
+    host = name[0].removeprefix("::ffff:")          # IPv4 on a socket for both
+    return f"ipv6:[{host}]:{name[1]}" if ":" in host else f"ipv4:{host}:{name[1]}"

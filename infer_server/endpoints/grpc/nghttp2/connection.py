@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import zlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from infer_server.endpoints.grpc.compression import gzipped
+from infer_server.endpoints.grpc.context import peer_of
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
 from infer_server.endpoints.grpc.nghttp2.calls import Call, CoroutineCall, InferCall
 from infer_server.endpoints.grpc.nghttp2.head import (
@@ -44,6 +46,7 @@ from protos.http2 import (
     RequestReceived,
     SettingsReceived,
     StreamClosed,
+    StreamProtocolError,
     TrailersReceived,
     server_connection,
 )
@@ -55,7 +58,6 @@ _WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive bef
 _RECEIVE_BYTES = 256 << 10          # read from a socket at a time
 _WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
 _GOAWAY_SECS = 1.0                  # from the notice of a shutdown until new calls are refused
-_GZIP_BYTES = 1 << 10               # smaller answers are not worth being compressed
 
 
 @dataclass
@@ -69,6 +71,20 @@ class Shared:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # One for all connections: what is read is consumed before anything else is.
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
+
+
+class _Sending:
+    """Sends something on a connection, where its stream may have been reset and the connection may be ending."""
+
+    def __init__(self, connection: GrpcConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, NGH2Error):
+            self._connection.failed(error)
+        return error is None or isinstance(error, NGH2Error)
 
 
 class GrpcConnection(asyncio.BufferedProtocol):
@@ -98,7 +114,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(high=_WRITE_BYTES)
-        self.peer = _peer(transport)
+        self.peer = peer_of(transport.get_extra_info("peername"))
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             log.info("%s speaks no HTTP/2 over TLS (ALPN): its connection is closed", self.peer)
@@ -117,8 +133,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._receive_data(self._shared.buffer[:nbytes])
             self._handle_events()
         except NGH2Error as error:
-            log.info("%s: %s: its connection is closed", self.peer, error)
-            self.abort()
+            self.failed(error)
             return
         self.flush()
 
@@ -146,20 +161,18 @@ class GrpcConnection(asyncio.BufferedProtocol):
         calls = self.calls
         for event in self._events():
             if isinstance(event, DataReceived):
-                call = calls.get(event.stream_id)
-                if call:
+                if call := calls.get(event.stream_id):
                     call.receive(event.data, event.end_stream)
                 else:
                     self.acknowledge(event.stream_id, len(event.data))
             elif isinstance(event, RequestReceived):
                 self._begin(event.stream_id, event.headers, event.end_stream)
             elif isinstance(event, StreamClosed):
-                call = calls.pop(event.stream_id, None)
-                if call:
+                self._writers.pop(event.stream_id, None)
+                if call := calls.pop(event.stream_id, None):
                     call.close()
             elif isinstance(event, TrailersReceived):
-                call = calls.get(event.stream_id)
-                if call:
+                if call := calls.get(event.stream_id):
                     call.receive(b"", True)
             elif isinstance(event, PingReceived):
                 self._limits.on_ping()
@@ -167,7 +180,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self._limits.on_pong()
             elif isinstance(event, SettingsReceived):
                 self._limits.on_settings()
-            elif isinstance(event, ConnectionClosed) and self._transport:
+            elif isinstance(event, ConnectionClosed):
                 self.flush_soon()           # which closes the transport
         if self._uncounted:
             uncounted, self._uncounted = self._uncounted, []
@@ -197,52 +210,53 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def _refuse_head(self, stream: int, head: RequestHead, ended: bool) -> None:
         if head.http_status:
-            self._http2.send_response(stream, ((b":status", b"%d" % head.http_status),), end_stream=True)
-            if not ended:
-                self.reset_when_sent(stream)
+            self._refuse_with(stream, ((b":status", b"%d" % head.http_status),), ended)
         else:
             self.refuse(stream, head.code, head.details, ended)
 
-    # ---- what calls do
+    # ---- calls.Carrier
     def count_soon(self, call: InferCall) -> None:
-        """Have `call.count` called when the events of this iteration have been handled."""
         self._uncounted.append(call)
 
     def acknowledge(self, stream: int, size: int) -> None:
-        """Let the client send `size` more bytes."""
         if size:
-            self._http2.acknowledge_received_data(size, stream)
+            try:
+                self._http2.acknowledge_received_data(size, stream)
+            except NGH2Error as error:
+                self.failed(error)
 
     def answer(self, stream: int, response: bytes, head: RequestHead) -> None:
-        """Send the only message of a call, and its success."""
         if self._transport is None:
             return
-        http2 = self._http2
-        if self._settings.compresses and head.accepts_gzip and (packed := _gzipped(response)):
-            http2.send_response(stream, START_GZIP)
-            http2.send_data(stream, prefix_of(len(packed), True) + packed)
-        else:
-            http2.send_response(stream, START)
+        http2, is_compressed = self._http2, False
+        if self._settings.compresses and head.accepts_gzip and (packed := gzipped(response)):
+            response, is_compressed = packed, True
+        try:
+            http2.send_response(stream, START_GZIP if is_compressed else START)
+            prefix = prefix_of(len(response), is_compressed)
             if len(response) <= _WRITE_BYTES:
-                http2.send_data(stream, b"\0" + len(response).to_bytes(4) + response)
+                http2.send_data(stream, prefix + response)
             else:                               # without a copy of it
-                http2.send_data(stream, prefix_of(len(response)))
+                http2.send_data(stream, prefix)
                 http2.send_data(stream, response)
-        http2.send_trailers(stream, SUCCESS)
+            http2.send_trailers(stream, SUCCESS)
+        except NGH2Error as error:
+            self.failed(error)
         self._sending()
 
     def start(self, stream: int, head: RequestHead) -> None:
-        """Send the headers of an answer of several messages."""
         if self._transport:
-            self._http2.send_response(stream, START_GZIP if self._settings.compresses and head.accepts_gzip else START)
+            with _Sending(self):
+                self._http2.send_response(stream, START_GZIP if self._settings.compresses and head.accepts_gzip
+                                          else START)
 
     def write_message(self, stream: int, message: bytes, head: RequestHead, call: CoroutineCall) -> bool:
-        """Send a message. False: there is no room; `call.sent` is called when it has been sent."""
         if self._transport is None:
             return True
-        packed = _gzipped(message) if self._settings.compresses and head.accepts_gzip else None
-        self._http2.send_data(stream, prefix_of(len(packed), True) + packed if packed else
-                              prefix_of(len(message)) + message)
+        packed = gzipped(message) if self._settings.compresses and head.accepts_gzip else None
+        with _Sending(self):
+            self._http2.send_data(stream, prefix_of(len(packed), True) + packed if packed else
+                                  prefix_of(len(message)) + message)
         self._limits.sent()
         self.flush()
         if self._transport is None or self._http2.queued_body_size(stream) == 0:
@@ -251,23 +265,33 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return False
 
     def finish(self, stream: int, code: int, details: str, ended: bool) -> None:
-        """Send the status of a call whose headers have been sent."""
         if self._transport:
-            self._http2.send_trailers(stream, status_headers(code, details))
-            if not ended:
-                self.reset_when_sent(stream)
+            with _Sending(self):
+                self._http2.send_trailers(stream, status_headers(code, details))
+                if not ended:
+                    self.reset_when_sent(stream)
             self._sending()
 
     def refuse(self, stream: int, code: int, details: str, ended: bool) -> None:
-        """Send the status of a call that has no answer."""
+        self._refuse_with(stream, (*START[:2], *status_headers(code, details)), ended)
+
+    def _refuse_with(self, stream: int, headers: Sequence[Header], ended: bool) -> None:
         if self._transport:
-            self._http2.send_response(stream, (*START[:2], *status_headers(code, details)), end_stream=True)
-            if not ended:
-                self.reset_when_sent(stream)
+            with _Sending(self):
+                self._http2.send_response(stream, headers, end_stream=True)
+                if not ended:
+                    self.reset_when_sent(stream)
             self._sending()
 
+    def failed(self, error: NGH2Error) -> None:
+        """Take note that something cannot be sent: a stream has been reset, or the connection is ending."""
+        if isinstance(error, StreamProtocolError):
+            log.debug("%s: %s", self.peer, error)       # the event that says so follows
+        else:
+            log.info("%s: %s: its connection is closed", self.peer, error)
+            self.abort()
+
     def reset_when_sent(self, stream: int) -> None:
-        """End a stream whose client has not sent everything, when its trailers have been sent."""
         self._resets.append(stream)
 
     def watch_partial(self) -> None:
@@ -281,9 +305,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def _sending(self) -> None:
         self._limits.sent()
-        if not self._flushing:
-            self._flushing = True
-            self.loop.call_soon(self.flush)
+        self.flush_soon()
 
     def flush_soon(self) -> None:
         """Send at the end of this iteration of the event loop."""
@@ -298,16 +320,16 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if transport is None:
             return
         try:
+            waiting = http2.queued_body_size() if self._writers else 0
             while not self._paused and (data := http2.data_to_send(_WRITE_BYTES)):
                 transport.write(data)
             if not self._paused and self._resets:
                 self._reset_sent()
             self._handle_events()
         except NGH2Error as error:
-            log.info("%s: %s: its connection is closed", self.peer, error)
-            self.abort()
+            self.failed(error)
             return
-        if self._writers:
+        if self._writers and http2.queued_body_size() < waiting:
             self._wake_writers()
         if self.calls and (self._paused or http2.queued_body_size()):
             self._limits.watch_unread()
@@ -331,27 +353,26 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 del self._writers[stream]
                 call.sent()
 
-    # ---- its end
     def drain(self) -> None:
         """Have the client open its next calls on another connection; calls that are open are served."""
         if self._transport and not self._draining:
             self._draining = True
-            self._http2.send_shutdown_notice()
+            with _Sending(self):
+                self._http2.send_shutdown_notice()
             self.flush()
             self._limits.later("goaway", _GOAWAY_SECS, self._go_away)
 
     def _go_away(self) -> None:
         if self._transport:
-            self._http2.send_goaway()
+            with _Sending(self):
+                self._http2.send_goaway()
             self.flush()
 
     def close(self) -> None:
         """End the connection, and all calls on it, when what is with the transport has been sent."""
         if self._transport:
-            try:
+            with suppress(NGH2Error):           # it is terminating already
                 self._http2.terminate_connection()
-            except NGH2Error:                   # it is terminating already
-                log.debug("%s: its connection is closing", self.peer)
             self.flush()
             self._close_transport()
 
@@ -361,13 +382,15 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def ping(self) -> None:
         """Ask the client for a sign of life."""
-        self._http2.ping()
+        with _Sending(self):
+            self._http2.ping()
         self.flush()
 
     def end_for_pings(self) -> None:
         """End the connection of a client that pings too often."""
         log.info("%s pings too often: its connection is closed", self.peer)
-        self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
+        with _Sending(self):
+            self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
         self.flush_soon()
         self._limits.later("strikes", 0.0, self._close_transport)
 
@@ -375,20 +398,3 @@ class GrpcConnection(asyncio.BufferedProtocol):
         """End the connection at once."""
         if self._transport:
             self._transport.abort()
-
-
-def _gzipped(message: bytes) -> bytes | None:
-    """Return a message as gzip, if that is smaller."""
-    if len(message) < _GZIP_BYTES:
-        return None
-    packer = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
-    packed = packer.compress(message) + packer.flush()
-    return packed if len(packed) < len(message) else None
-
-
-def _peer(transport: asyncio.BaseTransport) -> str:
-    name = transport.get_extra_info("peername")
-    if not isinstance(name, tuple):
-        return "unix:"
-    host = name[0].removeprefix("::ffff:")          # IPv4 on a socket for both
-    return f"ipv6:[{host}]:{name[1]}" if ":" in host else f"ipv4:{host}:{name[1]}"

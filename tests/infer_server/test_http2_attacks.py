@@ -1,0 +1,25 @@
+"""HTTP/2 that no client speaks harms no other client. scripts/http2_attacks.py has the same at full size."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infer_server.process import resident_bytes
+from protos import http2
+from scripts.http2_attacks import ATTACKS, run
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import serving
+
+
+@pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
+def test_attacks_leave_other_clients_alone(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    with serving(tmp_path, send_timeout_secs=2.0) as server:
+        before = resident_bytes()
+        seen, watcher = run(server.address, 150)
+        assert not watcher.failure and watcher.answered, watcher.failure
+        assert sum(seen.values()) == len(ATTACKS) + 150
+        assert resident_bytes() - before < 150 << 20
+        ended = {what.partition(":")[0] for what in seen if "closed" in what}
+        assert {"continuation_flood", "settings_flood", "ping_flood", "window_overflow"} <= ended, seen
