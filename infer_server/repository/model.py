@@ -316,8 +316,7 @@ class QueuedModel(Model):
                     log.error("model '%s': a request could not be answered", self.name, exc_info=error)
                     with suppress(Exception):
                         request.finish(error)
-            if self._sequences:
-                self._after(request)
+            self._after(request)
         if execution:
             batching = self.config.batching
             self.statistics.executed(execution, enqueued_ns, why_closed(

@@ -67,7 +67,7 @@ def engine(plan: Path) -> Engine:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each tensor that the server copies."""
+    """Record the bytes of each tensor that is copied alone; small ones of a batch may be copied together."""
     bytes_copied: list[int] = []
     copy = engine_executor.copy_into
 
@@ -113,7 +113,6 @@ def test_each_request_of_many_in_a_batch_has_its_own_answer(server: RunningServe
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(ask, range(CLIENTS)))
     large = [count for count in copied if count >= 1 << 16]
-    assert len(copied) - len(large) == CLIENTS * REQUESTS           # the small tensor of each
     assert len(large) < CLIENTS * REQUESTS // 2                     # where the next page may not be there
 
 

@@ -216,7 +216,8 @@ def test_a_concat_of_equally_quantised_tensors_joins_integers():
     concat = next(node for node in model.graph.node if node.op_type == "Concat")
     producers = {node.output[0]: node.op_type for node in model.graph.node}
     assert [producers[name] for name in concat.input] == ["QuantizeLinear", "QuantizeLinear"]
-    np.testing.assert_array_equal(run_onnx(model, {"x": x}, optimised=False)["y"], run(graph, {"x": x})["y"])
+    # ONNX Runtime dequantises the operands and sums in float: an integer that is one off would differ by 1e-2.
+    np.testing.assert_allclose(run_onnx(model, {"x": x}, optimised=False)["y"], run(graph, {"x": x})["y"], atol=1e-5)
 
 
 def test_a_shuffle_of_channels_is_written_as_one_and_not_as_a_gather():
