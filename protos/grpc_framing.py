@@ -41,13 +41,14 @@ class MessageReader:
     ----------
     max_bytes : the largest message; `feed` raises MessageTooLargeError as soon as a prefix announces more.
     """
-    __slots__ = ("_max_bytes", "_prefix", "_size", "_buffer", "_filled", "_is_compressed")
+    __slots__ = ("_max_bytes", "_prefix", "_size", "_buffer", "_view", "_filled", "_is_compressed")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._prefix = b""                          # the part of a prefix that has arrived
         self._size = -1                             # of the message that is arriving; -1: its prefix is not complete
         self._buffer = bytearray()
+        self._view = memoryview(self._buffer)       # bytearray[i:j] = bytes copies the bytes twice
         self._filled = 0
         self._is_compressed = False
 
@@ -56,11 +57,17 @@ class MessageReader:
         """True if no message has arrived in part."""
         return self._size < 0 and not self._prefix
 
+    def append(self, data: bytes) -> bool:
+        """Take `data` if it is a piece of a large message that has begun and does not end; return True if so."""
+        filled = self._filled + len(data)
+        if self._size <= filled or filled > len(self._buffer):
+            return False
+        self._view[self._filled:filled] = data
+        self._filled = filled
+        return True
+
     def feed(self, data: bytes) -> Sequence[tuple[bytes | bytearray, bool]]:
         """Return the messages that `data` completes, each with True if it is compressed."""
-        if len(data) < self._size - self._filled:           # a piece of a large message
-            self._fill(data, 0, len(data))
-            return ()
         messages: list[tuple[bytes | bytearray, bool]] = []
         at, end = 0, len(data)
         while at < end or self._size == 0:
@@ -80,7 +87,8 @@ class MessageReader:
                 self._fill(data, at, count)
                 if self._filled == self._size:
                     messages.append((self._buffer, self._is_compressed))
-                    self._buffer, self._size = bytearray(), -1
+                    self._grow(0)
+                    self._size = -1
             at += count
         return messages
 
@@ -94,11 +102,16 @@ class MessageReader:
         """Copy a piece of the message, whose buffer grows with what has arrived."""
         filled = self._filled + count
         if filled > len(self._buffer):
-            larger = uninitialised(min(self._size, max(_FIRST_BYTES, 2 * filled)))
-            larger[:self._filled] = memoryview(self._buffer)[:self._filled]
-            self._buffer = larger
-        self._buffer[self._filled:filled] = data if count == len(data) else memoryview(data)[at:at + count]
+            self._grow(min(self._size, max(_FIRST_BYTES, 2 * filled)))
+        self._view[self._filled:filled] = data if count == len(data) else memoryview(data)[at:at + count]
         self._filled = filled
+
+    def _grow(self, size: int) -> None:
+        larger = uninitialised(size)
+        view = memoryview(larger)
+        if size:
+            view[:self._filled] = self._view[:self._filled]
+        self._buffer, self._view = larger, view
 
 
 def timeout_secs(text: bytes) -> float | None:

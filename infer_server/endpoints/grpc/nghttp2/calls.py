@@ -95,6 +95,10 @@ class InferCall(InferReply):
             self._timer = connection.loop.call_later(head.remaining_secs, self._expire)
 
     def receive(self, data: bytes, is_last: bool) -> None:
+        # Another piece of this iteration.
+        if self._uncounted and not is_last and self._reader and self._reader.append(data):
+            self._uncounted += len(data)
+            return
         self._ended = is_last
         size = len(data) - PREFIX_BYTES
         if self._taken or self.gone:
