@@ -131,7 +131,7 @@ ATTACKS: tuple[Callable[[], Pieces], ...] = (
     zero_windows, window_overflow, lying_lengths, goaways)
 
 
-def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 1.0) -> str:
+def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -> str:
     """Send the pieces on a connection, without reading. Returns how it ended."""
     with closing(socket.create_connection(address, timeout=linger_secs)) as connection:
         try:
@@ -142,11 +142,14 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 1.0) -
             return "the server takes no more"
         except OSError:
             return "closed while it was sent"
-        with suppress(OSError):
+        try:
             while connection.recv(1 << 16):
                 pass
-            return "closed"
-    return "open"
+        except TimeoutError:
+            return "open"
+        except OSError:                 # reset, since the server has not read everything
+            pass
+        return "closed"
 
 
 def exchange(message: bytes) -> bytes:

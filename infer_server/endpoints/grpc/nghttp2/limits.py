@@ -92,7 +92,7 @@ class Limits:
         allowed = self._connection.calls or settings.keepalive_without_calls
         if now - self._last_ping < (settings.min_ping_interval_secs if allowed else _IDLE_PING_SECS):
             self._strikes += 1
-            if 0 < settings.max_ping_strikes < self._strikes:
+            if 0 < settings.max_ping_strikes == self._strikes - 1:
                 self._connection.end_for_pings()
         self._last_ping = now
 
