@@ -44,11 +44,12 @@ class Templates:
         """The plan for these extents; None: no template holds for them, and there is none to be had."""
         for template in reversed(self._known):
             if plan := template.plan(extents):
-                if id(template) in self._first and not self._proven(template, plan, extents):
+                is_first = id(template) in self._first
+                if is_first and not self._proven(template, plan, extents):
                     return None
                 self._known.remove(template)
                 self._known.append(template)
-                return plan
+                return plan if is_first else dataclasses.replace(plan, of_template=True)
         made = self._traced(extents) if self._credit > 0 else None
         plan = made.plan(extents) if made else None
         if made and plan:
@@ -204,9 +205,14 @@ class _Writer:
             items = "".join(f"{self.expression(item)}, " for item in value)
             return f"({items})" if isinstance(value, tuple) else f"[{items}]"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            kind = type(value)
             fields = ", ".join(f"{one.name}={self.expression(getattr(value, one.name))}"
                                for one in dataclasses.fields(value) if one.init)
-            return f"{self._constant(type(value))}({fields})"
+            # A frozen dataclass sets each field by a call of object.__setattr__.
+            is_plain = hasattr(value, "__dict__") and not hasattr(kind, "__post_init__") and all(
+                one.init for one in dataclasses.fields(value))
+            return f"{self._constant(_filled if is_plain else kind)}({self._constant(kind)}, {fields})" if is_plain else (
+                f"{self._constant(kind)}({fields})")
         raise Pinned(f"a {type(value).__name__} holds numbers that are counted")
 
     def _constant(self, value: Any) -> str:
@@ -239,6 +245,13 @@ class _Writer:
         parameters = ", ".join(self._atoms[index] for index in range(self._extents))
         body = "".join(f"    {line}\n" for line in (*self._lines, f"return {result}"))
         return f"def made({parameters}):\n{body}", dict(self._values)
+
+
+def _filled(kind: type, **fields: Any) -> Any:
+    """Return an instance of a dataclass with these fields, which are all that it has."""
+    made = object.__new__(kind)
+    made.__dict__.update(fields)
+    return made
 
 
 def _text_of(extent: Extent) -> str:

@@ -70,7 +70,10 @@ class Trace:
     def add(self, node: Node) -> None:
         """Append a canonical node, or, if it is small and all its inputs are constant, its value."""
         if node.op == "Constant":
-            self.constant(node.outputs[0], node.attrs["value"])
+            value = node.attrs["value"]
+            self.constant(node.outputs[0], value)
+            if isinstance(value, np.ndarray) and is_counted(value):     # an object array, as those that operators make of extents
+                self.types[node.outputs[0]] = TensorType(np.dtype(np.int64), value.shape)
             return
         node = self._without_empty_parts(node)
         op, inputs, values = op_of(node.op), self.inputs(node), self.known(node)

@@ -126,6 +126,12 @@ def _small(one: Any) -> Any:
     return one[(slice(0, 1),) * one.ndim] if isinstance(one, np.ndarray) else one
 
 
+def made_of(function: Callable[..., Array], extents: Sequence[Any], shape: tuple[Any, ...], dtype: Any) -> Any:
+    """Return the array that a function makes of extents, deferred where one of these is counted."""
+    return Deferred(function, tuple(extents), np.dtype(dtype), shape) if is_counted(tuple(extents)) else (
+        function(*extents))
+
+
 def numbers(values: Sequence[Any], dtype: np.dtype[Any], shape: tuple[Any, ...]) -> Deferred:
     """The array of numbers that are counted."""
     return Deferred(_array, (tuple(values), dtype, shape), dtype, shape)

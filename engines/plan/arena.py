@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,8 @@ CACHE_LINE = 64
 PAGE = 4096
 COLOURS = 32            # cache lines of a page, of its 64, at which large buffers begin in turn (cache colouring)
 HUGE_PAGE = 2 << 20
+_SPARE = 4              # times the size asked for that a block of a pool may have
+_KEPT_BLOCKS = 2
 MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
 
 
@@ -67,6 +71,12 @@ def plan_memory(buffers: Sequence[Buffer], fills: Sequence[Fill], reuse: bool = 
     return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
 
 
+def rounded_up(size: int) -> int:
+    """Return the next multiple of an eighth of the power of two below it: at most an eighth more."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // step) * step
+
+
 def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
     """A block for each buffer; those with halos of one geometry, alive one after the other, are one."""
     halos = _halos(fills)
@@ -88,12 +98,21 @@ def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:
     return blocks + forever
 
 
+def halo_classes(fills: Sequence[Fill]) -> tuple[tuple[int, int], ...]:
+    """Return the buffer of each fill, and the number of the first fill that is equal but for its tensor."""
+    first: dict[Fill, int] = {}
+    return tuple([(fill.view.buffer, first.setdefault(_anonymous(fill), number)) for number, fill in enumerate(fills)])
+
+
+def _anonymous(fill: Fill) -> Fill:
+    return replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
+
+
 def _halos(fills: Sequence[Fill]) -> dict[int, frozenset[Fill]]:
     """Buffer -> its fills without the names: equal if and only if one may stand in for the other."""
     found: dict[int, set[Fill]] = {}
     for fill in fills:
-        anonymous = replace(fill, view=replace(fill.view, name="", buffer=0, quant=None))
-        found.setdefault(fill.view.buffer, set()).add(anonymous)
+        found.setdefault(fill.view.buffer, set()).add(_anonymous(fill))
     return {buffer: frozenset(group) for buffer, group in found.items()}
 
 
@@ -139,6 +158,43 @@ class Memory:
         self.bytes.flags.writeable = False
         if sys.platform == "linux":
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
+
+
+class _Lease:
+    """A block of a pool, which gets it back when the last view of it is gone."""
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self._memory = memory
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+
+
+class MemoryPool:
+    """Memory of contexts, taken again when they are gone. Thread-safe.
+
+    The system clears each page that is touched for the first time, 2 MiB at once where pages are huge: at a new shape
+    that takes longer than the run.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Memory] = []           # at most _KEPT_BLOCKS, the one that came last at the end
+        self._lock = threading.RLock()          # a block may come back whenever an object is freed
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return `size` bytes with arbitrary contents. Raises PlanError: there is not so much memory."""
+        with self._lock:
+            fitting = [memory for memory in self._free if size <= memory.size <= max(_SPARE * size, HUGE_PAGE)]
+            memory = min(fitting, key=lambda one: one.size, default=None)
+            if memory:
+                self._free.remove(memory)
+        if memory is None:
+            memory = Memory(size + size // 8)   # for shapes that are a little larger
+        lease = _Lease(memory, max(size, 1))
+        finalize(lease, self._give, memory).atexit = False
+        return np.asarray(lease)
+
+    def _give(self, memory: Memory) -> None:
+        with self._lock:
+            self._free = [*self._free, memory][-_KEPT_BLOCKS:]
 
 
 class ChangingArray(np.ndarray[Any, np.dtype[Any]]):

@@ -154,7 +154,8 @@ def _numbered(section: str, number: str) -> str:
 
 
 def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in (*_ELSEWHERE, *_APART)}
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
+            if f.name not in (*_ELSEWHERE, *_APART, "of_template")}
 
 
 def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:

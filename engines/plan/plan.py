@@ -333,6 +333,7 @@ class Plan:
     program: ProgramPart | None = None                              # then the machine part has no steps
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be
     fingerprint: str = field(default="", compare=False)     # of all the rest, made when it is first written
+    of_template: bool = field(default=False, compare=False)     # of one whose first plans have been verified
 
     def strip(self) -> Plan:
         """The plan without the graph's weights: it runs as before, and on no other target."""

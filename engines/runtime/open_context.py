@@ -11,6 +11,7 @@ from engines.plan.extents import Extents, Shapes
 from engines.plan.plan import Plan, Step
 from engines.runtime.context import ExecutionContext
 from engines.runtime.engine import Engine
+from engines.runtime.policy import IdleMemory
 from engines.runtime.staged import Runs, StagedContext
 
 
@@ -32,6 +33,7 @@ class OpenContext:
     def __init__(self, engine: EngineOfShapes, cpus: Sequence[int] | None) -> None:
         self._engine, self._cpus = engine, cpus
         self._contexts: WeakKeyDictionary[Engine, ExecutionContext] = WeakKeyDictionary()
+        self._idle = IdleMemory[Engine](self._contexts.pop)
         self._now = self.at(engine.usual_shapes())
 
     def at(self, shapes: Shapes) -> ExecutionContext | StagedContext:
@@ -48,7 +50,10 @@ class OpenContext:
             return self._now
         context = self._contexts.get(engine)
         if context is None:
+            self._idle.use(engine, engine.arena_bytes)      # first: this one takes the memory that others leave
             context = self._contexts[engine] = engine.create_context(self._cpus)
+        elif context is not self._now:
+            self._idle.use(engine, engine.arena_bytes)
         self._now = context
         return context
 

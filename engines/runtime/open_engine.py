@@ -40,7 +40,7 @@ from engines.plan.extents import (
 from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.open_context import OpenContext
-from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, Policy
+from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Policy
 from engines.runtime.staged import StagedContext
 
 MOST_WAITING = 16           # specialisations to be made in the background
@@ -99,6 +99,7 @@ class OpenEngine(OfPlan):
         self._names = (*open_extents(self.part.inputs), *map(value_name, self.part.deciding))
         self._ready: OrderedDict[Key, Engine] = OrderedDict()       # the one used last at the end
         self._general: OrderedDict[Key, Engine] = OrderedDict()
+        self._idle = IdleMemory[Engine](Engine.close)
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
         self._last: _Last | None = None                     # of what is at the end of `_ready`
         self._lock = threading.RLock()                      # of the tables; the others are held for seconds
@@ -253,6 +254,12 @@ class OpenEngine(OfPlan):
     def at(self, shapes: Shapes, values: Mapping[str, Array] = {}) -> Engine:       # noqa: B006
         """The engine that runs inputs of these shapes; values: of deciding inputs, which it does not take, where these
         are not the usual ones. Raises InputError, or what specialising raises."""
+        engine = self._at(shapes, values)
+        with self._lock:
+            self._idle.use(engine, engine.arena_bytes)
+        return engine
+
+    def _at(self, shapes: Shapes, values: Mapping[str, Array]) -> Engine:
         given = (*(tuple(shapes.get(io.name, ())) for io in self.part.inputs),
                  *((values[name].dtype, values[name].tobytes()) for name in self.part.deciding if name in values))
         with self._lock:

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from engines.errors import ConfigError, did_you_mean
 
@@ -12,6 +14,7 @@ MOST = 16                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's memory, that they may take together
 PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
 ONCE = 4                    # shapes in a row that were asked for once: the next is likely to be no other
+IDLE_BYTES = 64 << 20       # of contexts that wait for their shapes to come again
 REMEMBERED = 64             # shapes for each specialisation that is kept
 
 
@@ -68,3 +71,31 @@ class Demand:
     def comes_once(self) -> bool:
         """Whether each of the last shapes was asked for once, as far as is known."""
         return len(self.once) == ONCE
+
+
+T = TypeVar("T")
+
+
+class IdleMemory(Generic[T]):
+    """Frees the contexts of shapes that were used longest ago, beyond IDLE_BYTES or two arenas of the shape in use.
+
+    The next shape takes their memory, whose pages the system has cleared already.
+    """
+
+    def __init__(self, free: Callable[[T], object]) -> None:
+        self._free = free
+        self._held: WeakKeyDictionary[T, int] = WeakKeyDictionary()     # bytes, the one used last at the end
+
+    def use(self, user: T, arena_bytes: int) -> None:
+        """Note that a shape is in use, whose arena has so many bytes."""
+        known = self._held.pop(user, None) is not None
+        self._held[user] = arena_bytes
+        if known:
+            return
+        held = sum(self._held.values())
+        for other, size in list(self._held.items()):
+            if held <= max(IDLE_BYTES, 2 * arena_bytes):
+                break
+            del self._held[other]
+            held -= size
+            self._free(other)

@@ -20,6 +20,7 @@ import numpy as np
 
 from engines.frontend.operators.normalise import Call, Rule
 from engines.frontend.operators.parts import Parts
+from engines.ir.counted import as_int, is_counted
 from engines.ir.graph import Dim
 
 STANDARD = 24           # the newest opset of the oldest onnx package that is supported
@@ -112,11 +113,11 @@ class StandardParts(Parts):
         return self.constant(np.array(value, dtype))
 
     def ints(self, *values: int) -> str:
-        return self.constant(np.array(values, np.int64))
+        return self.constant(np.array(values, object if is_counted(values) else np.int64))
 
     def reshape(self, x: str, *target: Dim) -> str:
         """`target` as Reshape takes it: 0 for an extent that stays, one -1."""
-        return self("Reshape", x, self.ints(*map(int, target)))
+        return self("Reshape", x, self.ints(*map(as_int, target)))
 
     def cut(self, x: str, axis: int, start: int, end: int) -> str:
         return self("Slice", x, *(self.ints(number) for number in (start, end, axis)))

@@ -137,7 +137,7 @@ def _constant(call: Call) -> list[Node]:
     (name, value), = given.items()
     if name not in kinds:
         raise GraphError(f"a constant given as {name} is not supported")
-    return call.node_with(0, value=np.asarray(value, kinds[name]))
+    return call.node_with(0, value=value if name == "value" else np.asarray(value, kinds[name]))
 
 
 @rule("ConstantOfShape")

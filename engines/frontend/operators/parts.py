@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engines.frontend.operators.normalise import Call
+from engines.ir.deferred import Deferred
 from engines.ir.graph import Array, Node
 
 
@@ -35,7 +36,8 @@ class Parts:
         return names
 
     def constant(self, array: Array) -> str:
-        return self._add("Constant", (), self._fresh("constant"), {"value": np.asarray(array)})
+        value = array if isinstance(array, Deferred) else np.asarray(array)
+        return self._add("Constant", (), self._fresh("constant"), {"value": value})
 
     def output(self, index: int, op: str, *inputs: str, **attrs: Any) -> None:
         """Adds the node that makes the ONNX node's output `index`, if anybody wants that."""

@@ -131,6 +131,7 @@ class LoadedCode:
 
     def __init__(self, objects: Sequence[bytes]) -> None:
         """Raises PlanCorruptError (garbled, not self-contained), PlanTargetError (for another machine)."""
+        self._objects = tuple(objects)          # whose identities are a key of LoadedPlan's table
         try:
             self._load(objects)
         except (struct.error, IndexError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +26,20 @@ from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_ru
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
-from engines.plan.arena import CACHE_LINE, Layout, Memory, array_at, plan_memory, write_halo
+from engines.plan.arena import CACHE_LINE, Layout, Memory, MemoryPool, array_at, halo_classes, plan_memory, rounded_up, write_halo
 from engines.plan.plan import (
     EXPANDED,
     SHARED,
     SHARED_EXPANDED,
+    Buffer,
     ExpandedConstant,
     Plan,
     TensorView,
     item_strides,
 )
 from engines.plan.verification import verify
+
+_LAYOUTS = 64               # of the shapes of a model that are remembered
 
 Words = NDArray[np.int64]
 EmittedFunction = Callable[..., None]
@@ -47,11 +51,16 @@ class LoadedPlan:
     def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
         """threads: that make the constants which the plan's file does not have. beside: the plan that has those which
         both share. Raises PlanCorruptError, PlanTargetError."""
-        self.plan, self.machine = verify(plan), plan.machine
-        self._code = LoadedCode(self.machine.code)
+        self.plan, self.machine = plan if plan.of_template else verify(plan), plan.machine
+        self._beside = _checked(plan, beside) if self.machine.shared else None
+        # Plans of one model have code in common, and their contexts take turns.
+        self._codes: WeakValueDictionary[tuple[int, ...], LoadedCode] = (
+            self._beside._codes if self._beside else WeakValueDictionary())
+        self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
+        self._layouts: dict[Any, Layout] = self._beside._layouts if self._beside else {}
+        self._code = self._loaded_code()
         self._constants, self._constants_address = _aligned(self.machine.constants)
         self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
-        self._beside = _checked(plan, beside) if self.machine.shared else None
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
         self.steps_address = self.steps.ctypes.data
@@ -65,6 +74,17 @@ class LoadedPlan:
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
         self.lendable = Lendable(plan, self._operand_buffers, self._operand_offsets)
+
+    def _loaded_code(self) -> LoadedCode:
+        key = tuple(map(id, self.machine.code))
+        code = self._codes.get(key)
+        if code is None:
+            code = self._codes[key] = LoadedCode(self.machine.code)
+        return code
+
+    def memory(self, size: int) -> NDArray[np.uint8]:
+        """Return memory for the buffers of a context. Raises PlanError: there is not so much."""
+        return self._pool.take(size) if self._pool else Memory(size).bytes
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
         """An emitted function that takes i64s or addresses; a call releases the GIL."""
@@ -129,10 +149,26 @@ class LoadedPlan:
     @cached_property
     def shared_layout(self) -> Layout:
         """Of a context of one thread: buffers share memory; those that only one item-major run uses hold one item."""
-        others = self.plan.batch_slots - 1
-        buffers = [replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
-                   for i, buffer in enumerate(self.machine.buffers)]
+        others, buffers = self.plan.batch_slots - 1, self.machine.buffers
+        if others and self.one_item_bytes:
+            buffers = tuple(replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
+                            for i, buffer in enumerate(buffers))
+        if self.plan.of_template:
+            return self._layout_of(buffers)
         return replace(plan_memory(buffers, self.machine.fills), one_item=frozenset(self.one_item_bytes))
+
+    def _layout_of(self, buffers: Sequence[Buffer]) -> Layout:
+        """Return a layout that serves shapes a little larger, too, as the next ones often are."""
+        sizes = tuple([rounded_up(buffer.bytes) for buffer in buffers])
+        key = sizes, tuple([(buffer.first, buffer.last) for buffer in buffers]), halo_classes(self.machine.fills)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            rounded = [replace(buffer, bytes=size) for buffer, size in zip(buffers, sizes, strict=True)]
+            layout = self._layouts[key] = replace(plan_memory(rounded, self.machine.fills),
+                                                  one_item=frozenset(self.one_item_bytes))
+        return layout
 
     @cached_property
     def separate_layout(self) -> Layout:
@@ -180,10 +216,11 @@ class Arena:
 
     def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None) -> None:
         self._program, self._layout, self._inputs = program, layout, inputs
-        self._memory = Memory(layout.total)
+        self._bytes = program.memory(layout.total)
+        self._address: int = self._bytes.ctypes.data
         self._filled = 0        # batch slots whose halos are written
         self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers) if inputs and buffer.first < 0)
-        bases = [owner._memory.address + owner._layout.offsets[i]
+        bases = [owner._address + owner._layout.offsets[i]
                  for i, owner in enumerate(map(self._owner, range(len(layout.offsets))))]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
@@ -207,7 +244,7 @@ class Arena:
     def array(self, view: TensorView, batch: int) -> Array:
         """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
         owner = self._owner(view.buffer)
-        return array_at(owner._memory.bytes, owner._layout.offsets[view.buffer], view, batch)
+        return array_at(owner._bytes, owner._layout.offsets[view.buffer], view, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
         """Let an array stand in for the buffer of an input or output. False: it cannot."""

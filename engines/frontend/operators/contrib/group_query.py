@@ -14,6 +14,7 @@ from engines.errors import GraphError
 from engines.frontend.operators.contrib.attention import heads_first, scaled, side_by_side
 from engines.frontend.operators.extension import StandardParts, contrib
 from engines.frontend.operators.normalise import Call
+from engines.ir.deferred import made_of
 from engines.ir.graph import Node
 from engines.ir.shapes import fixed
 
@@ -101,9 +102,9 @@ def _heads(w: StandardParts, call: Call) -> list[str]:
 def _places(w: StandardParts, call: Call, cache: _Cache) -> str:
     """Of the new tokens, among all of an item: [N or 1, S]"""
     if cache.prompt:
-        return w.constant(np.arange(cache.new)[None])
+        return w.constant(made_of(_row, [cache.new], (1, cache.new), np.int64))
     lengths = w("Cast", w.reshape(call.node.inputs[LENGTHS], -1, 1), to=_INT64)     # less one
-    return w("Add", lengths, w.constant(np.arange(cache.new) - cache.new + 1))
+    return w("Add", lengths, w.constant(made_of(_last, [cache.new], (cache.new,), np.int64)))
 
 
 def _turns(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
@@ -127,7 +128,7 @@ def _present(w: StandardParts, call: Call, cache: _Cache, new: str, past: int) -
     if cache.prompt:
         return _filled(w, new, cache.present - cache.new)
     if cache.new == 1:      # each item has it behind its own last one
-        here = w("Equal", w.constant(np.arange(cache.present, dtype=np.int32)[:, None]),
+        here = w("Equal", w.constant(made_of(_column, [cache.present], (cache.present, 1), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
         return w("Where", here, new, _filled(w, before, cache.present - cache.room))
     if cache.room < cache.tokens:
@@ -144,24 +145,47 @@ def _filled(w: StandardParts, x: str, more: int) -> str:
 def _mask(w: StandardParts, call: Call, cache: _Cache, places: str) -> str:
     """-inf for keys that a query does not see: [N or 1, 1, S, tokens], and the bias; "" if there is nothing to add."""
     causal, window, dtype = call.attr("causal", 1), call.attr("local_window_size", -1), call.type().dtype
-    keys = np.arange(cache.tokens)
+    tokens = cache.tokens
     bias = call.node.inputs[BIAS] if call.has(BIAS) else ""
     if causal and cache.prompt:
-        behind = keys[:, None] - keys
-        seen = (behind >= 0) & ((behind < window) | (window < 0))
-        mask = w.constant(np.where(seen, 0, -np.inf).astype(dtype)[None, None])
+        mask = w.constant(made_of(_causal, [tokens, window, dtype], (1, 1, tokens, tokens), dtype))
     else:
-        mask = w("Where", _seen(w, call, keys, places, window if causal else None),
+        mask = w("Where", _seen(w, call, tokens, places, window if causal else None),
                  *(w.number(number, dtype) for number in (0, -np.inf)))
     return w("Add", mask, bias) if bias else mask
 
 
-def _seen(w: StandardParts, call: Call, keys: np.ndarray, places: str, window: int | None) -> str:
+def _causal(tokens: int, window: int, dtype: np.dtype[np.generic]) -> np.ndarray:
+    """Return the mask of a prompt: -inf for keys behind a query, or `window` and more before it."""
+    keys = np.arange(tokens)
+    behind = keys[:, None] - keys
+    seen = (behind >= 0) & ((behind < window) | (window < 0))
+    return np.where(seen, 0, -np.inf).astype(dtype)[None, None]
+
+
+def _row(count: int) -> np.ndarray:
+    return np.arange(count)[None]
+
+
+def _keys(count: int, dtype: type[np.signedinteger]) -> np.ndarray:
+    return np.arange(count, dtype=dtype)
+
+
+def _last(count: int) -> np.ndarray:
+    """Return the places of the last tokens, counted from the last one: 1 - count, ..., 0."""
+    return np.arange(count) - count + 1
+
+
+def _column(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)[:, None]
+
+
+def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | None) -> str:
     """window None: of no causal attention, where a query sees all keys of its item."""
     if window is None:
-        return w("LessOrEqual", w.constant(keys.astype(np.int32)),
+        return w("LessOrEqual", w.constant(made_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), w.constant(keys))
+    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), w.constant(made_of(_keys, [tokens, np.int64], (tokens,), np.int64)))
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
 
