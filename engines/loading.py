@@ -23,7 +23,7 @@ ON_TRIAL = "on trial"
 
 def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismatch: str = "relower",
                 cpus: Sequence[int] | None = None, specialise: str = "",
-                specialisations: int = 16, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
+                specialisations: int = 64, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
                 retune: bool = False) -> AnyEngine:
     """The engine of a plan file.
 
@@ -31,9 +31,8 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
     on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
-    specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
-    "background" or "off". Not said ("") it is "wait", and for the segments of a program "background", where a shape is
-    specialised the second time it comes (docs/programs.md).
+    specialise: what happens at shapes that a plan with open extents has not met: "background" (the default), "wait" or
+    "off"; see OpenEngine. Segments of programs are specialised for shapes that come again (docs/programs.md).
     specialisations: how many are kept in memory at most; cache: and on the disk, in the user's engine cache, the one in
     a folder, or none (False).
     gpu: the number of the GPU that a plan for one runs on. retune: of a plan for a GPU that was built without one,
@@ -76,7 +75,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 
 def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower", cpus: Sequence[int] | None = None,
-              name: str = "", specialise: str = "", specialisations: int = 16,
+              name: str = "", specialise: str = "", specialisations: int = 64,
               cache: str | os.PathLike[str] | bool = False, gpu: int = 0) -> AnyEngine:
     """The engine of a plan at hand, as load_engine makes it; `name` is what errors call it."""
     name = name or plan.name
@@ -88,7 +87,7 @@ def engine_of(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
 
 def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relower",
                   cpus: Sequence[int] | None = None, name: str = "", specialise: str = "",
-                  specialisations: int = 16, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
+                  specialisations: int = 64, cache: str | os.PathLike[str] | bool = False, gpu: int = 0,
                   segment: bool = False) -> SegmentEngine:
     """Of a plan that is no program. on_target_mismatch: ON_TRIAL is "relower" without a word, for a build for another
     machine that tries what it makes. segment: it is a part of a program (see Policy)."""
@@ -106,7 +105,7 @@ def _graph_engine(plan: Plan, threads: int = 1, on_target_mismatch: str = "relow
         return engine
     from engines.runtime.open_engine import OpenEngine  # here: they are no part of what most plans need
     from engines.runtime.policy import Policy
-    policy = Policy(specialise or ("background" if segment else "wait"), specialisations, segment=segment)
+    policy = Policy(specialise or "background", specialisations, segment=segment)
     return OpenEngine(plan, lambda: _specialiser(plan, cache), threads, cpus, policy, gpu)
 
 

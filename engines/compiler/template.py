@@ -211,7 +211,7 @@ class _Writer:
             # A frozen dataclass sets each field by a call of object.__setattr__.
             is_plain = hasattr(value, "__dict__") and not hasattr(kind, "__post_init__") and all(
                 one.init for one in dataclasses.fields(value))
-            return f"{self._constant(_filled if is_plain else kind)}({self._constant(kind)}, {fields})" if is_plain else (
+            return f"{self._constant(_filled)}({self._constant(kind)}, {fields})" if is_plain else (
                 f"{self._constant(kind)}({fields})")
         raise Pinned(f"a {type(value).__name__} holds numbers that are counted")
 
@@ -247,9 +247,9 @@ class _Writer:
         return f"def made({parameters}):\n{body}", dict(self._values)
 
 
-def _filled(kind: type, **fields: Any) -> Any:
+def _filled(kind: type, /, **fields: Any) -> Any:
     """Return an instance of a dataclass with these fields, which are all that it has."""
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     made.__dict__.update(fields)
     return made
 

@@ -72,7 +72,7 @@ class Trace:
         if node.op == "Constant":
             value = node.attrs["value"]
             self.constant(node.outputs[0], value)
-            if isinstance(value, np.ndarray) and is_counted(value):     # an object array, as those that operators make of extents
+            if isinstance(value, np.ndarray) and is_counted(value):     # object arrays, as operators make of extents
                 self.types[node.outputs[0]] = TensorType(np.dtype(np.int64), value.shape)
             return
         node = self._without_empty_parts(node)

@@ -28,6 +28,7 @@ COLOURS = 32            # cache lines of a page, of its 64, at which large buffe
 HUGE_PAGE = 2 << 20
 _SPARE = 4              # times the size asked for that a block of a pool may have
 _KEPT_BLOCKS = 2
+_SMALL_BLOCK = 64 << 10
 MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
 
 
@@ -187,7 +188,8 @@ class MemoryPool:
             if memory:
                 self._free.remove(memory)
         if memory is None:
-            memory = Memory(size + size // 8)   # for shapes that are a little larger
+            spare = size + size // 8            # for shapes that are a little larger
+            memory = Memory(spare if spare >= HUGE_PAGE else 1 << max(spare - 1, _SMALL_BLOCK - 1).bit_length())
         lease = _Lease(memory, max(size, 1))
         finalize(lease, self._give, memory).atexit = False
         return np.asarray(lease)

@@ -4,10 +4,10 @@ legal shapes and values, each by a specialisation: a plan for these numbers, kep
     engine.run({"x": array})        # as Engine.run
     context.at({"x": (1, 77)})      # an ExecutionContext for these shapes
 
-Where there is no specialisation yet, `specialise` says what happens: "wait" makes it first; "background" makes it on
-a thread of its own, and where that takes more than a moment the general version serves meanwhile: the same graph by
-kernels that take extents at run time; "off" makes none, the general version serves. Where the last shapes came once
-each, it serves until a shape comes again.
+Where there is no specialisation yet, `specialise` says what happens. "background": the general version serves, the same
+graph by kernels that take extents at run time, and a shape that comes often is specialised on a thread of its own.
+"wait" makes the specialisation first; where the last shapes came once each, the general version serves until a shape
+comes again. "off" makes none, the general version serves.
 """
 from __future__ import annotations
 
@@ -287,6 +287,12 @@ class OpenEngine(OfPlan):
             return self._general_version(key)
         if way == "wait":
             return self._specialised(key)
+        if self.part.general and not self.policy.segment:
+            with self._lock:
+                frequent = self._demand.count(key) >= self.policy.uses
+            if frequent:
+                self._order(key)
+            return self._general_version(key)
         return self._made_soon(key) or self._general_version(key)
 
     def _made_soon(self, key: Key) -> Engine | None:

@@ -1,7 +1,7 @@
 """What an engine does about shapes that it has not met."""
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 from engines.errors import ConfigError, did_you_mean
 
 WAYS = ("wait", "background", "off")
-MOST = 16                   # specialisations in memory, by default
+MOST = 64                   # specialisations in memory, by default
 MEMORY_SHARE = 0.25         # of this machine's memory, that they may take together
 PATIENCE = 0.2              # seconds: the first answer of a general version takes as long, for it imports the model too
+USES = 100                  # of a shape until it is specialised in the background: about what making it costs
 ONCE = 4                    # shapes in a row that were asked for once: the next is likely to be no other
 IDLE_BYTES = 64 << 20       # of contexts that wait for their shapes to come again
 REMEMBERED = 64             # shapes for each specialisation that is kept
@@ -22,8 +23,9 @@ REMEMBERED = 64             # shapes for each specialisation that is kept
 class Policy:
     """When specialisations are made, and how many are kept.
 
-    Of a network whose shapes come once each, as those of a cache that grows, one is made when a shape comes a second
-    time; else at once.
+    In the background one is made of a shape that has come USES times: the general version is seldom slower by more
+    than a tenth, and most shapes of a text or of a cache that grows come a few times. Where the general version is not
+    compiled, and where a caller waits, one is made at once; but of shapes that come once each, when one comes again.
 
     segment: of a program. Its batch may be 0, and its extents often follow from data, so that most shapes come once:
     what is made in the background is made when its shape comes a second time.
@@ -33,6 +35,7 @@ class Policy:
     memory: int | None = None       # bytes; None: MEMORY_SHARE of the machine's
     patience: float = PATIENCE      # seconds that a specialisation is waited for before there is a general version
     segment: bool = False
+    uses: int = USES                # of a shape, before one is made of it in the background
 
     def __post_init__(self) -> None:
         if self.specialise not in WAYS:
@@ -46,9 +49,11 @@ class Demand:
     """The shapes that were asked for, as far as they are remembered. Who owns it holds a lock.
 
     once    those asked for last of which each has come once
+    met     how often the general version was asked for a shape
     """
     most: int
     once: deque[Hashable] = field(default_factory=lambda: deque(maxlen=ONCE))
+    met: Counter[Hashable] = field(default_factory=Counter)
     _met: set[Hashable] = field(default_factory=set)
 
     def is_new(self, key: Hashable) -> bool:
@@ -61,6 +66,13 @@ class Demand:
         self._met.add(key)
         self.once.append(key)
         return True
+
+    def count(self, key: Hashable) -> int:
+        """Count a use of the general version; return how many there have been of this shape."""
+        if len(self.met) > REMEMBERED * self.most:
+            self.met.clear()
+        self.met[key] += 1
+        return self.met[key]
 
     def again(self, key: Hashable) -> None:
         """It has been met before."""

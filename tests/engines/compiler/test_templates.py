@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
 from engines import build_engine
 from engines.compiler import specialise, template
@@ -90,7 +92,7 @@ def differences(a: Any, b: Any, path: str = "plan") -> list[str]:
     if isinstance(a, Operand) and a.constant and b.constant:
         return []
     if dataclasses.is_dataclass(a) and type(a) is type(b):
-        skipped = ("constants", "expanded", "weight_offsets", "weights")
+        skipped = ("constants", "expanded", "weight_offsets", "weights", "of_template")
         return [one for field in dataclasses.fields(a) if field.name not in skipped
                 for one in differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")]
     if isinstance(a, tuple | list) and type(a) is type(b) and len(a) == len(b):
@@ -120,6 +122,43 @@ def test_a_shape_for_which_the_guards_do_not_hold_gets_a_template_of_its_own() -
     for length, count in ((40, 1), (41, 1), (3, 2), (4, 2), (42, 2)):
         assert templates.plan({"T": length}) is not None
         assert len(templates._known) == count
+
+
+def grouped_queries() -> onnx.ModelProto:
+    """One step of a decoder whose past and present grow, with rotary embeddings."""
+    angles = np.arange(300)[:, None] * 0.3 ** np.arange(8)
+    model = small_model(
+        [node("ReduceSum", "mask one", "sum", keepdims=0), node("Sub", "sum one", "less"),
+         node("Cast", "less", "lengths", to=6), node("Shape", "mask", "s"), node("Gather", "s one", "n"),
+         node("Cast", "n", "total", to=6), node("MatMul", "x w", "q"), node("MatMul", "x v", "kv"),
+         helper.make_node("GroupQueryAttention", "q kv kv past.k past.v lengths total cos sin".split(),
+                          ["y", "present.k", "present.v"], domain="com.microsoft", num_heads=4, kv_num_heads=2,
+                          do_rotary=1)],
+        {"x": ["B", "S", 16], "mask": ["B", "T"], "past.k": ["B", 2, "P", 16], "past.v": ["B", 2, "P", 16]},
+        ["y", "present.k", "present.v"],
+        {"w": random(16, 64), "v": random(16, 32), "one": np.array([1]), "cos": np.cos(angles).astype(np.float32),
+         "sin": np.sin(angles).astype(np.float32)})
+    model.graph.input[1].type.tensor_type.elem_type = TensorProto.INT64
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return model
+
+
+def test_a_decoder_with_grouped_queries_has_a_template_of_its_steps_and_one_of_its_prompts(
+        caplog: pytest.LogCaptureFixture) -> None:
+    model = grouped_queries()
+    plan = built(model)
+    specialiser, first = Specialiser(plan), Engine(plan, 1)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    with caplog.at_level(logging.INFO, template.__name__):
+        for new, past in ((1, 8), (1, 9), (1, 10), (1, 63), (7, 0), (9, 0), (1, 100), (20, 0), (1, 101)):
+            extents = {"S": new, "P": past, "T": new + past}
+            inputs = {"x": random(1, new, 16), "mask": np.ones((1, new + past), np.int64),
+                      "past.k": random(1, 2, past, 16), "past.v": random(1, 2, past, 16)}
+            made = Engine(specialiser.general(extents), 1, None, first).run(inputs)
+            for io, expected in zip(session.get_outputs(), session.run(None, inputs), strict=True):
+                np.testing.assert_allclose(made[io.name], expected, rtol=1e-4, atol=1e-5)
+    assert not [record.message for record in caplog.records if "there is no template" in record.message]
+    assert len(specialiser._templates._known) <= 5
 
 
 def test_what_is_for_one_shape_only_is_made_for_it_alone(caplog: pytest.LogCaptureFixture) -> None:

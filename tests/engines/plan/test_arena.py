@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engines.errors import PlanError
-from engines.plan.arena import Layout, Memory, array_at, plan_memory
+from engines.plan.arena import Layout, Memory, MemoryPool, array_at, plan_memory, rounded_up
 from engines.plan.plan import Buffer, Fill, TensorView
 
 
@@ -110,3 +110,24 @@ def test_a_view_is_where_its_strides_say(dtype: str) -> None:
     array[1, 1, 2] = 7
     assert memory.bytes[64 + size + 16 * size + 8 * size + 2 * size:][:size].any()
     assert array_at(memory.bytes, 64, replace(view, batched=False), 2).shape == (2, 3)
+
+
+def test_memory_of_a_pool_is_taken_again_when_the_last_view_of_it_is_gone() -> None:
+    pool = MemoryPool()
+    first = pool.take(1 << 22)
+    first[...] = 7
+    address, view = first.ctypes.data, first[100:200]
+    del first
+    other = pool.take(1 << 22)
+    assert other.ctypes.data != address and (view == 7).all()
+    del view
+    again = pool.take((1 << 22) + 1000)             # a little more: blocks have room to spare
+    assert again.ctypes.data == address and len(again) == (1 << 22) + 1000
+    del again
+    assert pool.take(1 << 10).ctypes.data != address, "a large block is not spent on a small arena"
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 4095, 1 << 20, (1 << 20) + 1])
+def test_sizes_are_rounded_up_by_no_more_than_an_eighth(size: int) -> None:
+    rounded = rounded_up(size)
+    assert size <= rounded <= size * 9 / 8 and rounded_up(rounded) == rounded

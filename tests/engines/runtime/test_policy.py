@@ -1,7 +1,7 @@
 """What shapes are expected of what was asked for."""
 from __future__ import annotations
 
-from engines.runtime.policy import ONCE, REMEMBERED, Demand
+from engines.runtime.policy import IDLE_BYTES, ONCE, REMEMBERED, Demand, IdleMemory
 
 
 def test_shapes_come_once_where_none_of_the_last_was_asked_for_again() -> None:
@@ -19,3 +19,27 @@ def test_no_more_is_remembered_than_there_is_room_for() -> None:
     for length in range(REMEMBERED + 1):
         demand.is_new((length,))
     assert not demand.is_new((0,)) and demand.is_new((REMEMBERED + 1,)) and demand.is_new((0,))
+
+
+class _Shape:
+    """Compared and freed as engines are."""
+
+
+def test_idle_memory_of_the_shapes_used_longest_ago_is_freed() -> None:
+    freed: list[_Shape] = []
+    memory, shapes = IdleMemory[_Shape](freed.append), [_Shape() for _ in range(4)]
+    half = IDLE_BYTES // 2
+    for shape in (shapes[0], shapes[1], shapes[0], shapes[2]):
+        memory.use(shape, half)
+    assert freed == [shapes[1]]
+    memory.use(shapes[3], 3 * IDLE_BYTES)           # two arenas of the shape in use are kept
+    assert freed == [shapes[1]]
+
+
+def test_a_shape_that_nobody_has_any_more_is_not_counted() -> None:
+    freed: list[_Shape] = []
+    memory, kept = IdleMemory[_Shape](freed.append), _Shape()
+    memory.use(kept, IDLE_BYTES // 2)
+    for _ in range(5):
+        memory.use(_Shape(), IDLE_BYTES // 2)
+    assert not freed

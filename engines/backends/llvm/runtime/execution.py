@@ -26,7 +26,17 @@ from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_ru
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
-from engines.plan.arena import CACHE_LINE, Layout, Memory, MemoryPool, array_at, halo_classes, plan_memory, rounded_up, write_halo
+from engines.plan.arena import (
+    CACHE_LINE,
+    Layout,
+    Memory,
+    MemoryPool,
+    array_at,
+    halo_classes,
+    plan_memory,
+    rounded_up,
+    write_halo,
+)
 from engines.plan.plan import (
     EXPANDED,
     SHARED,
