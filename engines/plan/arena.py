@@ -161,6 +161,19 @@ class Memory:
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), mmap.PROT_READ)
 
 
+def on_cache_line(constants: bytes | memoryview) -> tuple[NDArray[np.uint8], int]:
+    """Return constants as an array that begins on a cache line, and its address.
+
+    Constants that were read from a file lie on a page; others are copied.
+    """
+    array: NDArray[np.uint8] = np.ndarray((len(constants),), np.uint8, constants)
+    if array.ctypes.data % CACHE_LINE:
+        copy = Memory(len(array)).bytes
+        copy[:len(array)] = array
+        array = copy
+    return array, array.ctypes.data
+
+
 class _Lease:
     """A block of a pool, which gets it back when the last view of it is gone."""
 

@@ -54,7 +54,7 @@ VERSION = 12
 ALIGNMENT = 64          # of sections, and of the arrays in the weights
 _HEADER = struct.Struct("<8sIIQQ16sQQ")      # magic, version, 0, manifest offset, size, checksum, file size, 0
 _ELSEWHERE = ("code", "constants", "graph", "weights", "model")     # fields that are sections
-_APART = ("open", "others", "program", "segments", "plans")     # fields that are written beside the plan's
+_NOT_FIELDS = (*_ELSEWHERE, "open", "others", "program", "segments", "plans", "of_template")    # written apart, or not
 _MODEL, _OPEN, _PROGRAM = "model", "open", "program"
 
 
@@ -154,8 +154,7 @@ def _numbered(section: str, number: str) -> str:
 
 
 def _fields(value: Plan | MachinePart | OpenPart | ProgramPart | SegmentPart) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-            if f.name not in (*_ELSEWHERE, *_APART, "of_template")}
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _NOT_FIELDS}
 
 
 def _stored(weights: Mapping[str, Array], elsewhere: Mapping[str, int]) -> tuple[dict[str, Any], bytes]:
@@ -291,7 +290,7 @@ def _read_manifest(path: str, file: int) -> tuple[int, _Manifest]:
 def _plan(manifest: _OnePlan, sections: Sections, number: str = "") -> Plan:
     fields = from_plain(Plan, {name: value for name, value in manifest.plan.items() if name != "machine"})
     part = from_plain(MachinePart, manifest.plan["machine"])
-    if elsewhere := sorted((fields.keys() | part.keys()) & {*_ELSEWHERE, *_APART}):
+    if elsewhere := sorted((fields.keys() | part.keys()) & {*_NOT_FIELDS}):
         raise ValueError(f"'{elsewhere[0]}' is a section")
     constants = _numbered("constants", number)
     machine = MachinePart(**part, code=_code(manifest.code, sections, _numbered("code", number)),
@@ -318,7 +317,7 @@ def _program_part(manifest: _Program, sections: Sections) -> ProgramPart:
 
 def _open_part(manifest: _Open, sections: Sections, number: str) -> OpenPart:
     fields = from_plain(OpenPart, manifest.part)
-    if elsewhere := sorted(fields.keys() & {*_ELSEWHERE, *_APART}):
+    if elsewhere := sorted(fields.keys() & {*_NOT_FIELDS}):
         raise ValueError(f"'{elsewhere[0]}' is a section")
     weights = _Weights(sections, manifest.arrays, manifest.shared, _numbered(f"{WEIGHTS}.{_OPEN}", number),
                        _numbered("constants", number))

@@ -327,8 +327,7 @@ class Plan:
     weights: Mapping[str, Array] = field(default_factory=dict, compare=False)   # ... and its constants
     stripped: bool = False                  # only those weights are left that the machine part holds as they are
     metadata: Mapping[str, Any] = field(default_factory=dict)       # preprocessing, calibration, versions, report
-    # of a specialisation: the extents that the model leaves open, and the values of deciding inputs (value_name)
-    extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)
+    extents: Mapping[str, int | tuple[float, ...]] = field(default_factory=dict)    # open ones; values (value_name)
     open: OpenPart | None = None
     program: ProgramPart | None = None                              # then the machine part has no steps
     dependence: str = ""                    # why a batch is neither cut nor merged with others; "": it may be

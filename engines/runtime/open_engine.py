@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +41,7 @@ from engines.plan.plan import GeneralKernel, IoTensor, Plan, Step
 from engines.runtime.engine import Engine, OfPlan
 from engines.runtime.open_context import OpenContext
 from engines.runtime.policy import MEMORY_SHARE, REMEMBERED, Demand, IdleMemory, Policy
+from engines.runtime.rerun import LastRun
 from engines.runtime.staged import StagedContext
 
 MOST_WAITING = 16           # specialisations to be made in the background
@@ -64,28 +65,6 @@ class SpecialisationMaker(Protocol):
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The specialisation that ran last, and what decided: for inputs with the same values.
-
-    decided     name, dtype, shape and bytes of each deciding input
-    """
-    engine: Engine
-    decided: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], bytes]]
-
-    def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
-        """As Engine.rerun."""
-        if not self.decided:
-            return self.engine.rerun(feeds)
-        others = dict(feeds)
-        for name, dtype, shape, values in self.decided:
-            array = others.pop(name, None)
-            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape \
-                    or array.tobytes() != values:
-                return None
-        return self.engine.rerun(others)
-
-
 class OpenEngine(OfPlan):
     """Thread-safe, as Engine is."""
 
@@ -101,7 +80,7 @@ class OpenEngine(OfPlan):
         self._general: OrderedDict[Key, Engine] = OrderedDict()
         self._idle = IdleMemory[Engine](Engine.close)
         self._keys: dict[tuple[Any, ...], Key] = {}         # shapes of inputs, values of deciding ones -> extents
-        self._last: _Last | None = None                     # of what is at the end of `_ready`
+        self._last: LastRun | None = None                     # of what is at the end of `_ready`
         self._lock = threading.RLock()                      # of the tables; the others are held for seconds
         self._making, self._making_general = threading.Lock(), threading.Lock()
         self._waiting: dict[Key, Ordered] = {}
@@ -138,7 +117,7 @@ class OpenEngine(OfPlan):
         arrays = {name: as_in_memory(np.asarray(value)) for name, value in self.defaults.complete(feeds).items()}
         engine = self.for_feed(arrays)
         made = engine.run_arrays({name: array for name, array in arrays.items() if name not in self.part.deciding})
-        last = _Last(engine, [(name, array.dtype, array.shape, array.tobytes())
+        last = LastRun(engine, [(name, array.dtype, array.shape, array.tobytes())
                               for name, array in arrays.items() if name in self.part.deciding])
         with self._lock:
             self._last = last if engine is next(reversed(self._ready.values())) else None
@@ -147,7 +126,7 @@ class OpenEngine(OfPlan):
     def rerun(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
         """As Engine.rerun."""
         last = self._last
-        return last.rerun(feeds) if last else None
+        return last.run(feeds) if last else None
 
     def create_context(self, cpus: Sequence[int] | None = None) -> OpenContext | StagedContext:
         """A context for one owner thread at a time; it has memory for each of the shapes that it met."""

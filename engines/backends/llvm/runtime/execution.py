@@ -27,12 +27,12 @@ from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.plan.arena import (
-    CACHE_LINE,
     Layout,
     Memory,
     MemoryPool,
     array_at,
     halo_classes,
+    on_cache_line,
     plan_memory,
     rounded_up,
     write_halo,
@@ -69,7 +69,7 @@ class LoadedPlan:
         self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
         self._layouts: dict[Any, Layout] = self._beside._layouts if self._beside else {}
         self._code = self._loaded_code()
-        self._constants, self._constants_address = _aligned(self.machine.constants)
+        self._constants, self._constants_address = on_cache_line(self.machine.constants)
         self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
         self.run_steps = self.function("run_steps", 5)
         self.steps = self._step_table()
@@ -206,16 +206,6 @@ def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
 def words(*shape: int) -> Words:
     """A zeroed table of i64 that begins on a cache line, in memory that nothing moves."""
     return np.ndarray(shape, np.int64, Memory(int(np.prod(shape)) * WORD).bytes)
-
-
-def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
-    """The constants and their address. Those of a plan that was read from a file lie on a page; others are copied."""
-    array: Array = np.ndarray((len(constants),), np.uint8, constants)
-    if array.ctypes.data % CACHE_LINE:
-        copy = Memory(len(array)).bytes
-        copy[:len(array)] = array
-        array = copy
-    return array, array.ctypes.data
 
 
 class Arena:

@@ -185,7 +185,8 @@ def _seen(w: StandardParts, call: Call, tokens: int, places: str, window: int | 
     if window is None:
         return w("LessOrEqual", w.constant(made_of(_keys, [tokens, np.int32], (tokens,), np.int32)),
                  w.reshape(call.node.inputs[LENGTHS], -1, 1, 1, 1))
-    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), w.constant(made_of(_keys, [tokens, np.int64], (tokens,), np.int64)))
+    keys = w.constant(made_of(_keys, [tokens, np.int64], (tokens,), np.int64))
+    behind = w("Sub", w("Unsqueeze", places, w.ints(1, 3)), keys)
     seen = w("GreaterOrEqual", behind, w.ints(0))
     return w("And", seen, w("Less", behind, w.ints(window))) if window >= 0 else seen
 
