@@ -1,12 +1,13 @@
-"""Writes the loops of a nest, and the operations of its program at the loops that they depend on.
+"""Emit the loops of a nest, and each operation of its program inside the loops that it depends on.
 
-    outer loops, the one with lanes last        (of those with rows: some neighbours at once)
+    outer loops, the vectorised one last        (an unrolled one: several neighbours per iteration)
         for each pass: inner loops; operations; accumulators
         inner loops once more, if results are stored inside
 
-An operation is written as soon as all loops that it depends on have begun: no turn of another loop computes it again.
-Where the loop with lanes has several vectors, and that with rows several neighbours, there is a copy of an operation
-for each of those that it depends on: a product of matrices then uses what it loads several times.
+An operation is emitted as soon as all loops that it depends on have begun, so that no other loop repeats it. If the
+vectorised loop has several vectors, or a loop is unrolled, an operation has a copy for each that it depends on: a
+    matrix
+product then reuses its loads.
 """
 from __future__ import annotations
 
@@ -42,20 +43,20 @@ from engines.codegen.types import I1, I64, vector
 from engines.codegen.words import Words
 from engines.lowering.nest.program import FLOATING
 
-Copy = tuple[int, int]          # which of the neighbours, which of the vectors
+Copy = tuple[int, int]          # (number of the unrolled neighbour, number of the vector)
 Parts = Iterator[tuple[Value, int]]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What is known at a place in the code: the loops that have begun, and what was computed in them."""
-    at: tuple[Value, ...]                                   # the address of each source, moved along its loops
-    bases: tuple[Value, ...]                                # of its first element in this item
+    """State at a point of the code: the loops that have begun, and the values computed in them."""
+    at: tuple[Value, ...]                                   # address of each source at the current indices
+    bases: tuple[Value, ...]                                # address of each source's first element in this item
     indices: dict[int, Value]
     values: dict[tuple[int, Copy], Found] = field(default_factory=dict)
     phase: int = 0
     neighbours: int = 1
-    counts: tuple[int, ...] = (1,)                          # lanes of each vector that hold something
+    counts: tuple[int, ...] = (1,)                          # active lanes of each vector
 
     def copies(self) -> list[Copy]:
         return [(row, part) for row in range(self.neighbours) for part in range(len(self.counts))]
@@ -63,7 +64,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Address:
-    """Of `count` elements: a step apart, or at places of their own."""
+    """Address of `count` elements: `step` bytes apart from `base`, or one address for each in `places`."""
     base: Value
     step: int
     count: int
@@ -85,14 +86,14 @@ Body = Callable[[Frame], None]
 
 
 class Code:
-    """Writes the loops of a nest into a function."""
+    """Emitter of a nest's loops into a function."""
 
     def __init__(self, f: Function, words: Words, loops: Loops) -> None:
         self.f, self.words, self.loops = f, words, loops
 
     # ---- loops
     def enter(self, frame: Frame, loop: int, index: Value, size: int, wanted: Collection[int]) -> Frame:
-        """Inside `size` turns of a loop from `index` on, with what of the wanted operations can be written there."""
+        """Return the frame inside `size` iterations of a loop, with the wanted operations that can run there."""
         at = tuple(address + index * view.strides[loop] if loop < len(view.strides) and self._is_read[i] else address
                    for i, (address, view) in enumerate(zip(frame.at, self.loops.sources, strict=True)))
         frame = replace(frame, at=at, indices={**frame.indices, loop: index}, values=dict(frame.values))
@@ -106,7 +107,7 @@ class Code:
         return frame
 
     def fill(self, frame: Frame, wanted: Collection[int]) -> None:
-        """Write the wanted operations that can be written here and are not yet."""
+        """Emit the wanted operations that can be computed here and have not been emitted."""
         for one in sorted(wanted):
             ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
             if ready and self.loops.program.operations[one].op != "reduce" and one not in self._fused:
@@ -118,7 +119,7 @@ class Code:
                         frame.values[key] = self._value(frame, one, copy)
 
     def _cycle(self, frame: Frame, number_: int) -> None:
-        """Write all operations of a cycle, as a loop in which all lanes and copies repeat together."""
+        """Emit all operations of a cycle as one loop, in which all lanes and copies repeat together."""
         program, cycle = self.loops.program, self.loops.program.cycles[number_]
         whole = spread if self.loops.cut.lanes in self.loops.depends[cycle.phis[0]] else plain
         self.fill(frame, program.needed(cycle.exits).difference(cycle.phis, cycle.body, cycle.exits))
@@ -137,7 +138,7 @@ class Code:
 
     def over(self, frame: Frame, order: Sequence[int], wanted: Collection[int], body: Body,
              acc: dict[object, Value] | None = None, bounds: tuple[Value, Value] | None = None) -> None:
-        """These loops, one in the other; bounds: of the first one, known at run time."""
+        """Emit nested loops around a body; bounds: run-time bounds of the first loop."""
         if not order:
             body(frame)
             return
@@ -146,7 +147,7 @@ class Code:
             self.over(self.enter(frame, loop, start, size, wanted), rest, wanted, body, acc)
 
     def _parts(self, loop: int, acc: dict[object, Value] | None, bounds: tuple[Value, Value] | None) -> Parts:
-        """acc: None where nothing is summed over the loop, so that it may be cut anyhow."""
+        """Yield the tiles of a loop. acc: its accumulators, or None if it has none and may be cut in any way."""
         extent, step = self.loops.extents[loop], self.loops.width(self.words.lanes, loop)
         if acc is not None:
             yield from self.f.tiles(f"loop {loop}", extent, step, acc=acc)
@@ -162,7 +163,7 @@ class Code:
 
     # ---- operations
     def key(self, one: int, copy: Copy) -> tuple[int, Copy]:
-        """Copies in which an operation is the same share its value."""
+        """Return the key of a value; copies for which an operation is equal share one."""
         cut, depends = self.loops.cut, self.loops.depends[one]
         return one, (copy[0] if cut.rows in depends else 0, copy[1] if cut.lanes in depends else 0)
 
@@ -171,7 +172,7 @@ class Code:
 
     @cached_property
     def _fused(self) -> set[int]:
-        """Products of floats that are only summed: each is one instruction with its sum, and no value of its own."""
+        """Return the float products that only feed one sum: each is emitted as a multiply-add with that sum."""
         program, readers = self.loops.program, dict[int, list[str]]()
         for one in program.operations:
             for arg in one.args:
@@ -223,12 +224,12 @@ class Code:
         return load(self.words, view.dtype, address, along, frame.counts[copy[1]])
 
     def _pick(self, frame: Frame, source: int, indices: Sequence[Found], count: int) -> Value:
-        """count: of lanes; 0 where all are alike."""
+        """Load the element at computed indices. count: the number of lanes, or 0 if the indices are uniform."""
         view = self.loops.sources[source]
         return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.words, view.dtype)
 
     def address(self, base: Value, strides: Sequence[int], indices: Sequence[Found], count: int) -> Address:
-        """Where elements are, at an index along each axis."""
+        """Return the address of the elements at an index along each axis."""
         step, far = 0, None
         for index, stride in zip(indices, strides, strict=True):
             if isinstance(index, Ramp):
@@ -246,7 +247,7 @@ class Code:
 
     # ---- reductions
     def reduced(self, frame: Frame, wanted: set[int]) -> Frame:
-        """What is known after all passes over the inner loops."""
+        """Emit all passes over the inner loops, and return the frame after them."""
         program, phases = self.loops.program, self.loops.phases
         for phase in range(max((phases[one] for one in wanted), default=0)):
             sums = [one for one in sorted(wanted)
@@ -267,16 +268,16 @@ class Code:
 
     @property
     def _across(self) -> bool:
-        """Whether lanes lie along an inner loop: then each of its vectors has an accumulator."""
+        """Return True if an inner loop is vectorised; each vector then has its own accumulator."""
         return self.loops.cut.lanes >= self.loops.outer
 
     def _place_of(self, one: int, copy: Copy) -> Copy:
-        """The accumulator of a copy of a reduction's term."""
+        """Return the copy of the accumulator that a copy of a reduction's term goes into."""
         row, part = self.key(self.loops.program.operations[one].args[0], copy)[1]
         return row, copy[1] if self._across else part
 
     def _places(self, frame: Frame, one: int) -> list[Copy]:
-        """All of them."""
+        """Return the copies of a reduction's accumulators."""
         parts = range(self.loops.cut.vectors if self._across else len(frame.counts))
         every = ((row, part) for row in range(frame.neighbours) for part in parts)
         return list(dict.fromkeys(self._place_of(one, copy) for copy in every))
@@ -322,14 +323,14 @@ class Code:
 
     @staticmethod
     def _beats(how: str, kind: str, value: Value, before: Value) -> Value:
-        """Whether a later element takes the place of an earlier one."""
+        """Return an i1 that is true if a later element replaces an earlier one as the extreme."""
         order, _, extreme = how.partition("_")
         if order == "first":
             return better(kind, value, before, extreme == "max")
         return compared(kind, "le", *((before, value) if extreme == "max" else (value, before)))
 
     def _place(self, frame: Frame, copy: Copy) -> Found:
-        """The number of this turn of the inner loops."""
+        """Return the flat index of this iteration of the inner loops."""
         place: Found = self.f.constant(0, I64)
         extents = self.loops.extents
         for loop in range(self.loops.outer, len(extents)):
@@ -345,7 +346,7 @@ class Code:
         return place
 
     def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> Found:
-        """The result of a reduction; where lanes lie along an inner loop, of all of its vectors and lanes."""
+        """Return the result of a reduction, combined over all vectors and lanes if an inner loop is vectorised."""
         operation = self.loops.program.operations[one]
         how, kind = str(operation.what), self.loops.program.operations[operation.args[0]].kind
         row, part = self._place_of(one, copy)
@@ -359,14 +360,17 @@ class Code:
         return value
 
     def _folded(self, how: str, kind: str, pairs: list[tuple[Value, Value | None]]) -> Value:
-        """Of one vector itself; where lanes lie along an inner loop, of all vectors and lanes, in every lane."""
+        """Combine accumulators: of one vector, itself.
+
+        If an inner loop is vectorised, all vectors and lanes, in every lane.
+        """
         while len(pairs) > 1:
             half = (len(pairs) + 1) // 2
             pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair
                      for i, pair in enumerate(pairs[:half])]
         pair, width = pairs[0], self.words.lanes
-        # By halves, each a shorter vector: of one whose first lane alone is read, LLVM 22 compares the wrong floats
-        # (x86 with AVX-512: a packed comparison becomes a scalar one without the shuffle before it).
+        # Combine halves as shorter vectors. If only lane 0 of a full vector is read, LLVM 22 compares the wrong
+        # floats (x86 with AVX-512: the packed comparison becomes a scalar one without the shuffle before it).
         while self._across and width > 1:
             width //= 2
             pair = self._merged(how, kind, self._part(pair, 0, width), self._part(pair, width, width))

@@ -1,4 +1,4 @@
-"""What becomes of what a nest's program finds: results that are stored, updates of a scatter that are made."""
+"""Stores of a nest's results, and updates of scatters."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from engines.lowering.problems.nest import Nest, Scatter
 
 
 def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], wanted: set[int]) -> None:
-    """All that is done inside the outer loops."""
+    """Emit the reductions and stores inside the outer loops."""
     frame = code.reduced(frame, wanted)
     if nest.inside:
         code.over(frame, code.loops.inner, wanted, lambda inside: store_results(code, inside, nest, targets))
@@ -19,6 +19,7 @@ def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
 
 
 def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
+    """Store the results of the program at the current indices."""
     cut, words = code.loops.cut, code.words
     for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
         steps = {loop: stride for loop, stride in enumerate(view.strides)}
@@ -35,7 +36,10 @@ def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
 
 # ---- scatters
 def apart(scatter: Scatter) -> dict[int, int]:
-    """Loop -> the axis of y that it runs along, over all of its extent: no two of its turns meet in an element."""
+    """Map each loop whose index is an index into y, over the full axis, to that axis of y.
+
+    Different iterations of such a loop update different elements, so they may run in parallel.
+    """
     program, found = scatter.program, dict[int, int]()
     for axis, number in enumerate(program.results[1:]):
         one = program.operations[number]
@@ -45,7 +49,7 @@ def apart(scatter: Scatter) -> dict[int, int]:
 
 
 def update(code: Code, frame: Frame, scatter: Scatter, y: Value) -> None:
-    """y[place] = the value, combined with what is there."""
+    """Emit y[indices] = value, combined with the old element if the scatter has a reduction."""
     value, *places = (code.found(frame, number, (0, 0)) for number in scatter.program.results)
     at = code.address(y, scatter.y.strides, places, frame.counts[0])
     new = spread(code.words, value)

@@ -1,8 +1,8 @@
-"""The operations of a nest's program on LLVM's values: how each kind is loaded, computed with and stored.
+"""Operations of a loop-nest program on LLVM values: loads, arithmetic, casts and stores.
 
-Floats are vectors of all lanes, even where all lanes are equal, for that is what a machine's functions take. Integers
-and truth that are equal in all lanes are scalars. A Ramp is an index that grows from lane to lane by as much. Of a
-machine of one lane everything is a scalar.
+Floats are vectors of all lanes even if all lanes are equal, as the functions of a target expect. Integers and truth
+values that are equal in all lanes (uniform) are scalars. A Ramp is an index that grows by a fixed step from lane to
+lane. With one lane everything is a scalar.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operatio
 from engines.lowering.problems.view import SIZES
 
 TYPES: Mapping[str, str] = {"f32": FLOAT, "f64": DOUBLE, "i32": I32, "i64": I64, "u64": I64, "i1": I1}
-NEAR = 4        # elements apart that lanes may be for one load to bring them all
+NEAR = 4        # greatest stride in elements at which one contiguous load fetches all lanes
 SIGNED = ("int8", "int16", "int32")
 _ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "slt", "ult"),
            "le": ("ole", "sle", "ule")}
@@ -37,7 +37,7 @@ _ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "
 
 @dataclass(frozen=True)
 class Ramp:
-    """base + lane * step, an i64."""
+    """Index base + lane * step in each lane, an i64."""
     base: Value
     step: int
 
@@ -58,13 +58,13 @@ def plain(words: Words, value: Found) -> Value:
 
 
 def spread(words: Words, value: Found) -> Value:
-    """In every lane."""
+    """Return a value as a vector of all lanes."""
     value = plain(words, value)
     return value if is_vector(value) or words.lanes == 1 else value.f.splat(value, words.lanes)
 
 
 def together(words: Words, values: Sequence[Found]) -> list[Value]:
-    """All as scalars, or all as vectors."""
+    """Return all values as scalars if none is a vector, else all as vectors."""
     found = [plain(words, value) for value in values]
     return [spread(words, value) for value in found] if any(map(is_vector, found)) else found
 
@@ -81,7 +81,10 @@ def number(words: Words, one: Operation, of: Value) -> Value:
 
 # ---- memory
 def load(words: Words, dtype: str, address: Value, stride: int, count: int) -> Value:
-    """`count` neighbours in all lanes (those beyond are like the last); a stride of 0: one element in all of them."""
+    """Load `count` elements that are `stride` bytes apart into the first lanes; other lanes repeat the last one.
+
+    A stride of 0 loads one element, uniform in all lanes.
+    """
     f, element = address.f, ELEMENTS[dtype]
     if stride == 0 or words.lanes == 1:
         return _widened_alike(words, dtype, f.load(element, address, words.align(SIZES[dtype]), "stored"))
@@ -91,7 +94,7 @@ def load(words: Words, dtype: str, address: Value, stride: int, count: int) -> V
             stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(words.lanes)], "filled")
         return widened(words, dtype, stored)
     gap = stride // SIZES[dtype]
-    if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # some of a run, or a run backwards
+    if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # load the whole span and shuffle
         stored = f.load(vector((count - 1) * abs(gap) + 1, element), address + min((count - 1) * stride, 0), hint="run")
         first = 0 if gap > 0 else (count - 1) * -gap
         picks = [first + min(i, count - 1) * gap for i in range(words.lanes)]
@@ -100,7 +103,7 @@ def load(words: Words, dtype: str, address: Value, stride: int, count: int) -> V
 
 
 def gathered(words: Words, dtype: str, addresses: Sequence[Value]) -> Value:
-    """An element for each lane."""
+    """Load an element for each lane from its own address; lanes without an address repeat the last one."""
     f, element = addresses[0].f, ELEMENTS[dtype]
     stored = f.constant(0, vector(words.lanes, element))
     for lane, address in enumerate(addresses):
@@ -119,7 +122,7 @@ def _widened_alike(words: Words, dtype: str, stored: Value) -> Value:
 
 
 def widened(words: Words, dtype: str, stored: Value) -> Value:
-    """What is stored, as it is computed with."""
+    """Convert stored elements to the kind that they are computed in."""
     f, kind = stored.f, KINDS[dtype]
     if dtype == "float16":
         return words.half_to_float(stored)
@@ -134,7 +137,7 @@ def widened(words: Words, dtype: str, stored: Value) -> Value:
 
 
 def store(words: Words, dtype: str, value: Found, address: Value, stride: int, count: int) -> None:
-    """The first `count` lanes; integers are cut to the bits that are stored."""
+    """Store the first `count` lanes, `stride` bytes apart; integers are truncated to the stored width."""
     f = address.f
     if stride == SIZES[dtype] or count == 1:
         found = narrowed(words, dtype, spread(words, value))
@@ -145,13 +148,14 @@ def store(words: Words, dtype: str, value: Found, address: Value, stride: int, c
 
 
 def scattered(words: Words, dtype: str, value: Found, addresses: Sequence[Value]) -> None:
-    """Each of the first lanes to an address of its own."""
+    """Store each of the first lanes to its own address."""
     found, element = narrowed(words, dtype, spread(words, value)), ELEMENTS[dtype]
     for lane, address in enumerate(addresses):
         address.f.store(address.f.op(element, f"extractelement {found}, i32 {lane}", "element"), address)
 
 
 def narrowed(words: Words, dtype: str, value: Value) -> Value:
+    """Convert values to the type of a stored element."""
     f, type_ = value.f, words.of(ELEMENTS[dtype])
     if dtype == "float16":
         return words.float_to_half(value)
@@ -164,7 +168,7 @@ def narrowed(words: Words, dtype: str, value: Value) -> Value:
 
 # ---- arithmetic
 def computed(words: Words, one: Operation, kind: str, args: Sequence[Found]) -> Found:
-    """kind: of the arguments."""
+    """Emit an operation on its arguments, which are of `kind`."""
     if (ramp := _along(one, args)) is not None:
         return ramp
     if one.op == "cast":
@@ -189,7 +193,7 @@ def computed(words: Words, one: Operation, kind: str, args: Sequence[Found]) -> 
 
 
 def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
-    """A sum of a Ramp and what is alike in all lanes, and the like."""
+    """Return the sum, difference or product by a constant as a Ramp, or None if the result is not a Ramp."""
     if one.kind != "i64" or not any(isinstance(arg, Ramp) for arg in args):
         return None
     a, b = args if len(args) == 2 else (args[0], args[0])
@@ -208,7 +212,7 @@ def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
 
 
 def multiplied(a: Value, b: Value, c: Value) -> Value:
-    """a * b + c, rounded once where the machine does that."""
+    """Return a * b + c, with one rounding if the target has fused multiply-add."""
     return a.f.call(a.type, f"llvm.fmuladd.{overload(a.type)}", a, b, c, hint="sum")
 
 
@@ -218,7 +222,7 @@ def compared(kind: str, op: str, a: Value, b: Value) -> Value:
 
 
 def better(kind: str, a: Value, b: Value, greatest: bool) -> Value:
-    """Whether a is more extreme than b."""
+    """Return an i1 that is true if a is above b (greatest) or below it."""
     return compared(kind, "lt", *((b, a) if greatest else (a, b)))
 
 
@@ -248,7 +252,10 @@ def _extreme(greatest: bool) -> Callable[..., Value]:
 
 
 def _rint(words: Words, x: Value) -> Value:
-    """Of f64: from 2**52 on every one is an integer; below, adding 2**52 with its sign rounds the fraction away."""
+    """Round f64 to the nearest integer, ties to even.
+
+    Numbers from 2**52 on are integers already; below, adding and subtracting 2**52 with the number's sign rounds.
+    """
     far = x.like(2.0 ** 52)
     sign = x.f.select(x.compare("olt", 0), x.like(0.0) - far, far)
     near = _magnitude(x).compare("olt", 2.0 ** 52)
@@ -284,7 +291,7 @@ _FLOATS: Mapping[str, Callable[..., Value]] = {
 
 
 def _divided(word: str) -> Callable[..., Value]:
-    """By 0 it is 0: the machine's division is not asked for what it would trap at, that and the least number / -1."""
+    """Return a division or remainder that gives 0 for a divisor of 0, and does not trap at INT_MIN / -1."""
     def divide(kind: str, a: Value, b: Value) -> Value:
         if kind in FLOATING:
             return a / b
@@ -294,14 +301,14 @@ def _divided(word: str) -> Callable[..., Value]:
         special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
         usual = a.binary("s" + word, b.f.select(special, b.like(1), b))
         if word == "rem":
-            return usual        # by 1 it is 0
+            return usual        # the remainder by 1, which replaces 0 and -1, is 0
         usual = a.f.select(b.compare("eq", -1), a.like(0) - a, usual)
         return a.f.select(b.compare("eq", 0), a.like(0), usual)
     return divide
 
 
 def _modulo(kind: str, a: Value, b: Value) -> Value:
-    """With the sign of the divisor."""
+    """Return the remainder with the sign of the divisor."""
     rest = _divided("rem")(kind, a, b)
     if kind == "u64":
         return rest
@@ -310,7 +317,7 @@ def _modulo(kind: str, a: Value, b: Value) -> Value:
 
 
 def _shifted(word: str) -> Callable[..., Value]:
-    """By as many bits as there are, or more, nothing is left but the sign."""
+    """Return a shift that is defined for any count: from the width on, only the sign of a right shift remains."""
     def shift(kind: str, a: Value, b: Value) -> Value:
         bits = 32 if kind == "i32" else 64
         inside = b.below(bits)
@@ -345,7 +352,7 @@ COMBINED: Mapping[str, Callable[..., Value]] = {
 
 
 def identity(words: Words, how: str, kind: str, of: Value) -> Value:
-    """What a reduction begins with, in every lane: it changes nothing."""
+    """Return the neutral element of a reduction, in every lane."""
     low, high = {"f32": (float("-inf"), float("inf")), "f64": (float("-inf"), float("inf")), "i1": (0, 1),
                  "i32": (-2 ** 31, 2 ** 31 - 1), "i64": (-2 ** 63, 2 ** 63 - 1), "u64": (0, -1)}[kind]
     value = {"sum": 0, "product": 1}.get(how, low if how.endswith("max") else high)
