@@ -1,4 +1,4 @@
-"""The kernel of an IntegerProduct: a Product of bytes whose zero points are read from memory, and sums stored."""
+"""Kernel of an IntegerProduct: a product of bytes with run-time zero points, whose int32 sums are stored."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from engines.lowering.problems.problem import Array
 
 @solves(IntegerProduct)
 class IntegerProductKernel(ProductKernel):
-    """It has no constants."""
+    """Product of bytes with run-time zero points; it has no constants."""
     problem: IntegerProduct
 
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -39,7 +39,7 @@ class _Emitter(ProductEmitter):
                 byte = f.load(I8, zeros.pop(0), hint="zero")
                 zero = f.cast("zext" if view.dtype == "uint8" else "sext", byte, I32, "zero")
             if factor.dtype == "int8":
-                zero = zero + MIDDLE        # of the bytes that it is packed as, each more by as much
+                zero = zero + MIDDLE        # int8 counts as a uint8 that is MIDDLE larger
             f.store(f.cast("sitofp", zero, FLOAT, "number"), self.numbers + 4 * i, 4)
         return f, [a, b, y], bounds
 
