@@ -1,4 +1,4 @@
-"""The halo around each image of a buffer, written anew: runs of bytes by vectors."""
+"""Fill of the halo (border) around each image of a buffer, by vector stores."""
 from __future__ import annotations
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -12,6 +12,7 @@ UNROLLED = 4            # vectors
 
 @solves(HaloFill)
 class HaloFillKernel(Kernel[HaloFill]):
+    """Kernel that writes the border value into the runs of a halo."""
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1)
 

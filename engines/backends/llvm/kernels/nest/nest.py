@@ -1,9 +1,9 @@
-"""Nests of any loops, by vectors along one of them.
+"""Kernel of general loop nests, vectorised along one loop.
 
     for the outer loops: accumulators = 0; for the inner loops: accumulators += term; y = result
 
-Its tactics are which loop has the lanes, how many vectors of it and how many neighbours along another loop are
-computed at once. The grid's rows are blocks of the outer loops.
+A tactic chooses the vectorised loop, the vectors per iteration, and the neighbours along another loop that are computed
+at once. The rows of the grid are blocks of the outer loops.
 """
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from engines.codegen.nest.values import NEAR
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.problems.nest import Nest
 
-BLOCK = 1 << 13     # turns of all loops in a row of the grid: enough to pay for its call, few enough to share out
-TURN = 3            # cycles of a loop's turn, beside what it does
-MOST_CUTS, MOST_WITHIN = 6, 3       # tactics that may be timed: without a loop inside that with the lanes, and with one
+BLOCK = 1 << 13     # iterations in a row of the grid: enough to amortise a call, few enough to share among threads
+TURN = 3            # overhead of a loop iteration, in cycles
+MOST_CUTS, MOST_WITHIN = 6, 3       # most tactics to time, without and with a loop inside the vectorised one
 
 
 @dataclass(frozen=True)
 class NestTactic(Tactic):
+    """Tactic of a nest: how its loops are vectorised and tiled."""
     cut: Cut
 
     def __str__(self) -> str:
@@ -41,9 +42,9 @@ class NestTactic(Tactic):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of the grid: all turns of the outer loops before `order[split]`, and blocks of that one.
+    """Rows of the grid: all iterations of the outer loops before `order[split]`, and blocks of that loop.
 
-    No loop of which neighbours are computed at once is before it.
+    No loop that is unrolled or vectorised around another one comes before it.
     """
     split: int
     block: int
@@ -65,6 +66,7 @@ class Blocks:
 
 @solves(Nest)
 class NestKernel(Kernel[Nest]):
+    """Kernel of loop nests."""
     def loops(self, cut: Cut) -> Loops:
         problem = self.problem
         return Loops(problem.program, problem.sources, (*problem.loops, *problem.reduced), len(problem.loops), cut)
@@ -75,7 +77,7 @@ class NestKernel(Kernel[Nest]):
 
     def tactics(self, isa: Isa) -> Sequence[NestTactic]:
         along = [loop for loop, extent in enumerate(self.extents) if extent > 1]
-        if chased := self.problem.program.chased:       # lanes that each go a way of their own gain nothing
+        if chased := self.problem.program.chased:       # lanes that follow different pointers gain nothing
             depends = self.loops(Cut()).depends
             along = [loop for loop in along if not any(loop in depends[one] for one in chased)]
         if chased or not along:
@@ -91,7 +93,7 @@ class NestKernel(Kernel[Nest]):
                           for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
                 cuts += [Cut(lanes, vectors), *shared]
                 within += [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
-        # Each kind for itself: how the two compare is what cost knows least.
+        # Choose among each kind separately: the cost model compares the two kinds badly.
         kept = [tactic for some, most in ((cuts, MOST_CUTS), (within, MOST_WITHIN))
                 for tactic in self._cheapest(isa, some)[:most]]
         return sorted(kept, key=lambda tactic: self.cost(isa, tactic))
@@ -100,7 +102,7 @@ class NestKernel(Kernel[Nest]):
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))
 
     def _shared(self, lanes: int) -> list[int]:
-        """Loops of which neighbours share what they read."""
+        """Return the loops whose neighbours share some of their reads."""
         if not self.problem.reduced or self.problem.inside:
             return []
         outer = [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] > 1]
@@ -109,7 +111,7 @@ class NestKernel(Kernel[Nest]):
         return [loop for loop in outer if 0 < sum(loop in some for some in reads) < len(reads)]
 
     def _free(self, lanes: int) -> list[int]:
-        """Outer loops on which something does not depend that is made of what is known for each lane."""
+        """Return the outer loops that some vectorised operation does not depend on."""
         if not 0 <= lanes < len(self.problem.loops):
             return []
         depends = self.loops(Cut(lanes)).depends
@@ -136,12 +138,12 @@ class NestKernel(Kernel[Nest]):
             total += math.prod(stores) * (1 / isa.lanes if near else 2)
         wide = max((2 for one in loops.program.operations if one.op == "reduce" and one.kind not in ("f32", "i32")),
                    default=1)
-        if cut.count * cut.vectors * wide + cut.vectors + 4 > isa.registers:     # accumulators, and what they take
+        if cut.count * cut.vectors * wide + cut.vectors + 4 > isa.registers:     # accumulators and operands spill
             total *= 2
         return total
 
     def _cycles(self, isa: Isa, loops: Loops, number: int) -> float:
-        """Of one operation, once."""
+        """Return the cycles of one operation."""
         one, cut = loops.program.operations[number], loops.cut
         wide = 2 if one.kind in ("f64", "i64", "u64") else 1
         if one.op == "read":

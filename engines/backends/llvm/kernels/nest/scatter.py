@@ -1,9 +1,9 @@
-"""Scatters: a row of the grid copies its part of x, then goes through all updates of that part, in order.
+"""Kernel of scatters: a row of the grid copies its part of x, then applies all updates of that part in order.
 
     y = x; for the loops: y[place] = y[place] and value, combined
 
-Loops whose index is an index of y, over all of its extent, are apart: no two of their turns meet in an element. Their
-turns are rows of the grid, but for those of the one with lanes.
+A loop whose index is an index of y, over all of its extent, is *apart*: different iterations of it update different
+elements. Its iterations are rows of the grid, unless it is the vectorised one.
 """
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from engines.lowering.problems.nest import Scatter
 
 @solves(Scatter)
 class ScatterKernel(Kernel[Scatter]):
+    """Kernel of scatters."""
     @cached_property
     def apart(self) -> dict[int, int]:
         return apart(self.problem)
 
     @cached_property
     def lanes(self) -> int:
-        """The loop with lanes: the one apart along which y's elements are neighbours, if there are several."""
+        """Return the vectorised loop, one that is apart and contiguous in y, or NONE."""
         y = self.problem.y
         near = [loop for loop, axis in self.apart.items() if y.strides[axis] == y.size and y.shape[axis] > 1]
         return near[0] if near else NONE
 
     @cached_property
     def rows(self) -> list[int]:
-        """The loops whose turns are rows of the grid."""
+        """Return the loops whose iterations are rows of the grid."""
         return [loop for loop in self.apart if loop != self.lanes]
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -67,7 +68,7 @@ class ScatterKernel(Kernel[Scatter]):
             code.over(frame, rest, wanted, lambda inside, y=y: update(code, inside, problem, y))   # type: ignore[misc]
 
     def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
-        """What of x is in this row of the grid."""
+        """Copy the part of x that belongs to this row of the grid."""
         source, target = self.problem.sources[0], self.problem.y
         fixed = [self.apart[loop] for loop in self.rows]
         for axis, index in zip(fixed, indices, strict=True):

@@ -1,4 +1,4 @@
-"""Recurrent cells from step to step on a CPU: how weights are packed. tiling.py cuts the work, steps.py is the code."""
+"""Kernel of recurrent layers, and how it packs weights. tiling.py has the tiles, steps.py the code."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,18 +17,29 @@ from engines.lowering.problems.recurrence import Recurrence, crowded_units
 
 @solves(Recurrence)
 class RecurrenceKernel(RecurrenceTiling):
-    """The kernel of recurrent layers."""
+    """Kernel of recurrent layers."""
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
         RecurrenceEmitter(self, module, name, isa, tactic).emit()
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element],
-        where there is a zero point, before the first k the int32 that makes up for it, or for -1 of it; before them
-        all the int32 of crowded units, whose weights stand behind the others;
-        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
-        "first": for each given state float32 [D H], as it is."""
+        """Pack the constants of all directions.
+
+        Weights are packed [direction][stage][vector of units][k][gate][lane][element]. If states have a zero point, an
+            int32
+        precedes the first k: the sum's correction, or if the zero point is found at run time, the correction for -1. A
+            header
+        with the int32 numbers of all crowded units precedes the weights; weights of crowded units follow the others
+            along k.
+
+        Parameters
+        ----------
+        constants : "weights": [D, G H, H], float32, int16 or int8. "units": float32 arrays [D, H], and "scales": [D, G
+            H], which
+            are packed [direction][vector of units][constant][lane]. "first": for each given state float32 [D H],
+                unchanged.
+        """
         problem = self.problem
         vectors = -(-problem.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic(isa), np.asarray(constants["weights"])
@@ -53,7 +64,7 @@ class RecurrenceKernel(RecurrenceTiling):
         return np.concatenate(parts), by_vector.ravel(), *first
 
     def _crowded_apart(self, weights: Array) -> tuple[Array, Array]:
-        """The header, and the weights [..., k] with those by crowded units at their second places."""
+        """Return the header, and the weights [..., k] with those of crowded units moved behind the others."""
         if not self.problem.crowded:
             return weights[:0].ravel(), weights
         units = crowded_units(weights)

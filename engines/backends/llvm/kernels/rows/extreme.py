@@ -1,4 +1,4 @@
-"""The greatest or least element of a whole batch: one thread goes over all rows of all items, and stores once."""
+"""Greatest or least element of a whole batch: one thread reads all rows of all items, and stores once."""
 from __future__ import annotations
 
 import math
@@ -12,11 +12,12 @@ from engines.codegen.ir_builder import Module
 from engines.lowering.problems.rows import NEUTRAL, Extreme
 from engines.lowering.problems.view import joined
 
-UNCUT = 1 << 40         # rows that the grid is cut at multiples of: never
+UNCUT = 1 << 40         # row step that keeps the grid from being split
 
 
 @solves(Extreme)
 class ExtremeKernel(OverRows[Extreme]):
+    """Kernel of the extreme of a whole batch."""
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return replace(super().grid(isa, tactic), row_step=UNCUT)
 

@@ -1,4 +1,4 @@
-"""The kernels along rows: softmax, norms, local response normalisation, reductions, each as the passes over one row."""
+"""Kernels along rows: softmax, normalisations, local response normalisation, reductions, as passes over a row."""
 from __future__ import annotations
 
 from engines.backends.llvm.kernels.kernel import solves
@@ -8,12 +8,12 @@ from engines.codegen.row_formulas import norm, response, softmax
 from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)
-MARGIN = WIDEST_LRN     # zeros kept before and behind the squares of a row
+MARGIN = WIDEST_LRN     # zeros before and after the squares of a row
 
 
 @solves(Softmax)
 class SoftmaxKernel(RowKernel[Softmax]):
-    """The exponentials of a row are kept on the stack, or computed twice where it is too wide."""
+    """Softmax of rows. Exponentials are kept on the stack, or computed twice if the row is too wide."""
 
     @property
     def scratch(self) -> int:
@@ -26,17 +26,18 @@ class SoftmaxKernel(RowKernel[Softmax]):
 
 @solves(Norm)
 class NormKernel(RowKernel[Norm]):
+    """Layer, RMS and L2 normalisation of rows."""
     def emit_row(self, row: Row) -> None:
         norm(row, row.isa, self.problem)
 
 
 @solves(Lrn)
 class LrnKernel(RowKernel[Lrn]):
-    """The squares of a row are kept with margins."""
+    """Local response normalisation. The squares of a row are kept on the stack, with margins of zeros."""
 
     @property
     def scratch(self) -> int:
-        return self.problem.width + 3 * MARGIN      # one more than the margins: the row is rounded up
+        return self.problem.width + 3 * MARGIN      # two margins, and one for rounding up the row
 
     def emit_row(self, row: Row) -> None:
         lrn = self.problem
@@ -66,5 +67,6 @@ class LrnKernel(RowKernel[Lrn]):
 
 @solves(Reduce)
 class ReduceKernel(RowKernel[Reduce]):
+    """Sum, max or min of rows."""
     def emit_row(self, row: Row) -> None:
         row.store_one(row.reduce(self.problem.kind, row.x))
