@@ -1,7 +1,7 @@
-"""Runs a plan's steps: the tables that emitted code reads, the memory they point into, and the executor of one thread.
+"""Loaded plans: the tables that emitted code reads, the memory that they point into, and the single-threaded executor.
 
-elf.py loads the code, expansion.py the constants that are computed; abi.py names the words of the tables; workers.py is
-the executor of several threads, which share the chunks that chunks.py cuts.
+elf.py loads the code, expansion.py the constants that are computed, abi.py names the words of the tables. workers.py is
+the executor of several threads, which share the chunks that chunks.py makes.
 """
 from __future__ import annotations
 
@@ -42,11 +42,20 @@ EmittedFunction = Callable[..., None]
 
 
 class LoadedPlan:
-    """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
+    """Plan ready to run: code loaded, tables filled. It is read-only afterwards, and shared by all contexts."""
 
     def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
-        """threads: that make the constants which the plan's file does not have. beside: the plan that has those which
-        both share. Raises PlanCorruptError, PlanTargetError."""
+        """Load a plan.
+
+        Parameters
+        ----------
+        threads : number of threads that compute expanded constants.
+        beside : for a specialisation, the loaded plan whose constants both share.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError
+        """
         self.plan, self.machine = verify(plan), plan.machine
         self._code = LoadedCode(self.machine.code)
         self._constants, self._constants_address = _aligned(self.machine.constants)
@@ -59,7 +68,7 @@ class LoadedPlan:
         self.serial_segments = tuple(part for segment in self.segments
                                      for part in cut_at_item_major_runs(segment, self.machine.item_major))
         operands = [operand for step in self.machine.steps for operand in step.operands]
-        # The constants count as four buffers more, after the others.
+        # The four kinds of constants are numbered as buffers after the others.
         more = {kind: len(self.machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
@@ -67,17 +76,17 @@ class LoadedPlan:
         self.lendable = Lendable(plan, self._operand_buffers, self._operand_offsets)
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
-        """An emitted function that takes i64s or addresses; a call releases the GIL."""
+        """Return an emitted function that takes i64s or addresses; a call releases the GIL."""
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
         return prototype(self._address(name, user))
 
     @property
     def constant_addresses(self) -> tuple[int, int]:
-        """Of the constants, and of those computed from them."""
+        """Return the address of the constants, and of those computed from them."""
         return self._constants_address, self._expanded.address
 
     def kernel(self, item: ExpandedConstant) -> EmittedFunction:
-        """What makes a derived constant."""
+        """Return the kernel that computes an expanded constant."""
         return self.function(item.symbol, 5, f"a constant of '{item.name}'")
 
     def _address(self, symbol: str, user: str) -> int:
@@ -101,15 +110,14 @@ class LoadedPlan:
 
     @cached_property
     def one_item_bytes(self) -> dict[int, int]:
-        """Buffers that hold one item, for only one item-major run uses them -> bytes that an item of theirs takes."""
+        """Return {buffer: bytes of an item} of buffers that hold one item, as only one item-major run uses them."""
         return {footprint.buffer: footprint.item_stride for run in self.machine.item_major
                 for step in self.machine.steps[run.first:run.last] for footprint in step.writes
                 if run.keeps(self.machine.buffers[footprint.buffer])}
 
     @cached_property
     def item_strides(self) -> Words:
-        """Bytes from an item to the next, of each operand of the steps that may run item by item; 0 for those of
-        others."""
+        """Return the item stride in bytes of each operand of steps that may run item by item; 0 for other steps."""
         inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.lendable.readers
         strides = [stride if operand.buffer not in self.one_item_bytes else 0
                    for i, step in enumerate(self.machine.steps)
@@ -119,7 +127,7 @@ class LoadedPlan:
 
     @cached_property
     def apart_segments(self) -> tuple[Segment, ...]:
-        """The serial segments for inputs whose items lie apart: what reads these runs item by item, too."""
+        """Return the serial segments for inputs with scattered items: steps that read these run item by item too."""
         readers = self.lendable.readers
         cuts = {step + behind for step in readers for behind in (0, 1)}
         return tuple(part for segment in self.serial_segments for part in (
@@ -128,7 +136,10 @@ class LoadedPlan:
 
     @cached_property
     def shared_layout(self) -> Layout:
-        """Of a context of one thread: buffers share memory; those that only one item-major run uses hold one item."""
+        """Return the layout of a context of one thread.
+
+        Buffers share memory; those that only one item-major run uses hold one item.
+        """
         others = self.plan.batch_slots - 1
         buffers = [replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
                    for i, buffer in enumerate(self.machine.buffers)]
@@ -136,18 +147,18 @@ class LoadedPlan:
 
     @cached_property
     def separate_layout(self) -> Layout:
-        """Of a context of several threads: every buffer has memory of its own."""
+        """Return the layout of a context of several threads, in which every buffer has its own memory."""
         return plan_memory(self.machine.buffers, self.machine.fills, reuse=False)
 
     def operand_table(self, bases: Sequence[int]) -> Words:
-        """The addresses of all operands of all steps, given that of each buffer."""
+        """Return the addresses of all operands of all steps, given the base address of each buffer."""
         shared = self._beside.constant_addresses if self._beside else (0, 0)
         every: Words = np.array([*bases, *self.constant_addresses, *shared], np.int64)
         return every[self._operand_buffers] + self._operand_offsets
 
 
 def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
-    """The plan whose constants are shared, if it is the one that was meant."""
+    """Return `beside`, the plan whose constants are shared, if it is the right one."""
     if beside is None:
         raise PlanTargetError(f"{plan.name}: a specialisation, which runs beside the plan of its model; load that")
     machine = beside.machine
@@ -158,12 +169,15 @@ def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
 
 
 def words(*shape: int) -> Words:
-    """A zeroed table of i64 that begins on a cache line, in memory that nothing moves."""
+    """Return a zeroed table of i64 that begins on a cache line, in memory that is never moved."""
     return np.ndarray(shape, np.int64, Memory(int(np.prod(shape)) * WORD).bytes)
 
 
 def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
-    """The constants and their address. Those of a plan that was read from a file lie on a page; others are copied."""
+    """Return the constants and their address.
+
+    They are copied unless they are aligned, as those of a mapped file are.
+    """
     array: Array = np.ndarray((len(constants),), np.uint8, constants)
     if array.ctypes.data % CACHE_LINE:
         copy = Memory(len(array)).bytes
@@ -173,26 +187,26 @@ def _aligned(constants: bytes | memoryview) -> tuple[Array, int]:
 
 
 class Arena:
-    """The buffers of one context, and the operand table that points into them.
+    """Buffers of one context, and the operand table that points into them.
 
-    With `inputs`, the buffers of the plan's inputs are those of that arena: one place to write them, many to run in.
+    With `inputs`, the buffers of the plan's inputs are those of that other arena: several arenas read the same inputs.
     """
 
     def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None) -> None:
         self._program, self._layout, self._inputs = program, layout, inputs
         self._memory = Memory(layout.total)
-        self._filled = 0        # batch slots whose halos are written
+        self._filled = 0        # number of batch slots whose halos are written
         self._borrowed = frozenset(i for i, buffer in enumerate(program.machine.buffers) if inputs and buffer.first < 0)
         bases = [owner._memory.address + owner._layout.offsets[i]
                  for i, owner in enumerate(map(self._owner, range(len(layout.offsets))))]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
-        self._words = self._operands.data                    # ... which is quicker to write one by one
-        self._lent: list[tuple[int, int]] = []              # operands that are elsewhere, and their own addresses
+        self._words = self._operands.data                    # memoryview: faster for single writes
+        self._lent: list[tuple[int, int]] = []              # (redirected operand, its own address)
 
     @cached_property
     def items(self) -> ItemTables:
-        """For what runs item by item."""
+        """Return the tables for steps that run item by item."""
         program = self._program
         return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots,
                           program.lendable)
@@ -205,12 +219,12 @@ class Arena:
         return self._inputs if self._inputs is not None and buffer in self._borrowed else self
 
     def array(self, view: TensorView, batch: int) -> Array:
-        """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
+        """Return the tensor as a view of the buffer: [batch, *shape], or shape if it has no batch axis."""
         owner = self._owner(view.buffer)
         return array_at(owner._memory.bytes, owner._layout.offsets[view.buffer], view, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
-        """Let an array stand in for the buffer of an input or output. False: it cannot."""
+        """Make an array replace the buffer of an input or output. Returns False if it cannot."""
         places, begin = self._program.lendable.places.get(view.buffer), address_of(array)
         if places is None or begin is None:
             return False
@@ -220,7 +234,7 @@ class Arena:
         return True
 
     def take_back(self) -> None:
-        """Every tensor lies in its own buffer again."""
+        """Make every operand point into its own buffer again."""
         while self._lent:
             operand, address = self._lent.pop()
             self._words[operand] = address
@@ -237,13 +251,13 @@ class Arena:
 
 
 class SerialExecution:
-    """One thread, one arena whose buffers share memory. inputs: of another arena, where inputs are."""
+    """Execution on one thread, in one arena whose buffers share memory; inputs: another arena to read inputs from."""
 
     def __init__(self, program: LoadedPlan, inputs: Arena | None = None) -> None:
         self._program = program
         self._arena = Arena(program, program.shared_layout, inputs)
-        self._apart = False         # whether items of inputs are lent
-        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # of each batch, and `_apart`
+        self._apart = False         # True if items of inputs are redirected
+        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # key: (batch, `_apart`)
 
     def input(self, view: TensorView, batch: int) -> Array:
         self._arena.prepare(batch)
@@ -267,7 +281,7 @@ class SerialExecution:
         return self._program.lendable.takes(view, array)
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
-        # Asked first: the tables are made of the addresses that stand there, which another input's may be lent ones.
+        # Check before `items` is used: it copies the operand table, which must not hold redirected addresses then.
         begin = self._program.lendable.address(view, array)
         if begin is not None:
             self._arena.items.lend(view, first, begin, array.nbytes)
@@ -282,7 +296,7 @@ class SerialExecution:
         return True
 
     def _prepared(self, batch: int, apart: bool = False) -> tuple[Callable[[], None], ...]:
-        """Halos written, and the spans as calls. apart: items of inputs are lent."""
+        """Write the halos, and return the segments as calls. apart: items of inputs are redirected."""
         self._arena.prepare(batch)
         program = self._program
         segments = program.apart_segments if apart else program.serial_segments if batch > 1 else program.segments
@@ -302,12 +316,14 @@ class SerialExecution:
         return time_steps(self._program, self._arena, self._program.serial_segments, batch, repeats)
 
     def close(self) -> None:
-        """Nothing to stop: the memory goes with the last view of it."""
+        """Do nothing: the memory is freed with its last view."""
 
 
 def call_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> Callable[[], None]:
-    """A segment on this thread: a call whose arguments ctypes need not convert again, for a small network takes little
-    longer than that."""
+    """Return a segment as a call on this thread, with arguments that ctypes need not convert at each call.
+
+    The conversions would take about as long as a small network.
+    """
     if segment.fallback is not None:
         return segment.fallback.ready(lambda view: arena.array(view, batch), batch)
     if segment.by_item:
@@ -325,11 +341,12 @@ def run_segment(program: LoadedPlan, arena: Arena, segment: Segment, batch: int)
 
 def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], batch: int, repeats: int,
                fallbacks: bool = True) -> list[float]:
-    """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
-    a call.
+    """Measure each step of the segments.
 
-    It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
-    lies in an arena at rest.
+    Seconds of CPU time of this thread, the least of `repeats`, less the cost of a call.
+
+    The steps run in order, each timed alone. Without `fallbacks`, fallback steps are skipped and take 0 s: the
+    reference may reject the contents of an arena that holds no request.
     """
     def seconds(call: Callable[[], None]) -> float:
         start = thread_seconds()
@@ -352,5 +369,5 @@ def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], b
 
 @cache
 def libc() -> Any:
-    """This process's C library."""
+    """Return the C library of this process."""
     return ctypes.CDLL(None, use_errno=True)

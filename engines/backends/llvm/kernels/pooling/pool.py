@@ -239,7 +239,7 @@ class _Emitter:
 
 
 def _clamped(axis: Axis, i: Value) -> _Taps:
-    """Of the i-th output along an axis. Unsigned: all is counted from the padded image's edge."""
+    """Return the taps of output i along an axis, clamped to the image."""
     start = i * axis.stride
 
     def reach(limit: int) -> Value:
