@@ -107,7 +107,7 @@ class LlvmSession:
         """Lower a graph and choose a tactic for each kernel.
 
         opt_batch: the batch size to time with. None: one item, and also USUAL_BATCH for kernels that are divided by
-            batch.
+        batch.
         """
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches,

@@ -6,8 +6,7 @@
 
 An operation is emitted as soon as all loops that it depends on have begun, so that no other loop repeats it. If the
 vectorised loop has several vectors, or a loop is unrolled, an operation has a copy for each that it depends on: a
-    matrix
-product then reuses its loads.
+matrix product then reuses its loads.
 """
 from __future__ import annotations
 
@@ -360,10 +359,7 @@ class Code:
         return value
 
     def _folded(self, how: str, kind: str, pairs: list[tuple[Value, Value | None]]) -> Value:
-        """Combine accumulators: of one vector, itself.
-
-        If an inner loop is vectorised, all vectors and lanes, in every lane.
-        """
+        """Combine the accumulators of a reduction; if an inner loop is vectorised, over all lanes too."""
         while len(pairs) > 1:
             half = (len(pairs) + 1) // 2
             pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair

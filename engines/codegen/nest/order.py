@@ -14,10 +14,9 @@ NONE = -2       # stands for no loop (-1 is the loop over items)
 class Cut:
     """Vectorisation and tiling of the loops of a nest; NONE means that there is no such loop.
 
-    lanes: the vectorised loop, with `vectors` vectors per iteration.
-    rows: the outer loop that is unrolled by `count`.
+    lanes: the vectorised loop, with `vectors` vectors per iteration. rows: the outer loop that is unrolled by `count`.
     within: an outer loop that runs inside the vectorised one, so that values which do not depend on it are computed
-        once.
+    once.
     """
     lanes: int = NONE
     vectors: int = 1

@@ -61,9 +61,9 @@ class Isa(Words):
         return x.f.call(self.ints, f"llvm.lrint.v{self.lanes}i32.v{self.lanes}f32", x, hint="round")
 
     def float_to_bfloat(self, x: Value) -> Value:
-        """Round to bfloat16 (ties to even) and return its bits.
+        """Round to bfloat16, ties to even, and return its bits.
 
-        Vcvtneps2bf16 flushes denormals, below 2**-126, to 0.
+        The instruction vcvtneps2bf16 flushes denormals, below 2**-126, to 0.
         """
         if not self.bf16:
             return super().float_to_bfloat(x)
@@ -174,7 +174,7 @@ class Portable(Isa):
     """
 
     def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
-        """Compute in float64: the product is exact.
+        """Compute a fused multiply-add in float64, where the product is exact.
 
         The sum is rounded there and again to float32, as in functions.fma.
         """

@@ -58,7 +58,7 @@ AMX = MatrixUnit(registers=8, rows=16, row_bytes=64, group=4, products=(("int8",
 def configuration(unit: MatrixUnit, shapes: Shapes) -> bytes:
     """Return the 64 bytes that LDTILECFG reads.
 
-    Palette 1, row bytes as words from byte 16, rows as bytes from byte 48.
+    Byte 0 is the palette, 1. From byte 16 on are the row bytes of the registers as 16-bit words, from 48 on their rows.
     """
     memory = bytearray(64)
     memory[0] = 1

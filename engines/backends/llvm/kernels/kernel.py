@@ -30,11 +30,10 @@ P = TypeVar("P", bound=Problem)
 
 @dataclass(frozen=True)
 class Window:
-    """Byte range of an item that row i of the grid may access.
+    """Byte range of an item that a row of the grid may access.
 
-    [begin, end) + i // rows * stride, from the item's address.
-
-    The range may be wider than what is accessed, but never narrower.
+    Row i may access [begin, end) + i // rows * stride, from the item's address. The range may be wider than what is
+    accessed, but never narrower.
     """
     begin: int
     end: int
@@ -169,12 +168,10 @@ class Kernel(ABC, Generic[P]):
         return ()
 
     def expansions(self, isa: Isa, tactic: Any) -> Mapping[int, Problem]:
-        """Return {number of a packed constant.
+        """Return the problems that expand constants which a plan file stores in a smaller form.
 
-        Problem that expands it} for constants that a plan file stores in a smaller form.
-
-        The problem has one dense input, one dense output and no constants. It runs when the plan is loaded, on as many
-        items as the constant holds.
+        The keys are the numbers of the packed constants. Each problem has one dense input, one dense output and no
+        constants. It runs when the plan is loaded, on as many items as the constant holds.
         """
         return {}
 

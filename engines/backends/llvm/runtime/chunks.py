@@ -41,9 +41,9 @@ Range = tuple[int, int]         # [begin, end)
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of a step's grid.
+    """Division of a step's grid into every range of rows with every range of columns.
 
-    Every range of rows with every range of columns, in an order that keeps weights in cache.
+    The order of the pieces keeps weights in cache.
     """
     rows: tuple[Range, ...]
     columns: tuple[Range, ...]
@@ -169,7 +169,7 @@ def _rows_of_chunks(c: Cut) -> list[int]:
 def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[list[Range]] | None:
     """Return for each row range of `own` the producer's row ranges that it reads.
 
-    None if it is all of them, or unknown.
+    It is None if each reads all of them, or if footprints are unknown.
     """
     if len(its.rows) == 1 or not (its.by_rows or len(its.columns) == 1):
         return None         # chunks of a row range are not consecutive

@@ -341,12 +341,11 @@ def run_segment(program: LoadedPlan, arena: Arena, segment: Segment, batch: int)
 
 def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], batch: int, repeats: int,
                fallbacks: bool = True) -> list[float]:
-    """Measure each step of the segments.
+    """Measure the CPU time of each step of the segments on this thread, in seconds.
 
-    Seconds of CPU time of this thread, the least of `repeats`, less the cost of a call.
-
-    The steps run in order, each timed alone. Without `fallbacks`, fallback steps are skipped and take 0 s: the
-    reference may reject the contents of an arena that holds no request.
+    The steps run in order, each timed alone; the result is the least of `repeats`, less the cost of a call. Without
+    `fallbacks`, fallback steps are skipped and take 0 s: the reference may reject the contents of an arena that holds
+    no request.
     """
     def seconds(call: Callable[[], None]) -> float:
         start = thread_seconds()

@@ -30,9 +30,9 @@ class Lendable:
     """Buffers of a plan that zero-copy arrays may replace."""
 
     def __init__(self, plan: Plan, buffers: Words, offsets: Words) -> None:
-        """Prepare the analysis. buffers, offsets.
+        """Prepare the analysis of a plan.
 
-        Buffer number and byte offset of each operand of the operand table.
+        buffers, offsets: buffer number and byte offset of each operand of the operand table.
         """
         self._plan, self._buffers, self._offsets = plan, buffers, offsets
 

@@ -58,10 +58,7 @@ LOOKS = 8               # polls, about 1 us each, for helpers that are about to 
 
 
 class ParallelProgram:
-    """State that the contexts of one engine and number of workers share.
-
-    Chunk tables, and the times they are based on.
-    """
+    """Chunk tables, and the step times behind them, shared by the contexts of one engine and number of workers."""
 
     def __init__(self, program: LoadedPlan, workers: int) -> None:
         if sys.platform != "linux":

@@ -65,7 +65,7 @@ class CandidateCode:
               done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
         """Return the code of each candidate alone.
 
-        Done() is called for each, whether it is compiled now or was before.
+        done is called for each candidate, whether it is compiled now or was before.
         """
         self._alone |= {one: self.made[symbol] for one in candidates
                         if self.made and (symbol := self.symbol(one)) in self.made}

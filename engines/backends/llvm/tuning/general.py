@@ -38,7 +38,7 @@ class Spelling(NamedTuple):
 class Found(NamedTuple):
     """Symbolic kernel that fits a problem.
 
-    The tactic it was written for, and the values of its table for this problem.
+    tactic: the one it was written for; table: the values of its run-time numbers for this problem.
     """
     general: GeneralKernel
     tactic: Any

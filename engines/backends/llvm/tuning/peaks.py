@@ -7,8 +7,7 @@
 
 They are measured on demand, in a fraction of a second, and not stored: the clock and the load of other cores change
 every figure by tens of percent within minutes, and a plan may run on another machine than the one that built it. A
-    share
-of a peak is meaningful only if both were measured on one machine at about the same time.
+share of a peak is meaningful only if both were measured on one machine at about the same time.
 """
 from __future__ import annotations
 

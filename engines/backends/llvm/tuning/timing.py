@@ -73,10 +73,9 @@ def memory_of(view: View, items: int) -> Array:
 def measure(calls: Mapping[Any, Part]) -> dict[Any, float]:
     """Return the microseconds of the fastest run of each call, measured in turns.
 
-    For a call that does a part, of the whole.
-
-    The fastest run counts, because every disturbance makes a run longer. It is CPU time, because a slow kernel may
-    never have the core to itself. Calls that are far behind after two runs are not timed further.
+    A call that does a part of the work counts with the time of all of it. The fastest run counts, because every
+    disturbance makes a run longer. It is CPU time, because a slow kernel may never have the core to itself. Calls that
+    are far behind after two runs are not timed further.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():

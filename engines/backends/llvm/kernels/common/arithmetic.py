@@ -108,8 +108,7 @@ class Quads(Int8):
     """INT8 products with weights stored as bytes on every machine.
 
     If dot4 needs wider weights, the loads widen them: more instructions, fewer bytes. Kernels that read each weight
-        once
-    from beyond the caches gain by it.
+    once from beyond the caches gain by it.
     """
 
     def weights(self, isa: Isa, address: Value) -> Operand:
@@ -253,8 +252,7 @@ def add_step(arithmetic: Arithmetic, isa: Isa, acc: dict[tuple[int, int], Value]
     """Accumulate one step: acc[pixel, vector] += x[pixel] * w[vector].
 
     pixels: the byte offset of each pixel from x. load_weights: load a step of all vectors from an address. last: the
-        run
-    ends in this step.
+    run ends in this step.
     """
     weights = load_weights(w)
     for number, (p, offset) in enumerate(pixels.items()):

@@ -73,7 +73,7 @@ class DirectContraction(TiledContraction):
     def packing_anywhere(self, tactic: Tile) -> Any:
         """Return all that `pack` reads of the problem.
 
-        Neither the number of pixels nor their strides, except through `run`.
+        The number of pixels and their strides are not part of it, except through `run`.
         """
         problem = self.problem
         return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,

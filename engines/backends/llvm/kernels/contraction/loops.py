@@ -57,8 +57,7 @@ class TiledLoops(ABC):
         """Return the arguments of a micro-kernel for a panel's weights, by parameter name.
 
         before: couts in memory before the panel, padding included; first: the first cout of the group; start: the
-            panel's
-        first cout in the group.
+        panel's first cout in the group.
         """
 
     @property
@@ -214,7 +213,7 @@ class TiledLoops(ABC):
         def call(i: Value, j: Value, part: Part, tile: Value, item: Sequence[Value] = ()) -> None:
             """Call the micro-kernel of a tile.
 
-            Item: bytes from the block to the tile's item, in x, the operands and y.
+            item: bytes from the block to the tile's item, in x, the operands and y.
             """
             x, *others = self._pixel(_moved(here, item) if item else here, i, j)
             x, arguments = self.tile_arguments(part, x, dict(weights), tile, channels)
@@ -240,9 +239,7 @@ class TiledLoops(ABC):
 
     # ---- the micro-kernel
     def microkernel(self, part: Part, channels: int) -> str:
-        """Return the name of the micro-kernel for rows x cols pixels of `channels` couts.
-
-        Emit it if the module lacks it.
+        """Return the name of the micro-kernel for rows x cols pixels of `channels` couts, emitted once.
 
         Tactics in one module that differ only in their blocks share it.
         """

@@ -251,10 +251,7 @@ class TiledContraction(Kernel[Contraction]):
         return sum(self._cycles(isa, tactic, items) / items for items in {1, self.items})
 
     def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
-        """Estimate the cycles of a batch.
-
-        The inner loop and epilogue of all tiles, and memory traffic of weights and x.
-        """
+        """Estimate the cycles of a batch, from all tiles and the memory traffic of weights and x."""
         problem = self.problem
         panels = pieces(problem.cout, tactic.vectors * isa.lanes)
         if self.by_batch:

@@ -27,9 +27,9 @@ Product = tuple[Output, int]    # (output, number of a step)
 
 @dataclass(frozen=True)
 class Group:
-    """Pixels of one operand.
+    """Pixels of one operand: `across` neighbouring tap columns of some rows of x.
 
-    `across` neighbouring tap columns of some rows of x, counted from the first tap of output row 0.
+    Rows are counted from the first tap of output row 0.
     """
     rows: tuple[int, ...]
     across: int

@@ -74,9 +74,9 @@ class AttentionKernel(Kernel[Attention]):
         return (*self._unpacked(isa), *found)
 
     def _unpacked(self, isa: Isa) -> Sequence[Tiles]:
-        """Return tactics without packing for few queries.
+        """Return the tactics without packing, for few queries.
 
-        Tiles of all queries by one vector of keys, and by wide rows of values.
+        Their tiles have all queries, by one vector of keys and by wide rows of values.
         """
         queries, width = self.problem.queries, isa.vectors_for(self.problem.v.shape[-1])
         k, v = factors(self.problem, isa)

@@ -24,7 +24,7 @@ def has_columns(right: Right) -> bool:
 def dots(right: Right, x: Value, pitch: int, columns: Value, shape: tuple[int, int]) -> dict[tuple[int, int], Value]:
     """Return the float32 sums of a tile, {(row, vector): value}.
 
-    Shape: rows, `pitch` bytes apart from x on, by columns.
+    shape: rows, `pitch` bytes apart from x on, by columns.
     """
     rows, count = shape
     lanes, size = right.isa.lanes, right.matrix.strides[1]

@@ -82,9 +82,9 @@ class Factor:
         return self.arithmetic.exact
 
     def zero(self, numbers: Value, index: int) -> Value | None:
-        """Load into all lanes the float of the constant "numbers" that is subtracted from stored elements.
+        """Load the zero point that is subtracted from stored elements into all lanes; None if there is none.
 
-        None if none is.
+        numbers: address of the float constant "numbers"; index: which of them it is.
         """
         if self.exact or self.matrix.dtype != "uint8":
             return None
@@ -224,7 +224,7 @@ class Right(Factor):
         """Return the accumulators of a tile, {(row, vector): value}.
 
         shape: rows, `pitch` bytes apart, by columns of the panel. start: [row][vector], initial accumulators instead of
-            zero.
+        zero.
         """
         f, isa, arithmetic = x.f, self.isa, self.arithmetic
         rows, vectors, step = shape[0], isa.vectors_for(shape[1]), arithmetic.weight_bytes(isa)

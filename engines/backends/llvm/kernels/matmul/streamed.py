@@ -44,7 +44,7 @@ class Streams(Tactic):
 class StreamedKernel(Kernel[Product]):
     """Product that reads b once. A row of the grid is a matrix, a column a panel.
 
-    Packed are the program's constants.
+    The packed constants are those of the program.
     """
 
     def applies(self, isa: Isa) -> bool:

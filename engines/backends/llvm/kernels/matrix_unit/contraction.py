@@ -140,7 +140,7 @@ class MatrixUnitContraction(TiledContraction):
     def depth(self) -> int:
         """Return the bytes of x in a block of K, a multiple of the unit's group.
 
-        0 if a run of floats has no such divisor.
+        The result is 0 if a run of floats has no such divisor.
         """
         group = self.unit.group
         if self.exact:

@@ -341,8 +341,7 @@ class _Products:
         """Load a register of x.
 
         A run that ends inside a group is copied and padded with zeros: elements past its end may be infinite, and
-            infinity
-        times a zero weight is NaN.
+        infinity times a zero weight is NaN.
         """
         register, f = self.registers.a(t), self.f
         if not self.loops.staged:
@@ -360,7 +359,7 @@ class _Products:
 
 
 def _spread(products: Sequence[str], epilogue: Sequence[str], *names: str) -> Iterator[str]:
-    """The lines of `products` with those of `epilogue` spread evenly behind its instructions of these names."""
+    """Yield the lines of `products`, with those of `epilogue` spread evenly after the instructions of these names."""
     count = sum(any(name in line for name in names) for line in products)
     done = written = 0
     for line in products:

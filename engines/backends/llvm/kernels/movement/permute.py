@@ -71,9 +71,9 @@ class PermuteKernel(Kernel[Permute]):
 
     @cached_property
     def _pointwise(self) -> PointwiseKernel | None:
-        """Return an equal pointwise kernel for runs or elements with a program.
+        """Return an equal pointwise kernel, if it runs a program on runs or elements.
 
-        None for raw copies and the other methods.
+        It is None for raw copies and for the other methods.
         """
         if self.way in ("planes", "transpose") or self.problem.raw:
             return None
@@ -118,7 +118,7 @@ class PermuteKernel(Kernel[Permute]):
     def _tile(self, isa: Isa) -> int:
         """Return the elements of a vector.
 
-        128 bits for raw copies, since zips inside them are native on every machine.
+        Raw copies use 128 bits, since zips inside them are native on every machine.
         """
         return 16 // self.problem.x.size if self.problem.raw else isa.lanes
 

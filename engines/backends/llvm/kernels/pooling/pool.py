@@ -85,9 +85,9 @@ class PoolKernel(Kernel[Pool]):
 
 @dataclass(frozen=True)
 class _Taps:
-    """Taps of an output row or plane as run-time numbers (Axis.taps).
+    """Taps of an output row or plane (Axis.taps) as run-time numbers.
 
-    Unrolled: they are all taps, known at build time.
+    unrolled: they are all taps of the kernel, which is known at build time.
     """
     first: Value
     last: Value
@@ -127,7 +127,7 @@ class _Emitter:
     def _of_plane(self, addresses: list[Value], views: Sequence[View], image: Value) -> tuple[list[Value], list[_Taps]]:
         """Return the addresses of one image, counted over all items.
 
-        For volumes, of one plane, and the taps of that plane.
+        For volumes an image is a plane, and its taps are returned too.
         """
         if not self.planes:
             return item_addresses(addresses, views, image), []
@@ -243,7 +243,7 @@ def _clamped(axis: Axis, i: Value) -> _Taps:
     start = i * axis.stride
 
     def reach(limit: int) -> Value:
-        """Taps before this place of the padded image."""
+        """Return the number of taps before this position of the padded image."""
         left = start.like(limit) - start.at_most(limit)
         return (left + (axis.dilation - 1)).divided(axis.dilation).at_most(axis.kernel)
 

@@ -45,10 +45,7 @@ class MicroKernels:
         return Lanes(self.isa, count, packed=False)
 
     def write(self, which: int, number: int, size: int, width: int) -> str:
-        """Return the name of the micro-kernel for `size` items by `width` units of a stage.
-
-        Emit it if the module lacks it.
-        """
+        """Return the name of the micro-kernel for `size` items by `width` units of a stage, emitted once."""
         name = f"{self.name}_{which}_{number}_{size}x{width}"
         if name in self.module.functions:
             return name
@@ -141,7 +138,7 @@ class MicroKernels:
 class _Unit:
     """Update of a vector of units of one item.
 
-    Loads the operands of updates after the products, and stores the new states.
+    It loads the operands of updates after the products, and stores the new states.
     """
 
     def __init__(self, emitter: MicroKernels, f: Function, which: int, item: int, v: int, count: int,

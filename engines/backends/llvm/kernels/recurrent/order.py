@@ -26,7 +26,7 @@ def there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator
 def tiles_of_items(f: Function, size: int, count: Value) -> Iterator[tuple[Value, int]]:
     """Yield (first item, items) of the tiles of `count` items.
 
-    Full ones, then one of 4, 2, 1 for each bit of the rest.
+    Full tiles come first, then one of 4, 2, 1 for each bit of the rest.
     """
     whole = count.divided(size)
     for item in f.range("tile", count.like(0), whole * size, size):

@@ -26,18 +26,22 @@ class RecurrenceKernel(RecurrenceTiling):
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Pack the constants of all directions.
 
-        Weights are packed [direction][stage][vector of units][k][gate][lane][element]. If states have a zero point, an
-            int32
-        precedes the first k: the sum's correction, or if the zero point is found at run time, the correction for -1. A
-            header
-        with the int32 numbers of all crowded units precedes the weights; weights of crowded units follow the others
-            along k.
-
         Parameters
         ----------
-        constants : "weights": [D, G H, H], float32, int16 or int8. "units": float32 arrays [D, H], and "scales": [D, G
-            H], which
-            are packed [direction][vector of units][constant][lane]. "first": for each given state float32 [D H],
+        constants : "weights": [D, G H, H], float32, int16 or int8. "units": float32 arrays [D, H]; "scales": [D, G H].
+            "first":
+            for each constant initial state float32 [D H].
+
+        Returns
+        -------
+        tuple of arrays
+            Weights [direction][stage][vector of units][k][gate][lane][element]. If states have a zero point, an int32
+                precedes
+            the first k: the correction of the sum, or for a zero point that is found at run time, the correction for
+                -1. A
+            header with the int32 numbers of all crowded units precedes the weights; weights of crowded units follow the
+                others
+            along k. Then units and scales [direction][vector of units][constant][lane], and the initial states,
                 unchanged.
         """
         problem = self.problem

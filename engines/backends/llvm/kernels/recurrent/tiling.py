@@ -91,7 +91,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
     def stored(self, isa: Isa) -> QuantizedState | None:
         """Return the quantisation of the state with a constant step, as this machine multiplies it.
 
-        None if it is dynamic.
+        It is None if the state is quantised dynamically.
         """
         if self.problem.rounds:
             return None

@@ -137,7 +137,7 @@ class Emitter:
     def _input(self, rows: int, cols: int) -> str:
         """Return the name of the function that transforms a patch of which rows x cols pixels lie in x.
 
-        The others are 0.
+        The other pixels are 0.
         """
         name = f"{self.name}_input_{rows}x{cols}"
         if name in self.module.functions:
