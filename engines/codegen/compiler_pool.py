@@ -106,7 +106,7 @@ class CompilerPool:
             self._workers.put(worker)
 
 
-def compile_apart(text: str, program: Sequence[str]) -> bytes:
+def compile_in_subprocess(text: str, program: Sequence[str]) -> bytes:
     """Compile a text in a process of its own, so that LLVM takes no memory in this one.
 
     program: see CompilerPool. Raises RuntimeError as CompilerPool.compile does.

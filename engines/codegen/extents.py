@@ -77,7 +77,7 @@ class Extent:
         self.trace, self.value, self.term = trace, value, term
 
     # ---- arithmetic: the result is an Extent, or an int if it depends on no leaf
-    def _counted(self, word: str, a: Any, b: Any) -> Any:
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
         # An extent of another kernel is a plain number here: terms of two traces cannot be combined.
         a, b = (one.__index__() if isinstance(one, Extent) and one.trace is not self.trace else one for one in (a, b))
         left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
@@ -91,70 +91,70 @@ class Extent:
         return Extent(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
 
     def __add__(self, other: Any) -> Any:
-        return self._counted("+", self, other)
+        return self._arithmetic("+", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self._counted("+", other, self)
+        return self._arithmetic("+", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self._counted("-", self, other)
+        return self._arithmetic("-", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._counted("-", other, self)
+        return self._arithmetic("-", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self._counted("*", self, other)
+        return self._arithmetic("*", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self._counted("*", other, self)
+        return self._arithmetic("*", other, self)
 
     def __floordiv__(self, other: Any) -> Any:
-        return self._counted("//", self, other)
+        return self._arithmetic("//", self, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return self._counted("//", other, self)
+        return self._arithmetic("//", other, self)
 
     def __mod__(self, other: Any) -> Any:
-        return self._counted("%", self, other)
+        return self._arithmetic("%", self, other)
 
     def __rmod__(self, other: Any) -> Any:
-        return self._counted("%", other, self)
+        return self._arithmetic("%", other, self)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
     def __neg__(self) -> Any:
-        return self._counted("-", 0, self)
+        return self._arithmetic("-", 0, self)
 
     def __abs__(self) -> Any:
         return -self if self < 0 else self
 
     # ---- comparisons and conversions: each result is recorded as a guard
-    def _asked(self, word: str, a: Any, b: Any) -> Any:
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
         """Return the result of a comparison as a bool, with a guard."""
-        found = self._counted(word, a, b)
+        found = self._arithmetic(word, a, b)
         if found is NotImplemented:
             return NotImplemented
         return bool(found.__index__() if isinstance(found, Extent) else found)
 
     def __eq__(self, other: object) -> Any:
-        return self._asked("==", self, other)
+        return self._compare("==", self, other)
 
     def __ne__(self, other: object) -> Any:
-        equal = self._asked("==", self, other)
+        equal = self._compare("==", self, other)
         return equal if equal is NotImplemented else not equal
 
     def __lt__(self, other: Any) -> Any:
-        return self._asked("<", self, other)
+        return self._compare("<", self, other)
 
     def __le__(self, other: Any) -> Any:
-        return self._asked("<=", self, other)
+        return self._compare("<=", self, other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._asked("<", other, self)
+        return self._compare("<", other, self)
 
     def __ge__(self, other: Any) -> Any:
-        return self._asked("<=", other, self)
+        return self._compare("<=", other, self)
 
     def __bool__(self) -> bool:
         return bool(self != 0)

@@ -9,7 +9,7 @@ from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import FLOAT, I16, I32, overload, vector
 
 
-class Words:
+class Primitives:
     """Primitive operations written in plain LLVM IR."""
     lanes: int
     natural = False     # True if tensors are aligned to their element size

@@ -9,18 +9,18 @@ from engines.codegen.nest.values import COMBINED, spread, store
 from engines.lowering.problems.nest import Nest, Scatter
 
 
-def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], wanted: set[int]) -> None:
+def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], required: set[int]) -> None:
     """Emit the reductions and stores inside the outer loops."""
-    frame = code.reduced(frame, wanted)
+    frame = code.reduced(frame, required)
     if nest.inside:
-        code.over(frame, code.loops.inner, wanted, lambda inside: store_results(code, inside, nest, targets))
+        code.over(frame, code.loops.inner, required, lambda inside: store_results(code, inside, nest, targets))
     else:
         store_results(code, frame, nest, targets)
 
 
 def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
     """Store the results of the program at the current indices."""
-    cut, words = code.loops.cut, code.words
+    cut, machine = code.loops.cut, code.machine
     for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
         steps = {loop: stride for loop, stride in enumerate(view.strides)}
         for loop in steps:
@@ -29,13 +29,13 @@ def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
         for copy in frame.copies():
             if cut.lanes not in steps and copy[1]:
                 continue
-            address = target + (along * words.lanes * copy[1] + across * copy[0])
-            store(words, view.dtype, code.found(frame, result, copy), address, along,
+            address = target + (along * machine.lanes * copy[1] + across * copy[0])
+            store(machine, view.dtype, code.value_at(frame, result, copy), address, along,
                   frame.counts[copy[1]] if cut.lanes in steps else 1)
 
 
 # ---- scatters
-def apart(scatter: Scatter) -> dict[int, int]:
+def independent_loops(scatter: Scatter) -> dict[int, int]:
     """Map each loop whose index is an index into y, over the full axis, to that axis of y.
 
     Different iterations of such a loop update different elements, so they may run in parallel.
@@ -50,10 +50,10 @@ def apart(scatter: Scatter) -> dict[int, int]:
 
 def update(code: Code, frame: Frame, scatter: Scatter, y: Value) -> None:
     """Emit y[indices] = value, combined with the old element if the scatter has a reduction."""
-    value, *places = (code.found(frame, number, (0, 0)) for number in scatter.program.results)
+    value, *places = (code.value_at(frame, number, (0, 0)) for number in scatter.program.results)
     at = code.address(y, scatter.y.strides, places, frame.counts[0])
-    new = spread(code.words, value)
+    new = spread(code.machine, value)
     if scatter.combined:
         kind = scatter.program.operations[scatter.program.results[0]].kind
-        new = COMBINED[scatter.combined](kind, spread(code.words, at.load(code.words, scatter.y.dtype)), new)
-    at.store(code.words, scatter.y.dtype, new)
+        new = COMBINED[scatter.combined](kind, spread(code.machine, at.load(code.machine, scatter.y.dtype)), new)
+    at.store(code.machine, scatter.y.dtype, new)

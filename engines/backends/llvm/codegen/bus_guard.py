@@ -27,7 +27,7 @@ from enum import IntEnum
 from string import Template
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.compiler_pool import compile_apart
+from engines.codegen.compiler_pool import compile_in_subprocess
 from engines.errors import ConfigError
 
 ROWS = 8192             # rows of the table
@@ -64,7 +64,7 @@ def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
     text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
                             end=int(Row.END), lost=int(Row.LOST))
-    return compile_apart(text, ("engines.backends.llvm.codegen.compile", isa.name))
+    return compile_in_subprocess(text, ("engines.backends.llvm.codegen.compile", isa.name))
 
 
 _CODE = Template("""\

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
 from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import I8, I16, I32, overload, vector
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 from engines.errors import ConfigError
 
 Pixel = tuple[Value, ...]       # four bytes in every lane, in the form of the machine's dot4 operand
@@ -27,7 +27,7 @@ Tiles = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Isa(Words):
+class Isa(Primitives):
     """Instruction set of a CPU. This base class uses plain LLVM vector arithmetic for all operations."""
     name: str
     lanes: int                              # int32 or float32 elements of a register

@@ -124,10 +124,10 @@ class Runs:
         return [Window.along(view, 0, 1, block, count=block) for view in self.views]
 
     def emit(self, f: Function, addresses: Sequence[Value], begin: Value, end: Value, width: int,
-             body: Callable[[list[Value], Value, int], None], anyhow: bool = True) -> None:
+             body: Callable[[list[Value], Value, int], None], split_tail: bool = True) -> None:
         """Emit the loops: body(addresses, start, count) for each `width` elements of a run, and for its tail.
 
-        width divides BLOCK. The addresses are those of element 0 of the run. anyhow: see Function.tiles.
+        width divides BLOCK. The addresses are those of element 0 of the run. split_tail: see Function.tiles.
         """
         outer = self.shape[:-2]
         for row in f.range("row", begin, end):
@@ -135,24 +135,24 @@ class Runs:
             *outer_indices, block = unravel(row.remainder(self.rows), (*outer, self.blocks))
             at = [offset(a, outer_indices, view.strides[:len(outer)]) for a, view in zip(at, self.views, strict=True)]
             if len(self.shape) == 1:
-                self._part_of_run(f, at, block * self.block, width, body, anyhow)
+                self._part_of_run(f, at, block * self.block, width, body, split_tail)
                 continue
             last = (block * self.block + self.block).at_most(self.shape[-2])
             for pixel in f.range("pixel", block * self.block, last):
                 here = [offset(a, [pixel], [view.strides[-2]]) for a, view in zip(at, self.views, strict=True)]
-                for start, count in f.tiles("element", self.shape[-1], width, anyhow):
+                for start, count in f.tiles("element", self.shape[-1], width, split_tail):
                     body(here, start, count)
 
     def _part_of_run(self, f: Function, at: list[Value], first: Value, width: int,
-                     body: Callable[[list[Value], Value, int], None], anyhow: bool) -> None:
+                     body: Callable[[list[Value], Value, int], None], split_tail: bool) -> None:
         extent = self.shape[0]
         last = (first + self.block).at_most(extent - extent % width)
         for start in f.range("element", first, last, width):
             body(at, start, width)
         rest = extent % width
-        if anyhow and isinstance(extent, Extent) or rest:
+        if split_tail and isinstance(extent, Extent) or rest:
             with f.when((first + self.block).compare("uge", extent)):
-                for start, count in f.tail(extent, width) if anyhow else [(f.constant(extent - rest, I64), rest)]:
+                for start, count in f.tail(extent, width) if split_tail else [(f.constant(extent - rest, I64), rest)]:
                     body(at, start, count)
 
 

@@ -142,7 +142,7 @@ class TiledLoops(ABC):
             edge = step if self.tile.skip else 0
             if edge:
                 yield f.constant(0, I64), f.constant(0, I64), min(step, extent), 0
-            for j, cols in f.tiles("column", extent - edge, step, anyhow=True):
+            for j, cols in f.tiles("column", extent - edge, step, split_tail=True):
                 yield (j + edge).divided(step), j + edge, cols, None
             return
         widths = self.kernel.widths(self.tile)

@@ -272,7 +272,7 @@ class _Emitter:
 
     def _columns(self, f: Function, at: list[Value], weights: Value, constants: Value, rows: int,
                  channels: int) -> None:
-        for j, cols in f.tiles("column", self.problem.y.shape[1], self.tile.cols, anyhow=True):
+        for j, cols in f.tiles("column", self.problem.y.shape[1], self.tile.cols, split_tail=True):
             x, *others = self._moved(at, 0, j)
             f.run(self._microkernel(rows, cols, channels), x, weights, constants, *others)
 

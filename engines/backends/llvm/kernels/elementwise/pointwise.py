@@ -62,7 +62,7 @@ class PointwiseKernel(Kernel[Pointwise]):
         *inputs, constants, output = addresses
         step = 0 if problem.uniform else 4 * problem.program.constants
         self.runs.emit(f, [*inputs, output], begin, end, PANEL * isa.lanes, lambda at, start, count: self._panel(
-            isa, at, constants + start * step, start, count), anyhow=step == 0)
+            isa, at, constants + start * step, start, count), split_tail=step == 0)
 
     def _panel(self, isa: Isa, at: list[Value], constants: Value, start: Value, count: int) -> None:
         """Emit `count` channels from `start` on."""

@@ -57,7 +57,7 @@ class SuppressionKernel(Kernel[Suppression]):
         problem = self.problem
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(problem.inputs) + 2)
         boxes, scores, *numbers, chosen, count = addresses
-        room = [f.room(4 * extent, ALIGNMENT, hint) for extent, hint in (
+        room = [f.alloca(4 * extent, ALIGNMENT, hint) for extent, hint in (
             (self.boxes + BLOCK, "keys"), (self.boxes + BLOCK, "places"), (self.peaks, "peaks"),
             *((problem.limit + isa.lanes, "taken"),) * 5)]
         keys, places, peaks, *taken = room
@@ -90,7 +90,7 @@ class SuppressionKernel(Kernel[Suppression]):
         for start, count in f.tiles("score", self.boxes, isa.lanes, state=state):
             score = load(isa, "float32", scores + start * stride, stride, count)
             wanted = f.op(every.type, f"or {score.compare('ogt', least)}, {every.name}", "wanted")
-            with f.chosen(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
+            with f.when_carrying(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
                 keys = key_of(score)
                 keys = f.select(score.compare("oeq", score), keys, keys.like(LOWEST + 1), "keys")      # NaN comes last
                 for lane in range(count):
@@ -114,10 +114,10 @@ class SuppressionKernel(Kernel[Suppression]):
         most, overlap = numbers
         state = {"rows": f.constant(0, I64)}
         for _ in f.range("turn", f.constant(0, I64), waiting, state=state):
-            with f.chosen(state["rows"].below(most), state):
+            with f.when_carrying(state["rows"].below(most), state):
                 place = f.cast("zext", self._next(f, isa, memory), I64, "box")
                 box = self._box(f, boxes + place * self.problem.boxes.strides[1])
-                with f.chosen(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
+                with f.when_carrying(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
                     self._remember(f, isa, memory, state["rows"], box)
                     write(state["rows"], place)
                     state["rows"] = state["rows"] + 1

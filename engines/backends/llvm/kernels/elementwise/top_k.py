@@ -108,7 +108,7 @@ class TopKKernel(Kernel[TopK]):
         views = (*problem.inputs, *problem.outputs)
         keys, *peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
                         for count, hint in ((self.kept * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
-        slots = f.room(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
+        slots = f.alloca(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
         for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
             self._make_peaks(f, isa, x, keys, peaks)
             if slots:

@@ -36,7 +36,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
 from engines.backends.llvm.kernels.matmul.softmax import Softmax
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.row_formulas import seen
+from engines.codegen.row_formulas import is_unmasked
 from engines.codegen.types import FLOAT, PTR
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
@@ -179,7 +179,7 @@ class _Emitter:
         *tensors, numbers, constants, y = addresses
         self.numbers, self.constants = numbers, constants
         total = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.scratch.values())
-        memory = f.room(total, ALIGNMENT, "scratch")
+        memory = f.alloca(total, ALIGNMENT, "scratch")
         self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
         if not self.scratch["p"][1]:
             self.at["p"] = self.at["x"]         # in place
@@ -232,10 +232,10 @@ class _Emitter:
             q = self.at["q"]
         mask = offset(head.mask, [first], problem.mask.strides[-2:-1]) if problem.mask and head.mask else None
         keys = self.k.padded_columns if self.k.packed else problem.keys
-        for t, columns in f.tiles("panel of keys", keys, self.k.width, anyhow=not self.k.packed):
+        for t, columns in f.tiles("panel of keys", keys, self.k.width, split_tail=not self.k.packed):
             panel = self._panel(self.k, head.k, "k", t)
             here = offset(mask, [t], problem.mask.strides[-1:]) if problem.mask and mask else self.at["x"]
-            for row, rows in f.tiles("row of scores", count, scores, anyhow=True):
+            for row, rows in f.tiles("row of scores", count, scores, split_tail=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
@@ -245,7 +245,7 @@ class _Emitter:
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
             panel = self._panel(self.v, head.v, "v", e)
             constants = self.constants + e * (4 * problem.program.constants)
-            for row, rows in f.tiles("row of values", count, mix, anyhow=True):
+            for row, rows in f.tiles("row of values", count, mix, split_tail=True):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
                       self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
                       y + row * problem.y.strides[-2] + e * problem.y.strides[-1])
@@ -303,7 +303,7 @@ class _Emitter:
             zero = f.load(FLOAT, numbers + 12, hint="zero") - MIDDLE
             for row in f.loop("added", rows):
                 peak = f.load(FLOAT, peaks + row * 4, hint="peak")
-                f.store(f.select(seen(peak), zero.like(0), zero, "unseen"), added + row * 4)
+                f.store(f.select(is_unmasked(peak), zero.like(0), zero, "unseen"), added + row * 4)
         return name
 
     def _mix(self, rows: int, columns: int) -> str:

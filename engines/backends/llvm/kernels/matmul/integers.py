@@ -32,7 +32,7 @@ class _Emitter(ProductEmitter):
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:
         problem = self.problem
         f, (a, b, *zeros, y), bounds = begin_kernel(self.module, self.name, len(problem.inputs) + 1)
-        self.numbers = self.constants = f.room(8, 8, "numbers")
+        self.numbers = self.constants = f.alloca(8, 8, "numbers")
         for i, (factor, view) in enumerate(((problem.a, problem.zero_a), (problem.b, problem.zero_b))):
             zero = f.constant(0, I32)
             if view:

@@ -155,7 +155,7 @@ class ProductEmitter:
         addresses = []
         panel = self.right.panel_bytes * self.tile.packed
         for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
-            addresses.append(f.room(size, ALIGNMENT, what))
+            addresses.append(f.alloca(size, ALIGNMENT, what))
         self.packed, self.copied, self.sums = addresses
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
@@ -176,7 +176,7 @@ class ProductEmitter:
             if not self.left.direct:
                 self.left.copy(x, height, self.copied, zeros[0])
                 x = self.copied
-            for row, rows in f.tiles("row", height, self.tile.rows, anyhow=True):
+            for row, rows in f.tiles("row", height, self.tile.rows, split_tail=True):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
                          for address, view in zip(outs, (*problem.operands, problem.y), strict=True)]
                 f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,

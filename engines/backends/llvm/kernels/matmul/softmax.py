@@ -18,7 +18,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
 from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import share, taken_off
+from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
@@ -51,7 +51,7 @@ class Softmax:
         f, isa = x.f, self.isa
         for row in f.loop("weighed row", rows):
             here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
-            peak = taken_off(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
+            peak = softmax_shift(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
             total = (self._integers if self.exact else self._floats)(here, there, peak)
             f.store(total, totals + row * isa.bytes, isa.bytes)
 
@@ -61,7 +61,7 @@ class Softmax:
             peak = f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes)
             parts = f.load(isa.ints if self.exact else isa.floats, totals + row * isa.bytes, isa.bytes, "parts")
             total = across_lanes(isa, "sum", parts)
-            inverted = share(peak, isa.to_float(total) if self.exact else total)
+            inverted = softmax_scale(peak, isa.to_float(total) if self.exact else total)
             f.store(_first(inverted), inverse + row * 4)
 
     # ---- one row

@@ -85,7 +85,7 @@ class _Emitter:
         problem, width = self.problem, self.tactic.vectors * self.isa.lanes
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(problem.inputs) + 2)
         *tensors, constants, y = addresses
-        sums = f.room(self.rows * self.pitch, ALIGNMENT, "sums")
+        sums = f.alloca(self.rows * self.pitch, ALIGNMENT, "sums")
         views, count = (*problem.inputs, problem.y), math.prod(problem.lead)
         for row in f.range("matrix", begin, end):
             indices = unravel(row.remainder(count), problem.lead)
@@ -102,7 +102,7 @@ class _Emitter:
         for m in range(self.rows):
             for v in f.loop("zero", vectors):
                 f.store(f.constant(0, self.isa.floats), sums + m * self.pitch + v * self.isa.bytes, self.isa.bytes)
-        for k, streams in f.tiles("k", self.problem.depth, self.tactic.streams, anyhow=True):
+        for k, streams in f.tiles("k", self.problem.depth, self.tactic.streams, split_tail=True):
             factors = [[f.splat(f.load(FLOAT, a + k * 4 + (m * self.problem.a.strides[-2] + 4 * s), hint="a"),
                                 self.isa.lanes) for s in range(streams)] for m in range(self.rows)]
             row = b + k * self.problem.b.strides[-2]

@@ -142,7 +142,7 @@ class MatrixLoops(TiledLoops):
     def loops(self, f: Function, tensors: list[Value]) -> None:
         operands = len(self.problem.operands)
         size = _Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
-        self.pending = _Pending(f.room(size, LINE, "record"), operands)
+        self.pending = _Pending(f.alloca(size, LINE, "record"), operands)
         null = Value(f, PTR, "null")
         self.pending.finish, self.pending.configuration = null, null
         super().loops(f, tensors)

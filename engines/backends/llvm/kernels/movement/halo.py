@@ -27,7 +27,7 @@ class HaloFillKernel(Kernel[HaloFill]):
             for run in f.loop("run", shape[0]):
                 self._fill(f, isa, start + run * strides[0], shape[1:], strides[1:])
             return
-        for at, part in f.tiles("byte", shape[0], UNROLLED * isa.bytes, anyhow=True):
+        for at, part in f.tiles("byte", shape[0], UNROLLED * isa.bytes, split_tail=True):
             for first in range(0, part, isa.bytes):
                 bytes_ = vector(min(part - first, isa.bytes), I8)
                 f.store(f.constant(self.problem.value, bytes_), start + at + first)

@@ -168,7 +168,7 @@ class NestKernel(Kernel[Nest]):
         blocks, count = Blocks.of(loops, isa.lanes), len(problem.sources)
         f, addresses, (begin, end, *_) = begin_kernel(module, name, count + len(problem.targets))
         code = Code(f, isa, loops)
-        wanted = problem.program.needed(problem.program.results)
+        required = problem.program.needed(problem.program.results)
         gridded = loops.order[:blocks.split]
         rows = self.grid(isa, tactic).rows_per_item
         for row in f.range("row", begin, end):
@@ -176,15 +176,15 @@ class NestKernel(Kernel[Nest]):
             *outer, block = unravel(row.remainder(rows), (*(loops.extents[loop] for loop in gridded), blocks.count))
             bases = item_addresses(addresses, (*problem.sources, *problem.targets), item)
             frame = Frame(tuple(bases[:count]), tuple(bases), {-1: item})
-            code.fill(frame, wanted)
+            code.fill(frame, required)
             for loop, index in zip(gridded, outer, strict=True):
-                frame = code.enter(frame, loop, index, 1, wanted)
+                frame = code.enter(frame, loop, index, 1, required)
             first = block * blocks.block
             bounds = None
             if loops.order and blocks.count > 1:
                 extent = loops.extents[loops.order[blocks.split]]
                 bounds = (first, (first + blocks.block).at_most(extent))
-            code.over(frame, loops.order[blocks.split:], wanted,
+            code.over(frame, loops.order[blocks.split:], required,
                       lambda inside, at=bases[count:]: write_element(    # type: ignore[misc]
-                          code, inside, problem, at, wanted),
+                          code, inside, problem, at, required),
                       None, bounds)

@@ -148,7 +148,7 @@ class _Emitter:
             here = [offset(a, [start], [v.strides[-1]]) for a, v in zip(others, views, strict=True)]
             for first, count, taps in self.cols.groups:
                 scale, addend = self._average(f, [*planes, rows], taps)
-                for j, cols in f.tiles("column", count, self.tile.cols, anyhow=True):
+                for j, cols in f.tiles("column", count, self.tile.cols, split_tail=True):
                     corner = x + start * problem.x.size + (j + first) * (self.cols.stride * problem.x.strides[-2])
                     self._tile(f, lanes, rows, planes, taps, cols, corner, scale, addend, constants,
                                [offset(a, [j + first], [v.strides[-2]]) for a, v in zip(here, views, strict=True)])

@@ -90,7 +90,7 @@ class Row:
 
     def store(self, body: Callable[[At], Value]) -> None:
         """Store y = program(body(at)) over the row."""
-        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, anyhow=True):
+        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, split_tail=True):
             lanes = Lanes(self.isa, count, packed=False)
             values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
             values += values[:1] * (lanes.vectors - len(values))        # pad three vectors to four; it is not stored
@@ -157,7 +157,7 @@ def strips(f: Function, isa: Isa, width: int, together: int,
     for column in f.range("column", end.like(0), end, PARTIALS, carried=carried):
         yield 0, vectors(isa, column, PARTIALS)
     for first in range(0, step, together):
-        with f.chosen(rest.compare("ugt", first * isa.lanes), carried):
+        with f.when_carrying(rest.compare("ugt", first * isa.lanes), carried):
             some = range(first, min(first + together, step))
             yield first, [At(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
 
@@ -237,7 +237,7 @@ class RowKernel(OverRows[R]):
         views = joined(rows, keep_last=True)
         scratch = None
         if self.scratch:    # allocated in the entry block; in the loop the stack would grow with each row
-            scratch = f.room(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
+            scratch = f.alloca(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
         split = len(problem.sources)
         for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
             self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
