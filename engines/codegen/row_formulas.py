@@ -1,7 +1,7 @@
 """Softmax, normalisations and local response normalisation, written as passes over a row.
 
-engines/lowering/problems/rows.py has the equations. A backend implements Row: how elements are loaded, reduced and
-stored.
+engines/lowering/problems/rows.py has the equations. A backend implements RowPasses, which loads, reduces and stores
+elements.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.lowering.problems.rows import EXP, EXP_DOWN_TO_0, ROOTS, Lrn, Norm,
 Body = Callable[[Any], Value]       # position in the row, of the backend's own type, -> value
 
 
-class Row(Protocol):
+class RowPasses(Protocol):
     """A row of elements that a backend can load, reduce and store."""
     def x(self, at: Any) -> Value:
         """Load the element at a position, after the prologue."""
@@ -47,7 +47,7 @@ def is_unmasked(peak: Value) -> Value:
     return peak.compare("ogt", -math.inf)
 
 
-def softmax(row: Row, machine: Primitives, log: bool, save: Callable[[Value, Any], Value] | None = None,
+def softmax(row: RowPasses, machine: Primitives, log: bool, save: Callable[[Value, Any], Value] | None = None,
             load: Body | None = None) -> None:
     """Emit softmax (or log-softmax if `log`) of a row.
 
@@ -70,7 +70,7 @@ def softmax(row: Row, machine: Primitives, log: bool, save: Callable[[Value, Any
     row.store(lambda at: again(at) * scale)
 
 
-def norm(row: Row, machine: Primitives, problem: Norm) -> None:
+def norm(row: RowPasses, machine: Primitives, problem: Norm) -> None:
     """Emit the normalisation of a row: layer norm, RMS norm or L2 norm."""
     kind, part = problem.kind, 1 / problem.width
     centre = row.reduce("sum", row.x) * part if kind == "layer" else None

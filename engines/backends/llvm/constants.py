@@ -23,7 +23,7 @@ from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 TAIL = 4 * ALIGNMENT        # bytes after the last constant, which prefetches and vector loads may access
 
 
-class Constants:
+class PackedConstants:
     """Collector of packed constants, each on a cache line, in order of execution.
 
     Equal constants are stored once and expanded once. Calls with equal constants in one layout are packed once.
@@ -91,7 +91,7 @@ class Constants:
         packing = self._packing(call, choice)
         if packing in self._packed:
             return self._packed[packing]
-        pack, add = partial(self._pack, call, choice), partial(self._placed, call, choice)
+        pack, add = partial(self._pack, call, choice), partial(self._store, call, choice)
         added = self._shared.packed(call, choice, pack, add) if self._shared and not _has_late(call) else add(pack())
         self._packed[packing] = added
         return added
@@ -119,7 +119,7 @@ class Constants:
                 return list(found)
         return late_arrays(_packed, choice.kernel, self._isa, choice.tactic, dict(call.constants))
 
-    def _placed(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
+    def _store(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
         added = [self.add(array) for array in arrays]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
@@ -150,7 +150,7 @@ class Constants:
         """Store a graph constant unchanged, and return its operand."""
         return self.add(self._graph.constants[name], name)[0]
 
-    def keep(self, name: str) -> None:
+    def store_own(self, name: str) -> None:
         """Store a graph constant among the plan's own constants, from where a fallback reads it."""
         array = self._graph.constants[name]
         if isinstance(array, Deferred):

@@ -10,7 +10,7 @@ import numpy as np
 from engines.backends.base import Progress, TimedNode
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
-from engines.backends.llvm.constants import Constants
+from engines.backends.llvm.constants import PackedConstants
 from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
@@ -56,7 +56,7 @@ class CpuChosen:
 
 
 @dataclass(frozen=True)
-class CountedCalls:
+class SymbolicCalls:
     """Lowered graph with symbolic extents, and the kernel of each of its calls that solve problems."""
     lowered: Lowered
     choices: Sequence[Choice]
@@ -139,11 +139,11 @@ class LlvmSession:
         choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> CountedCalls:
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
         """Lower a graph with symbolic extents and choose kernels that take these at run time."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.counted([call.problem for call in lowered.compiled], batches)
-        return CountedCalls(lowered, choices, self._expanders(choices), max_batch)
+        return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
@@ -159,15 +159,15 @@ class LlvmSession:
         choices = settled(chosen.choices, uses, self.tuner, chosen.items, partial(self._trial, chosen), progress)
         return replace(chosen, choices=choices, expanders=self._expanders(choices.values()))
 
-    def assemble(self, chosen: CpuChosen | CountedCalls) -> MachinePart:
+    def assemble(self, chosen: CpuChosen | SymbolicCalls) -> MachinePart:
         """Pack constants and lay out buffers: return the machine part of a plan."""
-        if isinstance(chosen, CountedCalls):
+        if isinstance(chosen, SymbolicCalls):
             choices = [[choice] for choice in chosen.choices]
         else:
             if self.tuner.timing:
                 self._timed |= self.tuner.corrections(chosen.choices)
             choices = [[chosen.choices[call.problem]] for call in chosen.lowered.compiled]
-        machine = _Assembler(chosen, self.isa, choices, self._shared).machine()
+        machine = _CpuAssembler(chosen, self.isa, choices, self._shared).machine()
         if self._beside and not self.tuner.timing:
             return item_major_as_in(self._beside.machine, machine, chosen.max_batch)
         return machine
@@ -188,8 +188,8 @@ class LlvmSession:
         """Return a plan with the steps of all close candidates, with memory for as many items as are timed."""
         expanders = self._expanders(choice for some in rivals.values() for choice in some)
         items = chosen.items if chosen.max_batch else 0
-        assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
-                               [rivals[call.problem] for call in chosen.lowered.compiled])
+        assembler = _CpuAssembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
+                                  [rivals[call.problem] for call in chosen.lowered.compiled])
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
         # Fallback steps are not timed, but they are loaded, and read their constants from the plan.
@@ -210,19 +210,19 @@ class LlvmSession:
         return with_reference_times(plan, beside)
 
 
-class _Assembler:
+class _CpuAssembler:
     """Assembler of steps for the calls of a lowered graph, one step for each choice of a call.
 
     A final plan has one choice for each call; a trial has several.
     """
 
-    def __init__(self, chosen: CpuChosen | CountedCalls, isa: Isa, choices: Sequence[Sequence[Choice]],
+    def __init__(self, chosen: CpuChosen | SymbolicCalls, isa: Isa, choices: Sequence[Sequence[Choice]],
                  shared: SharedConstants | None = None) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, iter(choices), chosen.max_batch
         self.steps: list[Step] = []
         self.steps_of: list[range] = []             # numbers of the steps of each call
         self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
-        self.constants = Constants(chosen.graph, self.isa, chosen.expanders, shared)
+        self.constants = PackedConstants(chosen.graph, self.isa, chosen.expanders, shared)
         self.shared = shared.sizes if shared else ()
         self.writers: dict[int, list[int]] = {}     # buffer -> steps that write it
         for call in self.lowered.calls:
@@ -236,7 +236,7 @@ class _Assembler:
             self.steps += [self._kernel(call, step, choice) for choice in next(self.choices)]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
-                self.constants.keep(name)
+                self.constants.store_own(name)
             self.steps.append(step)
         self.steps_of.append(range(first, len(self.steps)))
         for placement in call.outputs:

@@ -25,7 +25,7 @@ Packed = list[tuple[Operand, int]]      # (operand, bytes) of each packed consta
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedPacking:
     """Cache entry of packed constants: their operands if they are shared, else the packed arrays."""
     contents: list[bytes]
     places: Packed
@@ -48,7 +48,7 @@ class SharedConstants:
         starts = {o.offset for step in machine.steps for o in step.operands if o.buffer is None}
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
             self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
-        self._packed: dict[Any, _Known] = {}
+        self._packed: dict[Any, _CachedPacking] = {}
         self._spare = len(machine.constants) + SPARE    # free bytes of the cache
 
     def find(self, flat: Array) -> Operand | None:
@@ -91,13 +91,13 @@ class SharedConstants:
         arrays = pack()
         places = add(arrays)
         if places and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in places):
-            found = _Known(contents, places)
+            found = _CachedPacking(contents, places)
         else:
-            found = _Known(contents, [], arrays)
-        self._keep(key, found)
+            found = _CachedPacking(contents, [], arrays)
+        self._remember(key, found)
         return places
 
-    def _keep(self, key: Any, known: _Known) -> None:
+    def _remember(self, key: Any, known: _CachedPacking) -> None:
         """Cache an entry if there is room, in place of the entry of other constants with this key."""
         room = self._spare + (self._packed.pop(key).bytes if key in self._packed else 0)
         self._spare = room - known.bytes if known.bytes <= room else room

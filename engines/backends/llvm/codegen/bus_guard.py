@@ -37,7 +37,7 @@ _PROT_READ = 1
 _MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000               # PRIVATE, FIXED, ANONYMOUS, NORESERVE; on both
 
 
-class Row(IntEnum):
+class GuardRow(IntEnum):
     """64-bit words of a row of the table."""
     BEGIN = 0
     END = 1
@@ -45,7 +45,7 @@ class Row(IntEnum):
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessAddresses:
     """Addresses in this process that the handler uses."""
     table: int
     previous: int       # the sigaction structure of the previous handler
@@ -54,7 +54,7 @@ class Process:
     raise_: int
 
 
-def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
+def bus_guard_object(process: ProcessAddresses, isa: Isa, architecture: str) -> bytes:
     """Return both functions as an ELF object for this process, compiled in another one.
 
     Raises ConfigError if the architecture is not supported, RuntimeError if there is not enough memory to compile.
@@ -63,7 +63,7 @@ def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
         raise ConfigError(f"no guard for mapped files on {architecture}; there is one for {', '.join(_MMAP)}")
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
     text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
-                            end=int(Row.END), lost=int(Row.LOST))
+                            end=int(GuardRow.END), lost=int(GuardRow.LOST))
     return compile_in_subprocess(text, ("engines.backends.llvm.codegen.compile", isa.name))
 
 

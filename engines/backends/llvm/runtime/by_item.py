@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.llvm.runtime.abi import StepRow
-from engines.backends.llvm.runtime.lending import Lendable
+from engines.backends.llvm.runtime.lending import ZeroCopyBuffers
 from engines.plan.plan import TensorView
 
 Words = NDArray[np.int64]
@@ -18,7 +18,7 @@ Words = NDArray[np.int64]
 class ItemTables:
     """Step and operand tables of one arena for execution item by item."""
 
-    def __init__(self, steps: Words, operands: Words, strides: Words, slots: int, lendable: Lendable) -> None:
+    def __init__(self, steps: Words, operands: Words, strides: Words, slots: int, zero_copy: ZeroCopyBuffers) -> None:
         """Make the tables.
 
         Parameters
@@ -28,14 +28,14 @@ class ItemTables:
         strides : item stride of each operand, in bytes.
         slots : number of batch slots.
         """
-        self._lendable = lendable
+        self._lendable = zero_copy
         every = np.arange(slots)[:, None]
         self._every_step = steps
         self._operands = operands + every * strides
         self._offsets = self._operands.ctypes.data - operands.ctypes.data + every * self._operands.strides[0]
         self._steps: dict[tuple[int, int], Words] = {}
         self._words = self._operands.data                   # memoryview: faster for single writes
-        self._lent: list[tuple[int, int, int]] = []         # (slot, redirected operand, its own address)
+        self._redirected: list[tuple[int, int, int]] = []         # (slot, redirected operand, its own address)
 
     def steps(self, first: int, last: int) -> Words:
         """Return a step table of steps first..last - 1 for each slot, to be run with the arena's operand table."""
@@ -48,15 +48,15 @@ class ItemTables:
             found = self._steps[first, last] = rows.reshape(-1, rows.shape[-1])
         return found
 
-    def lend(self, view: TensorView, first: int, begin: int, byte_size: int) -> None:
+    def redirect(self, view: TensorView, first: int, begin: int, byte_size: int) -> None:
         """Make `byte_size` bytes from address `begin` on replace the items of an input from slot `first` on."""
         for slot, item in enumerate(range(begin, begin + byte_size, view.item_stride), first):
             for operand, offset in self._lendable.items[view.buffer]:
-                self._lent.append((slot, operand, self._words[slot, operand]))
+                self._redirected.append((slot, operand, self._words[slot, operand]))
                 self._words[slot, operand] = item + offset
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Make every item refer to its own slot again."""
-        while self._lent:
-            slot, operand, address = self._lent.pop()
+        while self._redirected:
+            slot, operand, address = self._redirected.pop()
             self._words[slot, operand] = address

@@ -40,7 +40,7 @@ Range = tuple[int, int]         # [begin, end)
 
 
 @dataclass(frozen=True)
-class Cut:
+class GridSplit:
     """Division of a step's grid into every range of rows with every range of columns.
 
     The order of the pieces keeps weights in cache.
@@ -67,11 +67,11 @@ class Schedule:
     depends: Words
 
 
-def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
+def split_grid(step: Step, batch: int, us: float, workers: int) -> GridSplit:
     """Divide a step's grid for so many workers; us: microseconds of the whole step on one thread."""
     rows = step.rows_per_item * batch + (0 if step.rows_per_item else step.rows)
     if not rows or not step.columns:
-        return Cut((), (), True)
+        return GridSplit((), (), True)
     row_units, column_units = -(-rows // step.row_step), -(-step.columns // step.column_step)
     each = min(max(math.ceil(us / CHUNK_US / workers), 1), PIECES_PER_WORKER)
     wanted = min(workers * each, max(int(us / SHORTEST_US), 1))
@@ -80,8 +80,8 @@ def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
     main_pieces = min(main, wanted)
     other_pieces = min(other, -(-wanted // main_pieces))
     row_pieces, column_pieces = (main_pieces, other_pieces) if by_rows else (other_pieces, main_pieces)
-    return Cut(_ranges(rows, step.row_step, row_units, row_pieces),
-               _ranges(step.columns, step.column_step, column_units, column_pieces), by_rows)
+    return GridSplit(_ranges(rows, step.row_step, row_units, row_pieces),
+                     _ranges(step.columns, step.column_step, column_units, column_pieces), by_rows)
 
 
 def _prefers_rows(step: Step, row_units: int, column_units: int, workers: int) -> bool:
@@ -99,7 +99,7 @@ def _ranges(extent: int, step: int, units: int, pieces: int) -> tuple[Range, ...
 
 def most_chunks(segment: Segment, workers: int) -> int:
     """Return an upper bound of the number of chunks for any batch size."""
-    # Twice the number aimed at, which `cut` rounds up to whole rows (or columns) of pieces.
+    # Twice the number aimed at, which `split_grid` rounds up to whole rows (or columns) of pieces.
     return (segment.last - segment.first) * 2 * workers * PIECES_PER_WORKER
 
 
@@ -115,7 +115,7 @@ def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: in
     steps = program.machine.steps[segment.first:segment.last]
     times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
              for us, step in zip(step_us[segment.first:segment.last], steps, strict=True)]
-    cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
+    cuts = [split_grid(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
     if sum(us * (1 - 1 / min(len(c), workers)) for us, c in zip(times, cuts, strict=True) if c) < LEAST_SAVED_US:
         return None
     starts = np.cumsum([0, *map(len, cuts)])
@@ -143,7 +143,7 @@ class _Waits:
     chunks: list[list[Range]]
 
 
-def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], starts: Words) -> _Waits:
+def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[GridSplit], starts: Words) -> _Waits:
     step, own = steps[index], cuts[index]
     found = _Waits([], [[] for _ in range(len(own))])
     for producer in (d - first for d in step.depends if d >= first):    # earlier segments are done already
@@ -160,13 +160,13 @@ def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], s
     return found
 
 
-def _rows_of_chunks(c: Cut) -> list[int]:
+def _rows_of_chunks(c: GridSplit) -> list[int]:
     """Return the number of the row range of each chunk."""
     rows = range(len(c.rows))
     return [r for r in rows for _ in c.columns] if c.by_rows else [r for _ in c.columns for r in rows]
 
 
-def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[list[Range]] | None:
+def _rows_of_producer(step: Step, own: GridSplit, producer: Step, its: GridSplit) -> list[list[Range]] | None:
     """Return for each row range of `own` the producer's row ranges that it reads.
 
     It is None if each reads all of them, or if footprints are unknown.

@@ -9,7 +9,7 @@ from engines.machine import cpu
 from engines.plan.plan import Plan
 
 
-class LoadedEngine:
+class LoadedCpuEngine:
     """Plan that is ready to run on so many threads."""
 
     def __init__(self, plan: Plan, threads: int, beside: LoadedPlan | None = None) -> None:
@@ -52,8 +52,8 @@ class CpuDevice:
             return f"made for '{part.target}', but this CPU ({machine.model}) lacks {missing}"
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
-        return LoadedEngine(plan, threads, beside.program if isinstance(beside, LoadedEngine) else None)
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedCpuEngine:
+        return LoadedCpuEngine(plan, threads, beside.program if isinstance(beside, LoadedCpuEngine) else None)
 
 
 DEVICE: Device = CpuDevice()

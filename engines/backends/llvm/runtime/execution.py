@@ -20,7 +20,7 @@ from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.by_item import ItemTables
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
-from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.backends.llvm.runtime.lending import ZeroCopyBuffers, address_of
 from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
@@ -73,7 +73,7 @@ class LoadedPlan:
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
-        self.lendable = Lendable(plan, self._operand_buffers, self._operand_offsets)
+        self.zero_copy = ZeroCopyBuffers(plan, self._operand_buffers, self._operand_offsets)
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
         """Return an emitted function that takes i64s or addresses; a call releases the GIL."""
@@ -118,7 +118,7 @@ class LoadedPlan:
     @cached_property
     def item_strides(self) -> Words:
         """Return the item stride in bytes of each operand of steps that may run item by item; 0 for other steps."""
-        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.lendable.readers
+        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.zero_copy.readers
         strides = [stride if operand.buffer not in self.one_item_bytes else 0
                    for i, step in enumerate(self.machine.steps)
                    for operand, stride in zip(step.operands, item_strides(step) if i in inside else
@@ -126,9 +126,9 @@ class LoadedPlan:
         return np.array(strides, np.int64)
 
     @cached_property
-    def apart_segments(self) -> tuple[Segment, ...]:
+    def scattered_segments(self) -> tuple[Segment, ...]:
         """Return the serial segments for inputs with scattered items: steps that read these run item by item too."""
-        readers = self.lendable.readers
+        readers = self.zero_copy.readers
         cuts = {step + behind for step in readers for behind in (0, 1)}
         return tuple(part for segment in self.serial_segments for part in (
             [segment] if segment.by_item else (replace(part, by_item=part.first in readers)
@@ -202,14 +202,14 @@ class Arena:
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
         self._words = self._operands.data                    # memoryview: faster for single writes
-        self._lent: list[tuple[int, int]] = []              # (redirected operand, its own address)
+        self._redirected: list[tuple[int, int]] = []              # (redirected operand, its own address)
 
     @cached_property
     def items(self) -> ItemTables:
         """Return the tables for steps that run item by item."""
         program = self._program
         return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots,
-                          program.lendable)
+                          program.zero_copy)
 
     @property
     def bytes(self) -> int:
@@ -223,20 +223,20 @@ class Arena:
         owner = self._owner(view.buffer)
         return array_at(owner._memory.bytes, owner._layout.offsets[view.buffer], view, batch)
 
-    def lend(self, view: TensorView, array: Array) -> bool:
+    def redirect(self, view: TensorView, array: Array) -> bool:
         """Make an array replace the buffer of an input or output. Returns False if it cannot."""
-        places, begin = self._program.lendable.places.get(view.buffer), address_of(array)
+        places, begin = self._program.zero_copy.places.get(view.buffer), address_of(array)
         if places is None or begin is None:
             return False
         for operand, offset in places:
-            self._lent.append((operand, self._words[operand]))
+            self._redirected.append((operand, self._words[operand]))
             self._words[operand] = begin + offset
         return True
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Make every operand point into its own buffer again."""
-        while self._lent:
-            operand, address = self._lent.pop()
+        while self._redirected:
+            operand, address = self._redirected.pop()
             self._words[operand] = address
 
     def prepare(self, batch: int) -> None:
@@ -256,8 +256,8 @@ class SerialExecution:
     def __init__(self, program: LoadedPlan, inputs: Arena | None = None) -> None:
         self._program = program
         self._arena = Arena(program, program.shared_layout, inputs)
-        self._apart = False         # True if items of inputs are redirected
-        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # key: (batch, `_apart`)
+        self._scattered = False         # True if items of inputs are redirected
+        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # key: (batch, `_scattered`)
 
     def input(self, view: TensorView, batch: int) -> Array:
         self._arena.prepare(batch)
@@ -267,7 +267,7 @@ class SerialExecution:
         return self._arena.array(view, batch)
 
     def run(self, batch: int) -> None:
-        for call in self._calls.get((batch, self._apart)) or self._prepared(batch, self._apart):
+        for call in self._calls.get((batch, self._scattered)) or self._prepared(batch, self._scattered):
             call()
 
     def ready(self, batch: int) -> Callable[[], None]:
@@ -275,33 +275,35 @@ class SerialExecution:
         return calls[0] if len(calls) == 1 else partial(self.run, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
-        return self._arena.lend(view, array)
+        return self._arena.redirect(view, array)
 
     def takes(self, view: TensorView, array: Array | None = None) -> bool:
-        return self._program.lendable.takes(view, array)
+        return self._program.zero_copy.takes(view, array)
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
         # Check before `items` is used: it copies the operand table, which must not hold redirected addresses then.
-        begin = self._program.lendable.address(view, array)
+        begin = self._program.zero_copy.address(view, array)
         if begin is not None:
-            self._arena.items.lend(view, first, begin, array.nbytes)
-            self._apart = True
+            self._arena.items.redirect(view, first, begin, array.nbytes)
+            self._scattered = True
         return begin is not None
 
     def take_back(self) -> bool:
-        self._arena.take_back()
-        if self._apart:
-            self._arena.items.take_back()
-            self._apart = False
+        self._arena.restore()
+        if self._scattered:
+            self._arena.items.restore()
+            self._scattered = False
         return True
 
-    def _prepared(self, batch: int, apart: bool = False) -> tuple[Callable[[], None], ...]:
-        """Write the halos, and return the segments as calls. apart: items of inputs are redirected."""
+    def _prepared(self, batch: int, scattered: bool = False) -> tuple[Callable[[], None], ...]:
+        """Write the halos, and return the segments as calls. scattered: items of inputs are redirected."""
         self._arena.prepare(batch)
         program = self._program
-        segments = program.apart_segments if apart else program.serial_segments if batch > 1 else program.segments
-        calls = self._calls[batch, apart] = tuple(call_of(program, self._arena, segment, batch)
-                                                  for segment in segments)
+        segments = program.serial_segments if batch > 1 else program.segments
+        if scattered:
+            segments = program.scattered_segments
+        calls = self._calls[batch, scattered] = tuple(call_of(program, self._arena, segment, batch)
+                                                      for segment in segments)
         return calls
 
     def show(self, batch: int, show: Show) -> None:

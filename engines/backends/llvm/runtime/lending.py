@@ -21,12 +21,12 @@ Words = NDArray[np.int64]
 Places = tuple[tuple[int, int], ...]        # (number of an operand, its byte offset in the buffer)
 # Families of problems whose kernels use the values that they read for arithmetic only. In other families values decide
 # on addresses or loop counts (an index, a count, an order); these check a value, and then read it again.
-CALM = frozenset({"contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool",
-                  "product", "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce",
-                  "halo_fill"})
+VOLATILE_SAFE = frozenset({
+    "contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool", "product",
+    "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce", "halo_fill"})
 
 
-class Lendable:
+class ZeroCopyBuffers:
     """Buffers of a plan that zero-copy arrays may replace."""
 
     def __init__(self, plan: Plan, buffers: Words, offsets: Words) -> None:
@@ -55,14 +55,14 @@ class Lendable:
                 and all(_reads_by_item(step, view) for step in machine.steps)}
 
     @cached_property
-    def calm(self) -> frozenset[int]:
+    def volatile_safe(self) -> frozenset[int]:
         """Return the buffers of `items` that another process may write during a run without harm to this one.
 
-        The result of the run is then undefined. All steps that read such a buffer are of families in CALM.
+        The result of the run is then undefined. All steps that read such a buffer are of families in VOLATILE_SAFE.
         """
         steps = self._plan.machine.steps
         return frozenset(buffer for buffer in self.items if all(
-            step.tactic.partition(":")[0] in CALM
+            step.tactic.partition(":")[0] in VOLATILE_SAFE
             for step in steps if any(operand.buffer == buffer for operand in step.operands)))
 
     def takes(self, view: TensorView, array: Array | None) -> bool:
@@ -71,7 +71,7 @@ class Lendable:
 
     def address(self, view: TensorView, array: Array) -> int | None:
         """Return the address of an array that may replace items of an input, or None if it may not."""
-        buffers = self.calm if isinstance(array, ChangingArray) else self.items
+        buffers = self.volatile_safe if isinstance(array, ChangingArray) else self.items
         return address_of(array) if view.buffer in buffers else None
 
     @cached_property

@@ -141,9 +141,9 @@ class ParallelExecution:
         self._free_arena = partial(program.function("free_arena", 1), ctypes.c_int64(self._pool.control.ctypes.data))
         slots = program.plan.batch_slots
         self._outputs = {view.name: np.empty_like(first.array(view, slots)) for view in program.machine.outputs}
-        self._chosen: int | None = None             # arena of the next run, if it has been chosen
-        self._lent: dict[str, Array] = {}           # zero-copy arrays of that run
-        self._kept: list[dict[str, Array]] = []     # zero-copy arrays of earlier runs in which helpers may be late
+        self._next_arena: int | None = None             # arena of the next run, if it has been chosen
+        self._zero_copy: dict[str, Array] = {}           # zero-copy arrays of that run
+        self._retained: list[dict[str, Array]] = []     # zero-copy arrays of earlier runs in which helpers may be late
 
     def input(self, view: TensorView, batch: int) -> Array:
         self.arenas[0].prepare(batch)
@@ -168,10 +168,10 @@ class ParallelExecution:
         for call in calls:
             call()
         for view in self._program.machine.outputs:
-            if view.name not in self._lent:
+            if view.name not in self._zero_copy:
                 np.copyto(self.output(view, batch), self.arenas[index].array(view, batch))
-        if not self._lent:
-            self._chosen = None
+        if not self._zero_copy:
+            self._next_arena = None
 
     def ready(self, batch: int) -> Callable[[], None]:
         return partial(self.run, batch) if self._shared.worth_sharing(batch) else self._alone.ready(batch)
@@ -182,29 +182,29 @@ class ParallelExecution:
         if not self._shared.worth_sharing(array.shape[view.batch_axis] if view.batched else 1):
             return self._alone.lend(view, array)
         # Memory that NumPy does not own may be unmapped while a late helper uses it, even if the array is referenced.
-        if not _is_numpys(array) or not self.arenas[self._pick_arena()].lend(view, array):
+        if not _is_numpys(array) or not self.arenas[self._pick_arena()].redirect(view, array):
             return False
-        self._lent[view.name] = array
+        self._zero_copy[view.name] = array
         return True
 
     def take_back(self) -> bool:
         self._alone.take_back()
-        if not self._lent:
+        if not self._zero_copy:
             return True
-        assert self._chosen is not None
-        self.arenas[self._chosen].take_back()
-        self._kept.append(self._lent)
-        self._chosen, self._lent = None, {}
+        assert self._next_arena is not None
+        self.arenas[self._next_arena].restore()
+        self._retained.append(self._zero_copy)
+        self._next_arena, self._zero_copy = None, {}
         helpers_left = any(not self._inside.any() for _ in range(LOOKS))
         if helpers_left:
-            self._kept.clear()
+            self._retained.clear()
         return helpers_left
 
     def _pick_arena(self) -> int:
-        if self._chosen is None:
+        if self._next_arena is None:
             self._free_arena()
-            self._chosen = int(self._pool.control[ControlRow.FREE])
-        return self._chosen
+            self._next_arena = int(self._pool.control[ControlRow.FREE])
+        return self._next_arena
 
     def _prepared(self, index: int, batch: int) -> Sequence[Callable[[], None]]:
         """Write the halos, and return the segments as calls, in an arena without helpers."""
@@ -259,8 +259,8 @@ class WorkerPool:
     """Helper threads of one context, and the control block through which emitted code talks to them."""
 
     def __init__(self, program: LoadedPlan, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
-                 keep: object) -> None:
-        """Start the helpers. keep: objects that a late helper may still access, which must outlive the threads."""
+                 keep_alive: object) -> None:
+        """Start the helpers. keep_alive: objects that a late helper may access, which must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
         self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
         self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
@@ -269,7 +269,7 @@ class WorkerPool:
         self._cpus = os.sched_getaffinity(0)        # affinity of this thread, which helpers inherit
         self._cpu = -1
         help_ = program.function("help", 2)
-        self._threads = [threading.Thread(target=_live, args=(help_, self.control, number, (program, keep)),
+        self._threads = [threading.Thread(target=_help, args=(help_, self.control, number, (program, keep_alive)),
                                           daemon=True, name=f"{program.plan.name}-helper-{number}")
                          for number in range(1, workers)]
         for thread in self._threads:
@@ -280,7 +280,7 @@ class WorkerPool:
             self._cpus = set()
         # Stop a pool that is garbage, or alive when the interpreter exits, before its memory is freed.
         self._finalizer = weakref.finalize(self, _stop, program.function("stop_helpers", 1), self.control,
-                                           self._threads, (program, keep))
+                                           self._threads, (program, keep_alive))
 
     def keep_off_this_cpu(self) -> None:
         """Let helpers use every CPU but the caller's.
@@ -310,13 +310,13 @@ class WorkerPool:
         self._finalizer()
 
 
-def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> None:
-    """Run a helper. `keep` is in its frame, so that nothing it may access is freed before it returns."""
+def _help(help_: EmittedFunction, control: Words, number: int, keep_alive: object) -> None:
+    """Run a helper. `keep_alive` is in its frame, so that nothing it may access is freed before it returns."""
     help_(control.ctypes.data, number)
 
 
-def _stop(stop: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
-    """Stop the helpers. `keep` holds the code that runs here, which the helpers may release before it returns."""
+def _stop(stop: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep_alive: object) -> None:
+    """Stop the helpers. `keep_alive` holds the code that runs here, which the helpers may release before it returns."""
     stop(control.ctypes.data)
     for thread in threads:
         if thread is not threading.current_thread():    # the garbage collector may run on any thread, helpers too

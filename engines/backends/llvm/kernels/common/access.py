@@ -86,7 +86,7 @@ def each_row(f: Function, begin: Value, end: Value, addresses: Sequence[Value], 
 
 
 @dataclass(frozen=True)
-class Runs:
+class ViewRuns:
     """Views as runs along the innermost axis, split into rows of the grid of about BLOCK elements.
 
     With one axis a row of the grid is a block of it; otherwise it is a block of neighbours on the second to last axis.

@@ -41,7 +41,7 @@ class Columns:
                  cols: int) -> None:
         self._problem, self._arithmetic, self._lanes, self._address = problem, arithmetic, lanes, address
         self._rows, self._columns = rows_read(problem, 0, rows), columns_read(problem, cols)
-        self._made: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
 
     def operand(self, group: Group, column: int, v: int) -> Operand:
         """Return a vector of channels of a group that begins in this column."""
@@ -49,9 +49,9 @@ class Columns:
 
     def _once(self, make: Callable[..., T], *arguments: Any) -> T:
         """Return the result of make(*arguments), computed at most once; it stays in registers until its last use."""
-        if (make, arguments) not in self._made:
-            self._made[make, arguments] = make(*arguments)
-        made: T = self._made[make, arguments]
+        if (make, arguments) not in self._results:
+            self._results[make, arguments] = make(*arguments)
+        made: T = self._results[make, arguments]
         return made
 
     def _interleaved(self, group: Group, column: int, v: int) -> Operand:

@@ -42,7 +42,7 @@ from engines.backends.llvm.kernels.depthwise.columns import Columns, integer_ari
 from engines.backends.llvm.kernels.depthwise.steps import (
     Group,
     Product,
-    Step,
+    TapStep,
     columns_read,
     groups_of,
     last_column,
@@ -105,7 +105,7 @@ class DepthwiseKernel(Kernel[Depthwise]):
         """Return True if lanes are in packed order, which the interleaving of bytes gives."""
         return self.problem.precision == "int8"
 
-    def steps(self, isa: Isa, rows: int) -> tuple[Step, ...]:
+    def steps(self, isa: Isa, rows: int) -> tuple[TapStep, ...]:
         """Return the steps of `rows` output rows."""
         return steps_of(self.problem, self.arithmetic(isa).elements, rows)
 
@@ -234,10 +234,10 @@ class DepthwiseKernel(Kernel[Depthwise]):
         return widened(isa) if self.problem.precision == "int8" else {}
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
-        _Emitter(self, module, name, isa, tactic).emit()
+        _DepthwiseEmitter(self, module, name, isa, tactic).emit()
 
 
-class _Emitter:
+class _DepthwiseEmitter:
     """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
     def __init__(self, kernel: DepthwiseKernel, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
         self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile

@@ -36,7 +36,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Step:
+class TapStep:
     """One product for an output row: a group from tap column `tap` on."""
     row: int
     group: Group
@@ -52,14 +52,14 @@ class Step:
         return found
 
 
-def steps_of(problem: Depthwise, elements: int, rows: int) -> tuple[Step, ...]:
+def steps_of(problem: Depthwise, elements: int, rows: int) -> tuple[TapStep, ...]:
     """Return the products of `rows` neighbouring output rows and one output column, in the order of their weights."""
     read = [rows_read(problem, i, i + 1) for i in range(rows)]
     ways = [_of_all_rows(problem, elements, read), _of_common_rows(problem, elements, read)]
     return min((_steps(problem, groups) for groups in ways), key=len)
 
 
-def products_of(problem: Depthwise, steps: Sequence[Step], rows: int,
+def products_of(problem: Depthwise, steps: Sequence[TapStep], rows: int,
                 cols: int) -> dict[int, dict[Group, list[Product]]]:
     """Return {column of x: {group that begins there: products of a tile of rows x cols outputs that take it}}."""
     found: dict[int, dict[Group, list[Product]]] = {column: {} for column in columns_read(problem, cols)}
@@ -70,7 +70,7 @@ def products_of(problem: Depthwise, steps: Sequence[Step], rows: int,
     return found
 
 
-def last_column(problem: Depthwise, steps: Sequence[Step], output: Output) -> int:
+def last_column(problem: Depthwise, steps: Sequence[TapStep], output: Output) -> int:
     """Return the column of x in which an output's last step begins."""
     return output[1] * problem.stride[1] + max(step.tap for step in steps) * problem.dilation[1]
 
@@ -86,7 +86,7 @@ def columns_read(problem: Depthwise, cols: int) -> list[int]:
                    for j in range(cols) for q in range(problem.taps[1])})
 
 
-def groups_of(steps: Iterable[Step]) -> list[Group]:
+def groups_of(steps: Iterable[TapStep]) -> list[Group]:
     """Return each group once, in the order of their first steps."""
     return list(dict.fromkeys(step.group for step in steps))
 
@@ -110,8 +110,8 @@ def _groups(problem: Depthwise, elements: int, rows: Sequence[int]) -> list[Grou
     return [Group(piece, min(elements // len(piece), problem.taps[1])) for piece in pieces]
 
 
-def _steps(problem: Depthwise, groups: Sequence[Sequence[Group]]) -> tuple[Step, ...]:
-    found = [Step(row, group, tap) for row, of_row in enumerate(groups) for group in of_row
+def _steps(problem: Depthwise, groups: Sequence[Sequence[Group]]) -> tuple[TapStep, ...]:
+    found = [TapStep(row, group, tap) for row, of_row in enumerate(groups) for group in of_row
              for tap in range(0, problem.taps[1], group.across)]
     order = groups_of(found)
     return tuple(sorted(found, key=lambda step: (order.index(step.group), step.row, step.tap)))

@@ -24,7 +24,7 @@ VECTORS = 4         # vectors of neighbours above which sums are computed row by
 class CumulativeSumKernel(Kernel[CumulativeSum]):
     """Kernel of CumSum and CumProd."""
     @cached_property
-    def beside(self) -> tuple[View, ...]:
+    def other_axes(self) -> tuple[View, ...]:
         """Return x and y without the axis."""
         def rest(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return numbers[:self.problem.axis] + numbers[self.problem.axis + 1:]
@@ -33,9 +33,9 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """Return the extents of `beside` without the innermost axis if that is contiguous in both."""
-        shape = self.beside[0].shape
-        return shape[:-1] if all(v.strides[-1] == v.size for v in self.beside) else shape
+        """Return the extents of `other_axes` without the innermost axis if that is contiguous in both."""
+        shape = self.other_axes[0].shape
+        return shape[:-1] if all(v.strides[-1] == v.size for v in self.other_axes) else shape
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.outer))
@@ -43,9 +43,9 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, 2)
-        run = math.prod(self.beside[0].shape) // math.prod(self.outer)
+        run = math.prod(self.other_axes[0].shape) // math.prod(self.outer)
         by_rows = run > VECTORS * isa.lanes and not self.problem.exclusive
-        for x, y in each_row(f, begin, end, addresses, self.beside, self.outer):
+        for x, y in each_row(f, begin, end, addresses, self.other_axes, self.outer):
             if by_rows:
                 self._rows(isa, x, y, run)
                 continue

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import Runs, offset
+from engines.backends.llvm.kernels.common.access import ViewRuns, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.integers import OPERATIONS, truth
 from engines.codegen.ir_builder import Module, Value
@@ -18,8 +18,8 @@ from engines.lowering.problems.view import View, joined
 class IntegersKernel(Kernel[Integers]):
     """Kernel of elementwise integer operations."""
     @cached_property
-    def runs(self) -> Runs:
-        return Runs(joined((*self.problem.sources, self.problem.output), keep_last=False))
+    def runs(self) -> ViewRuns:
+        return ViewRuns(joined((*self.problem.sources, self.problem.output), keep_last=False))
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)

@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import Runs, offset
+from engines.backends.llvm.kernels.common.access import ViewRuns, offset
 from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     load_channels,
@@ -34,11 +34,11 @@ from engines.lowering.problems.view import joined
 class PointwiseKernel(Kernel[Pointwise]):
     """Kernel of pointwise chains."""
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> ViewRuns:
         """Return the inputs and the output as runs, on as few axes as possible."""
         problem = self.problem
         by_channel = not problem.uniform and problem.program.constants > 0
-        return Runs(joined((*problem.sources, problem.output), keep_last=by_channel))
+        return ViewRuns(joined((*problem.sources, problem.output), keep_last=by_channel))
 
     @property
     def packed(self) -> bool:

@@ -54,7 +54,7 @@ class TopKKernel(Kernel[TopK]):
         return counts
 
     @property
-    def kept(self) -> int:
+    def stored_blocks(self) -> int:
         """Return the number of blocks whose keys have memory."""
         if self.width <= MOST_KEYS * 32 // self.bits:
             return self.blocks
@@ -107,21 +107,21 @@ class TopKKernel(Kernel[TopK]):
         problem, bits, size = self.problem, self.bits, self.bits // 8
         views = (*problem.inputs, *problem.outputs)
         keys, *peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
-                        for count, hint in ((self.kept * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
-        slots = f.alloca(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
+                        for count, hint in ((self.stored_blocks * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
+        slots = f.alloca(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.stored_blocks < self.blocks else None
         for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
             self._make_peaks(f, isa, x, keys, peaks)
             if slots:
                 for i in f.loop("slot", self.blocks + 1):
                     f.store(f.constant(0, I32), slots + i * 4)
             for turn in f.loop("turn", problem.indices.shape[-1]):
-                wanted = highest(f, isa, peaks[-1], self.peaks[-1], bits)
-                place = first_of(f, isa, peaks[-1], self.peaks[-1], wanted)
+                value = highest(f, isa, peaks[-1], self.peaks[-1], bits)
+                place = first_of(f, isa, peaks[-1], self.peaks[-1], value)
                 for below in reversed(peaks[:-1]):
-                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, wanted)
+                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, value)
                 block = self._slot(isa, x, keys, slots, place) if slots else place
                 start = keys + block * (size * BLOCK)
-                inside = first_of(f, isa, start, BLOCK, wanted)
+                inside = first_of(f, isa, start, BLOCK, value)
                 self._store(x, place * BLOCK + inside,
                             [a + turn * v.strides[-1] for a, v in zip(values, problem.outputs, strict=False)],
                             indices + turn * problem.indices.strides[-1])
@@ -133,22 +133,22 @@ class TopKKernel(Kernel[TopK]):
 
     def _make_peaks(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Sequence[Value]) -> None:
         """Compute the keys of all blocks (overwriting each other if memory is short) and the peaks of every level."""
-        size, late = self.bits // 8, self.kept < self.blocks
+        size, late = self.bits // 8, self.stored_blocks < self.blocks
         self._fill(f, isa, peaks[0], self.blocks, self.peaks[0])
         for start, count in f.tiles("block", self.width, BLOCK):
             target = keys if late else keys + start * size
             self._make_keys(f, isa, x + start * self.problem.x.strides[-1], count, target)
             f.store(highest(f, isa, target, BLOCK, self.bits), peaks[0] + start.divided(BLOCK) * size)
-        for below, above, count, room in zip(peaks, peaks[1:], self.peaks, self.peaks[1:], strict=False):
-            self._fill(f, isa, above, count // BLOCK, room)
+        for below, above, count, capacity in zip(peaks, peaks[1:], self.peaks, self.peaks[1:], strict=False):
+            self._fill(f, isa, above, count // BLOCK, capacity)
             for i in f.loop("peak", count // BLOCK):
                 f.store(highest(f, isa, below + i * (size * BLOCK), BLOCK, self.bits), above + i * size)
 
-    def _fill(self, f: Function, isa: Isa, peaks: Value, count: int, room: int) -> None:
+    def _fill(self, f: Function, isa: Isa, peaks: Value, count: int, capacity: int) -> None:
         """Fill the memory after `count` peaks with the lowest key."""
-        if count < room:
+        if count < capacity:
             lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
-            for behind in range(count // isa.lanes * isa.lanes, room, isa.lanes):
+            for behind in range(count // isa.lanes * isa.lanes, capacity, isa.lanes):
                 f.store(lowest, peaks + behind * (self.bits // 8))
 
     def _slot(self, isa: Isa, x: Value, keys: Value, slots: Value, block: Value) -> Value:
@@ -201,10 +201,10 @@ def lane_numbers(f: Function, isa: Isa) -> Value:
     return Value(f, isa.ints, f"<{', '.join(f'{I32} {lane}' for lane in range(isa.lanes))}>")
 
 
-def first_of(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
-    """Return the index, an i64, of the first of `count` integers that equals `wanted`; one of them does."""
-    everywhere, far = f.splat(wanted, isa.lanes), f.constant(FAR, isa.ints)
-    size = isa.lanes * int(wanted.type[1:]) // 8
+def first_of(f: Function, isa: Isa, address: Value, count: int, value: Value) -> Value:
+    """Return the index, an i64, of the first of `count` integers that equals `value`; one of them does."""
+    everywhere, far = f.splat(value, isa.lanes), f.constant(FAR, isa.ints)
+    size = isa.lanes * int(value.type[1:]) // 8
     state = {"place": lane_numbers(f, isa), "found": far}
     for i in f.loop("part", count // isa.lanes, state=state):
         same = f.load(everywhere.type, address + i * size, hint="keys").compare("eq", everywhere)

@@ -33,7 +33,7 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.matmul.softmax import Softmax
+from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.row_formulas import is_unmasked
@@ -108,7 +108,7 @@ class AttentionKernel(Kernel[Attention]):
         return self.problem.numbers(constants), program
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tiles) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        _AttentionEmitter(self.problem, module, name, isa, tactic).emit()
 
 
 def factors(problem: Attention, isa: Isa, vectors: tuple[int, int] = (1, 1)) -> tuple[Right, Right]:
@@ -133,7 +133,7 @@ class _Head:
     y: Value
 
 
-class _Emitter:
+class _AttentionEmitter:
     """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
@@ -295,7 +295,8 @@ class _Emitter:
         if f is None:
             return name
         x, peaks, p, totals, inverse, added, numbers, rows = f.parameters.values()
-        softmax = Softmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype, self.problem.mask is not None)
+        softmax = AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
+                                   natural=self.problem.mask is not None)
         softmax.peaks(x, peaks, rows)
         softmax.weights(x, peaks, p, totals, rows)
         softmax.inverses(peaks, totals, inverse, rows)

@@ -23,10 +23,10 @@ class IntegerProductKernel(ProductKernel):
         return ()
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tile) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        _IntegerProductEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _Emitter(ProductEmitter):
+class _IntegerProductEmitter(ProductEmitter):
     problem: IntegerProduct
 
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:
@@ -44,10 +44,10 @@ class _Emitter(ProductEmitter):
         return f, [a, b, y], bounds
 
     def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
-                given: Mapping[str, Value]) -> None:
-        f = given["y"].f
+                parameters: Mapping[str, Value]) -> None:
+        f = parameters["y"].f
         for m, v in sums:
             count = min(lanes.channels - v * self.isa.lanes, self.isa.lanes)
             if count > 0:
                 part = sums[m, v] if count == self.isa.lanes else f.shuffle(sums[m, v], None, range(count), "part")
-                f.store(part, given["y"] + (m * self.problem.y.strides[-2] + v * self.isa.lanes * 4), 4)
+                f.store(part, parameters["y"] + (m * self.problem.y.strides[-2] + v * self.isa.lanes * 4), 4)

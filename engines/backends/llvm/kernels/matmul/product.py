@@ -198,26 +198,26 @@ class ProductEmitter:
         starts = {f"start{v}": isa.ints for v in range(lanes.vectors)} if self.exact else {}
         f = self.module.function(name, internal=True, x=PTR, w=PTR, numbers=PTR, sums=PTR, constants=PTR, **operands,
                                  y=PTR, **starts)
-        given = f.parameters
+        parameters = f.parameters
         begin: list[list[Value]] = []
         if self.exact:
-            zero = integer(f, given["numbers"], 1) - MIDDLE
+            zero = integer(f, parameters["numbers"], 1) - MIDDLE
             for m in range(rows):
-                of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
-                begin.append([given[v] - of_row for v in starts])
-        sums = self.right.sums(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
-        self._finish(lanes, rows, sums, given)
+                of_row = f.splat(f.load(I32, parameters["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
+                begin.append([parameters[v] - of_row for v in starts])
+        sums = self.right.sums(parameters["x"], self.left.pitch, parameters["w"], (rows, columns), begin)
+        self._finish(lanes, rows, sums, parameters)
         return name
 
     def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
-                given: Mapping[str, Value]) -> None:
+                parameters: Mapping[str, Value]) -> None:
         """Run the program on a tile's sums and store the results."""
         problem = self.problem
-        constants = load_constants(lanes, given["constants"], problem.program.constants)
+        constants = load_constants(lanes, parameters["constants"], problem.program.constants)
 
         def result(m: int) -> list[Value]:
-            at = [given[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
+            at = [parameters[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
             totals = [self.right.arithmetic.finish(self.isa, sums[m, v]) for v in range(lanes.vectors)]
             return finish_pixel(lanes, problem.program, totals, problem.operands, at, constants)
 
-        store_tile(lanes, problem.y, rows, result, given["y"])
+        store_tile(lanes, problem.y, rows, result, parameters["y"])

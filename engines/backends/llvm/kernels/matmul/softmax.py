@@ -16,7 +16,7 @@ from functools import partial
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
-from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
+from engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
@@ -25,7 +25,7 @@ from engines.lowering.problems.view import SIZES
 
 
 @dataclass(frozen=True)
-class Softmax:
+class AttentionSoftmax:
     """Softmax of rows of `keys` scores, `pitch` floats apart, to rows of p in `dtype`, `pitch` elements apart.
 
     natural: the scores are multiplied by log2(e) here; else they are in units of log 2 already.
@@ -65,10 +65,10 @@ class Softmax:
             f.store(_first(inverted), inverse + row * 4)
 
     # ---- one row
-    def _score(self, here: Value, at: At) -> Value:
+    def _score(self, here: Value, at: RowVector) -> Value:
         return here.f.load(self.isa.floats, here + at.column * 4, self.isa.bytes, "score")
 
-    def _power(self, here: Value, peak: Value, at: At) -> Value:
+    def _power(self, here: Value, peak: Value, at: RowVector) -> Value:
         """Return e**(score - peak), or 255 times that."""
         less = self._score(here, at) - peak
         less = less * LOG2_E if self.natural else less

@@ -72,10 +72,10 @@ class StreamedKernel(Kernel[Product]):
         return (pack_panels(isa, constants, self.problem.y.shape[-1], packed=False, width=PIECE * isa.lanes),)
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Streams) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        _StreamedEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _Emitter:
+class _StreamedEmitter:
     def __init__(self, problem: Product, module: Module, name: str, isa: Isa, tactic: Streams) -> None:
         self.problem, self.module, self.name, self.isa, self.tactic = problem, module, name, isa, tactic
         self.rows, self.columns = problem.y.shape[-2:]

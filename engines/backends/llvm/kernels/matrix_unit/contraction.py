@@ -34,7 +34,7 @@ from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_p
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
-from engines.backends.llvm.kernels.matrix_unit.registers import Cut
+from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
@@ -85,7 +85,7 @@ class MatrixUnitContraction(TiledContraction):
 
     @cached_property
     def wide(self) -> int:
-        """Return the places between the first pixels of two rows, as Cut counts them.
+        """Return the places between the first pixels of two rows, as PixelRuns counts them.
 
         The result is 0 if that is not a whole number, or if too many places between rows would be computed and
         discarded.
@@ -94,8 +94,8 @@ class MatrixUnitContraction(TiledContraction):
         row, column = x.strides[0] * stride[0], x.strides[1] * stride[1]
         return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
 
-    def cut(self, rows: int, cols: int) -> Cut:
-        return Cut(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
+    def cut(self, rows: int, cols: int) -> PixelRuns:
+        return PixelRuns(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
 
     @property
     def exact(self) -> bool:

@@ -24,7 +24,7 @@ from engines.backends.llvm.codegen.tiles import AMX, Tiles
 from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.matrix_unit.registers import Cut, Registers
+from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns, Registers
 from engines.codegen.extents import TABLE
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I1, I16, I32, PTR, vector
@@ -118,7 +118,7 @@ class MatrixLoops(TiledLoops):
         ----------
         depth : bytes of x in a block of K.
         block_starts : bytes from the start of a run to each block.
-        wide : places between two rows in one run (see Cut), or 0.
+        wide : places between two rows in one run (see PixelRuns), or 0.
         staged : elements of a run that is copied, or 0.
         items : items that are processed with one panel of weights before the next one is read.
         """
@@ -185,7 +185,7 @@ class MatrixLoops(TiledLoops):
         pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
         cut = self._cut(part)
         registers = Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
-        work = _Products(self, f, registers, cut, pending.scratch)
+        work = _TileProducts(self, f, registers, cut, pending.scratch)
         if self._weaves:
             waiting = pending.finish.compare("eq", Value(f, PTR, finish))
             with f.when(waiting.compare("eq", 0)):
@@ -211,8 +211,8 @@ class MatrixLoops(TiledLoops):
         """
         return self.module.trace is None
 
-    def _cut(self, part: Part) -> Cut:
-        return Cut(part.rows, part.cols, self.wide if part.rows > 1 else 0)
+    def _cut(self, part: Part) -> PixelRuns:
+        return PixelRuns(part.rows, part.cols, self.wide if part.rows > 1 else 0)
 
     def _lanes(self, channels: int) -> Lanes:
         return Lanes(self.isa, channels, self.problem.y.dtype == "uint8")
@@ -227,7 +227,7 @@ class MatrixLoops(TiledLoops):
 
     def _epilogue(self, f: Function, part: Part, lanes: Lanes, pending: _Pending) -> None:
         problem, scratch, pitch = self.problem, pending.scratch, lanes.vectors * LINE
-        places = [self._cut(part).place(i, j) for i, j in part.pixels]
+        places = [self._cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
                       pending.addresses())
@@ -240,13 +240,13 @@ def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequ
     return moved
 
 
-class _Products:
+class _TileProducts:
     """Emitter of a tile's products; scratch: memory for its accumulators."""
 
-    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: Cut, scratch: Value) -> None:
+    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: PixelRuns, scratch: Value) -> None:
         self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
         self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
-        self.places = [cut.place(i, j) for i, j, _ in cut.runs]
+        self.places = [cut.position(i, j) for i, j, _ in cut.runs]
         self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
         self.x_pitch = loops.problem.x.strides[1] * loops.problem.stride[1]
         starts = loops.block_starts

@@ -8,7 +8,7 @@ from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes
 
 
 @dataclass(frozen=True)
-class Cut:
+class PixelRuns:
     """Division of a tile's pixels into x registers: runs of up to 16 places that are one pixel pitch apart.
 
     Each row of the tile has its own runs. If the pitch of rows is `wide` places, one run continues through all rows,
@@ -32,7 +32,7 @@ class Cut:
             return [(0, min(n * size, places - size), size) for n in range(count)]
         return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
 
-    def place(self, i: int, j: int) -> int:
+    def position(self, i: int, j: int) -> int:
         """Return the number of pixel (i, j) among all places."""
         return i * (self.wide or self.cols) + j
 

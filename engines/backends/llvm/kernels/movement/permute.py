@@ -22,7 +22,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
     BLOCK,
-    Runs,
+    ViewRuns,
     copy_bytes,
     item_addresses,
     offset,
@@ -86,13 +86,13 @@ class PermuteKernel(Kernel[Permute]):
             return self._pointwise.grid(isa, tactic)
         if self.way in ("planes", "transpose"):
             return Grid(math.prod(self._outer) * self._blocks(isa))
-        return Grid(Runs(self.views).rows)
+        return Grid(ViewRuns(self.views).rows)
 
     def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
         if self._pointwise:
             return self._pointwise.windows(isa, tactic)
         if self.way not in ("planes", "transpose"):
-            return Runs(self.views).windows()
+            return ViewRuns(self.views).windows()
         assert self.across is not None
         if not self._outer:
             block = self._block(isa)
@@ -141,7 +141,7 @@ class PermuteKernel(Kernel[Permute]):
             self._tiles(f, isa, x, y, begin, end, self._transpose(isa, constants))
         else:
             width = 4 * isa.bytes if self.way == "runs" else 1
-            Runs(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
+            ViewRuns(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
 
     def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
         """Copy `count` contiguous elements from `start` on."""

@@ -41,7 +41,7 @@ class NestTactic(Tactic):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GridBlocks:
     """Rows of the grid: all iterations of the outer loops before `order[split]`, and blocks of that loop.
 
     No loop that is unrolled or vectorised around another one comes before it.
@@ -51,7 +51,7 @@ class Blocks:
     count: int
 
     @staticmethod
-    def of(loops: Loops, lanes: int) -> Blocks:
+    def of(loops: Loops, lanes: int) -> GridBlocks:
         work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
         several = {loops.cut.rows} | ({loops.cut.lanes} if loops.cut.within != NONE else set())
         last = next((place for place, loop in enumerate(loops.order) if loop in several), len(loops.order))
@@ -59,9 +59,9 @@ class Blocks:
             extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
             if work * extent >= BLOCK and split <= last or not split:
                 block = min(-(-max(BLOCK // work, 1) // step) * step, extent)
-                return Blocks(split, block, -(-extent // block))
+                return GridBlocks(split, block, -(-extent // block))
             work *= extent
-        return Blocks(0, 1, 1)
+        return GridBlocks(0, 1, 1)
 
 
 @solves(Nest)
@@ -89,7 +89,7 @@ class NestKernel(Kernel[Nest]):
         within: list[Cut] = []
         for lanes in along:
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
-                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes)
+                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared_reads(lanes)
                           for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
                 cuts += [Cut(lanes, vectors), *shared]
                 within += [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
@@ -101,7 +101,7 @@ class NestKernel(Kernel[Nest]):
     def _cheapest(self, isa: Isa, cuts: Iterable[Cut]) -> list[NestTactic]:
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))
 
-    def _shared(self, lanes: int) -> list[int]:
+    def _shared_reads(self, lanes: int) -> list[int]:
         """Return the loops whose neighbours share some of their reads."""
         if not self.problem.reduced or self.problem.inside:
             return []
@@ -156,7 +156,7 @@ class NestKernel(Kernel[Nest]):
 
     def grid(self, isa: Isa, tactic: NestTactic) -> Grid:
         loops = self.loops(tactic.cut)
-        blocks = Blocks.of(loops, isa.lanes)
+        blocks = GridBlocks.of(loops, isa.lanes)
         return Grid(math.prod(loops.extents[loop] for loop in loops.order[:blocks.split]) * blocks.count)
 
     def windows(self, isa: Isa, tactic: NestTactic) -> Sequence[Window]:
@@ -165,7 +165,7 @@ class NestKernel(Kernel[Nest]):
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: NestTactic) -> None:
         problem, loops = self.problem, self.loops(tactic.cut)
-        blocks, count = Blocks.of(loops, isa.lanes), len(problem.sources)
+        blocks, count = GridBlocks.of(loops, isa.lanes), len(problem.sources)
         f, addresses, (begin, end, *_) = begin_kernel(module, name, count + len(problem.targets))
         code = Code(f, isa, loops)
         required = problem.program.needed(problem.program.results)

@@ -77,7 +77,7 @@ class PoolKernel(Kernel[Pool]):
         return tactic.vectors
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: PoolTile) -> None:
-        _Emitter(self, isa, tactic).emit(module, name)
+        _PoolEmitter(self, isa, tactic).emit(module, name)
 
     def pack(self, isa: Isa, tactic: PoolTile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return (pack_panels(isa, constants, self.problem.y.shape[-1], self.packed, tactic.vectors * isa.lanes),)
@@ -95,7 +95,7 @@ class _Taps:
     unrolled: bool
 
 
-class _Emitter:
+class _PoolEmitter:
     """Emitter of a pooling kernel."""
     def __init__(self, kernel: PoolKernel, isa: Isa, tile: PoolTile) -> None:
         self.kernel, self.problem, self.isa, self.tile = kernel, kernel.problem, isa, tile

@@ -34,8 +34,8 @@ class MicroKernels:
         self.kernel, self.module, self.name, self.isa, self.tactic = kernel, module, name, isa, tactic
         self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
         self.stored = kernel.stored(isa)
-        self.integers = kernel.room(isa) * 4            # byte offset of the state in integers
-        self.numbers = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]      # see rounding.py
+        self.integers = kernel.state_elements(isa) * 4            # byte offset of the state in integers
+        self.numbers = self.integers + kernel.state_elements(isa) * SIZES[self.arithmetic.dtype]      # see rounding.py
         size = self.numbers if self.stored or self.problem.rounds else self.integers
         size += NUMBERS * self.problem.rounds
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
@@ -158,10 +158,10 @@ class _Unit:
 
     def find(self, source: Source) -> Value:
         if source not in self.known:
-            self.known[source] = self._found(*source)
+            self.known[source] = self._load_operand(*source)
         return self.known[source]
 
-    def _found(self, kind: str, index: int) -> Value:
+    def _load_operand(self, kind: str, index: int) -> Value:
         e, problem, isa, parameters = self.e, self.e.problem, self.e.isa, self.f.parameters
         scales = e.kernel.scales
         if kind == "gate" and scales:

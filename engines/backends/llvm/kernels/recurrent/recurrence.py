@@ -48,7 +48,7 @@ class RecurrenceKernel(RecurrenceTiling):
         vectors = -(-problem.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic(isa), np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(problem.cells), -1, problem.hidden, problem.hidden)
-        header, weights = self._crowded_apart(weights)
+        header, weights = self._separate_crowded(weights)
         rows = ((0, vectors * isa.lanes - problem.hidden), (0, self.turns() * arithmetic.elements - weights.shape[-1]))
         parts = [header]
         for cell, own in zip(problem.cells, weights, strict=True):
@@ -67,13 +67,13 @@ class RecurrenceKernel(RecurrenceTiling):
         first = (np.asarray(state, np.float32) for state in problem.first_constants(constants))
         return np.concatenate(parts), by_vector.ravel(), *first
 
-    def _crowded_apart(self, weights: Array) -> tuple[Array, Array]:
+    def _separate_crowded(self, weights: Array) -> tuple[Array, Array]:
         """Return the header, and the weights [..., k] with those of crowded units moved behind the others."""
         if not self.problem.crowded:
             return weights[:0].ravel(), weights
         units = crowded_units(weights)
-        wide = np.pad(weights, ((0, 0),) * 3 + ((0, self.behind - self.problem.hidden + 2 * len(units)),))
-        wide[..., self.behind::2], wide[..., units] = wide[..., units], 0
+        wide = np.pad(weights, ((0, 0),) * 3 + ((0, self.crowded_offset - self.problem.hidden + 2 * len(units)),))
+        wide[..., self.crowded_offset::2], wide[..., units] = wide[..., units], 0
         header = np.zeros(self.header(), np.int8)
         header[:4 * len(units)] = units.astype(np.int32).view(np.int8)
         return header, wide

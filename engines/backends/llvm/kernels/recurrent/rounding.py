@@ -24,11 +24,11 @@ NUMBERS = 8             # bytes of step and -zero
 class Crowded:
     """Units whose bytes are stored a second time: their int32 numbers in memory, and the offset of the copies.
 
-    The copies are at every second byte from `behind` on.
+    The copies are at every second byte from `offset` on.
     """
     units: Value
     count: int
-    behind: int
+    offset: int
 
 
 def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, numbers: Value,
@@ -54,7 +54,7 @@ def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Valu
     if crowded and crowded.count:
         for i in f.loop("crowded", crowded.count):
             unit = f.cast("zext", f.load(I32, crowded.units + i * 4, 4, "crowded"), I64, "crowded")
-            f.store(f.load(I8, integers + unit, 1, "byte"), integers + crowded.behind + i * 2, 1)
+            f.store(f.load(I8, integers + unit, 1, "byte"), integers + crowded.offset + i * 2, 1)
 
 
 def load_shift(isa: Isa, numbers: Value) -> Value:

@@ -65,7 +65,7 @@ class RecurrenceEmitter:
         self.lengths = next(given) if problem.lengths else None
         weights, self.units = next(given), next(given)
         self.weights, crowded = weights + self.kernel.header(), problem.crowded
-        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.behind)
+        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.crowded_offset)
         self.first |= {slot: (every_item, next(given)) for slot in problem.given}
         self.y = next(given) if problem.y else None
         self.last = [next(given) if view else None for view in problem.last]
@@ -101,7 +101,7 @@ class RecurrenceEmitter:
             steps = f.cast("zext", length, I64, "length").at_most(problem.steps)
         h = self._walk(f, d, x, y, count, steps)
         if y is not None and isinstance(steps, Value):
-            self._clear_behind(f, y, steps)
+            self._clear_rest(f, y, steps)
         for item in f.range("item", count.like(0), count):
             for slot, view in enumerate(problem.last):
                 if view is not None:
@@ -137,7 +137,7 @@ class RecurrenceEmitter:
 
     def _clear_integers(self, f: Function, state: Value, zero: int) -> None:
         """Set a state in integers to its zero point."""
-        for at, _ in f.tiles("zero", self.kernel.room(self.isa), self.isa.lanes):
+        for at, _ in f.tiles("zero", self.kernel.state_elements(self.isa), self.isa.lanes):
             f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
 
     def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
@@ -156,7 +156,7 @@ class RecurrenceEmitter:
             value = f.load(self.isa.floats, state + unit * 4, self.isa.bytes, "state")
             store_channels(self.micro.lanes(count), view, [[value]], [target + unit * view.strides[0]])
 
-    def _clear_behind(self, f: Function, y: Value, length: Value) -> None:
+    def _clear_rest(self, f: Function, y: Value, length: Value) -> None:
         """Store the outputs of steps past the length of an item."""
         view = self.problem.y
         assert view is not None

@@ -81,7 +81,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
         return self.problem.rounds and self.problem.crowded is not None
 
     @property
-    def behind(self) -> int:
+    def crowded_offset(self) -> int:
         """Return the offset of the copies of crowded units in a state of bytes.
 
         Each is beside a byte that has no weight.
@@ -173,7 +173,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
         """Return the bytes of the weights of one vector of units."""
         return (self.head(isa) + self.turns()) * len(stage.gates) * self.arithmetic(isa).weight_bytes(isa)
 
-    def room(self, isa: Isa) -> int:
+    def state_elements(self, isa: Isa) -> int:
         """Return the elements of a state in memory: whole vectors, and all that the K loop reads."""
         step = max(isa.lanes, self.elements * STEPS)
         return -(-self._multiplied // step) * step
@@ -181,7 +181,7 @@ class RecurrenceTiling(Kernel[Recurrence]):
     @property
     def _multiplied(self) -> int:
         """Return the elements of a state that are multiplied."""
-        return self.behind + 2 * self.problem.crowded if self.problem.crowded else self.problem.hidden
+        return self.crowded_offset + 2 * self.problem.crowded if self.problem.crowded else self.problem.hidden
 
     def header(self) -> int:
         """Return the bytes before the weights, which hold the numbers of the crowded units."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.rows.passes import OverRows, Row, combine
+from engines.backends.llvm.kernels.rows.passes import OverRows, RowCode, combine
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.rows import NEUTRAL, Extreme
 from engines.lowering.problems.view import joined
@@ -32,6 +32,6 @@ class ExtremeKernel(OverRows[Extreme]):
             items = item_addresses(inputs, views, number.divided(math.prod(outer)))
             indices = unravel(number.remainder(math.prod(outer)), outer)
             sources = [offset(a, indices, view.strides[:-1]) for a, view in zip(items, views, strict=True)]
-            row = Row(f, isa, problem, sources, prologue, [], program, y, None)
+            row = RowCode(f, isa, problem, sources, prologue, [], program, y, None)
             best[0] = combine(isa, problem.kind, best[0], row.reduce(problem.kind, row.x))
-        Row(f, isa, problem, [], prologue, [], program, y, None).store_one(best[0])
+        RowCode(f, isa, problem, [], prologue, [], program, y, None).store_one(best[0])

@@ -36,7 +36,7 @@ STRANDS = 4             # vectors of a row whose instructions are interleaved be
 
 
 @dataclass(frozen=True)
-class At:
+class RowVector:
     """Position of a vector in a row: its first column and the number of its lanes that are elements.
 
     A run-time count is signed and may exceed the lanes or be negative; memory is then read as if all lanes were
@@ -50,7 +50,7 @@ class At:
         return isa.lanes if isinstance(self.count, Value) else self.count
 
 
-class Row:
+class RowCode:
     """One row: `x` loads and runs the prologue, `store` runs the epilogue.
 
     scratch: float32 memory that outlives a pass, of the size that the kernel declares.
@@ -61,34 +61,34 @@ class Row:
         self.f, self.isa, self.problem, self.width, self._scratch = f, isa, problem, problem.width, scratch
         self._sources, self._prologue, self._operands, self._program, self._y = sources, prologue, operands, program, y
 
-    def x(self, at: At) -> Value:
+    def x(self, at: RowVector) -> Value:
         """Return float32 elements; lanes past the row are undefined."""
         prologue, views = self.problem.prologue, self.problem.sources
         values = [self._load(view, source, at) for view, source in zip(views, self._sources, strict=True)]
         return prologue.run(self.isa, None, values, self._constants(prologue, self._prologue, at))
 
-    def keep(self, value: Value, at: At, shift: int = 0) -> Value:
+    def save(self, value: Value, at: RowVector, shift: int = 0) -> Value:
         """Store a vector in scratch for a later pass, `shift` elements (whole vectors) further on."""
-        self.f.store(value, self._kept_at(at, shift), self.isa.bytes)
+        self.f.store(value, self._scratch_address(at, shift), self.isa.bytes)
         return value
 
-    def kept(self, at: At, shift: int = 0) -> Value:
-        """Load a vector that `keep` stored."""
+    def load_saved(self, at: RowVector, shift: int = 0) -> Value:
+        """Load a vector that `save` stored."""
         whole = shift % self.isa.lanes == 0 and not isinstance(self.width, Extent)
         align = self.isa.bytes if whole else 4
-        return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
+        return self.f.load(self.isa.floats, self._scratch_address(at, shift), align, "kept")
 
-    def _kept_at(self, at: At, shift: int) -> Value:
+    def _scratch_address(self, at: RowVector, shift: int) -> Value:
         assert self._scratch is not None, f"{self.problem.family} has no scratch"
         return self._scratch + at.column * 4 + shift * 4
 
-    def visit(self, body: Callable[[At], Value]) -> None:
+    def visit(self, body: Callable[[RowVector], Value]) -> None:
         """Run a pass whose body has its own effects."""
         for _, places in strips(self.f, self.isa, self.width, 1, {}):
             for at in places:
                 body(at)
 
-    def store(self, body: Callable[[At], Value]) -> None:
+    def store(self, body: Callable[[RowVector], Value]) -> None:
         """Store y = program(body(at)) over the row."""
         for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, split_tail=True):
             lanes = Lanes(self.isa, count, packed=False)
@@ -98,30 +98,30 @@ class Row:
 
     def store_one(self, value: Value) -> None:
         """Store y = program(value), one element."""
-        result = self._finished(value, At(self._y.f.constant(0, "i64"), 1))
+        result = self._finished(value, RowVector(self._y.f.constant(0, "i64"), 1))
         store_channels(Lanes(self.isa, 1, packed=False), self.problem.y, [[result]], [self._y])
 
-    def reduce(self, kind: str, body: Callable[[At], Value]) -> Value:
+    def reduce(self, kind: str, body: Callable[[RowVector], Value]) -> Value:
         """Return the sum, max or min of body over the row, in all lanes."""
         return reduce_row(self.f, self.isa, self.width, kind, body)
 
-    def _finished(self, value: Value, at: At) -> Value:
+    def _finished(self, value: Value, at: RowVector) -> Value:
         operands = [self._load(view, a, at) for view, a in zip(self.problem.operands, self._operands, strict=True)]
         program = self.problem.program
         return program.run(self.isa, value, operands, self._constants(program, self._program, at))
 
-    def _load(self, view: View, address: Value, at: At) -> Value:
+    def _load(self, view: View, address: Value, at: RowVector) -> Value:
         lanes = Lanes(self.isa, at.lanes(self.isa), packed=False)
         return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
 
-    def _constants(self, program: EpilogueProgram, address: Value, at: At) -> list[Value]:
+    def _constants(self, program: EpilogueProgram, address: Value, at: RowVector) -> list[Value]:
         pitch = 4 * _pitch(self.problem.constants_width)
         place = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
         return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
                 for c in range(program.constants)]
 
 
-def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
+def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
     """Return the sum, max or min of body over `width` elements, in all lanes."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
@@ -142,7 +142,7 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
 
 
 def strips(f: Function, isa: Isa, width: int, together: int,
-           carried: dict[Any, Value]) -> Iterator[tuple[int, list[At]]]:
+           carried: dict[Any, Value]) -> Iterator[tuple[int, list[RowVector]]]:
     """Yield (number of the first vector, vectors) in a loop over strips of PARTIALS elements, then for the rest.
 
     If the rest is symbolic, it is yielded as groups of `together` vectors, in code that runs if the group has elements.
@@ -159,7 +159,7 @@ def strips(f: Function, isa: Isa, width: int, together: int,
     for first in range(0, step, together):
         with f.when_carrying(rest.compare("ugt", first * isa.lanes), carried):
             some = range(first, min(first + together, step))
-            yield first, [At(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
+            yield first, [RowVector(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
 
 
 def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
@@ -172,9 +172,9 @@ def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
     return result
 
 
-def vectors(isa: Isa, column: Value, count: int) -> list[At]:
+def vectors(isa: Isa, column: Value, count: int) -> list[RowVector]:
     """Return `count` elements from a column on, as vectors."""
-    return [At(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
+    return [RowVector(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
 
 
 def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
@@ -226,7 +226,7 @@ class RowKernel(OverRows[R]):
         return 0
 
     @abstractmethod
-    def emit_row(self, row: Row) -> None:
+    def emit_row(self, row: RowCode) -> None:
         """Emit the passes over one row."""
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
@@ -240,7 +240,7 @@ class RowKernel(OverRows[R]):
             scratch = f.alloca(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
         split = len(problem.sources)
         for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
-            self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
+            self.emit_row(RowCode(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
 
 
 def _row_view(view: View, width: int) -> View:

@@ -55,7 +55,7 @@ class _Position:
     column: Value
 
 
-class Emitter:
+class WinogradEmitter:
     """Emitter of Winograd's kernel."""
     def __init__(self, tiling: Tiling, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
         self.tiling, self.module, self.name, self.isa, self.tactic = tiling, module, name, isa, tactic

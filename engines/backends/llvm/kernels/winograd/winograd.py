@@ -33,7 +33,7 @@ from engines.backends.llvm.kernels.common.arithmetic import FP32, Arithmetic
 from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_program, rows_with_zeros
 from engines.backends.llvm.kernels.contraction.tiled import tiles_of_the_batch
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Window, solves
-from engines.backends.llvm.kernels.winograd.emitter import Emitter
+from engines.backends.llvm.kernels.winograd.emitter import WinogradEmitter
 from engines.backends.llvm.kernels.winograd.tiling import OUTPUT, PATCH, POSITIONS, SCALE, Tiling, Winograd
 from engines.backends.llvm.kernels.winograd.weights import WinogradWeights
 from engines.backends.llvm.tuning.cost import CALL, LATENCY, Work, epilogue, pieces, reading
@@ -164,8 +164,8 @@ class WinogradContraction(Kernel[Contraction]):
     def pack(self, isa: Isa, tactic: Winograd, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Pack weights [panel][cin / elements][tap][vector][lane][element]; loading a plan expands them to G g G'."""
         panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
-        weights = np.asarray(constants["weights"], self._kept)
-        if self._kept == "float32":
+        weights = np.asarray(constants["weights"], self._stored_dtype)
+        if self._stored_dtype == "float32":
             weights = weights * np.float32(1 / SCALE)
         by_plane = weights.reshape(len(weights), self.problem.cin, self.tiling.planes.taps, -1).swapaxes(1, 2)
         steps = rows_with_zeros(by_plane.reshape(len(weights), -1, elements, by_plane.shape[-1]))
@@ -173,7 +173,7 @@ class WinogradContraction(Kernel[Contraction]):
         return packed, pack_program(self.problem, panels, constants)
 
     @property
-    def _kept(self) -> str:
+    def _stored_dtype(self) -> str:
         """Return the dtype of the weights in a plan."""
         return "int8" if self.problem.precision == "int8" else "float32"
 
@@ -181,8 +181,8 @@ class WinogradContraction(Kernel[Contraction]):
         panels, elements = cout_panels(self.problem, isa, tactic.vectors), self.arithmetic.elements
         widest, last = len(panels[0]), len(panels[-1])
         whole = sum(len(panel) == widest for panel in panels)
-        return {0: WinogradWeights(self._kept, self.tiling.depth // elements, isa.lanes * elements, whole, widest,
-                                   last if last < widest else 0)}
+        return {0: WinogradWeights(self._stored_dtype, self.tiling.depth // elements, isa.lanes * elements, whole,
+                                   widest, last if last < widest else 0)}
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
-        Emitter(self.tiling, module, name, isa, tactic).emit()
+        WinogradEmitter(self.tiling, module, name, isa, tactic).emit()
