@@ -13,7 +13,12 @@ Box = tuple[Value, ...]         # (low y, low x, high y, high x, area)
 
 
 def box_of(a: Value, b: Value, c: Value, d: Value, centred: bool) -> Box:
-    """Return the box of two corners in any order, or if `centred`, of a centre and the lengths of the sides."""
+    """Return a box as (low y, low x, high y, high x, area).
+
+    Parameters
+    ----------
+    a, b, c, d : two corners in any order; or if `centred`, the centre and the lengths of the sides, as float32.
+    """
     pairs = [(a, c), (b, d)]
     if centred:
         ends = [(centre - side / 2, centre + side / 2) for centre, side in pairs]
@@ -24,7 +29,10 @@ def box_of(a: Value, b: Value, c: Value, d: Value, centred: bool) -> Box:
 
 
 def covers(taken: Box, box: Box, overlap: Value) -> Value:
-    """Return an i1 that is true if the intersection over union of two boxes is above `overlap`."""
+    """Return an i1 that is true if the intersection over union of two boxes is above `overlap`.
+
+    The union is at least the smallest normal float32, so that empty boxes give 0.
+    """
     low, left, high, right, area = taken
     spans = ((low, box[0], high, box[2]), (left, box[1], right, box[3]))
     sides = [_extreme("olt", end, own_end) - _extreme("ogt", start, own_start)

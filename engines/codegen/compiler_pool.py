@@ -109,7 +109,15 @@ class CompilerPool:
 def compile_in_subprocess(text: str, program: Sequence[str]) -> bytes:
     """Compile a text in a process of its own, so that LLVM takes no memory in this one.
 
-    program: see CompilerPool. Raises RuntimeError as CompilerPool.compile does.
+    Parameters
+    ----------
+    text : LLVM IR of a module.
+    program : module of Python that calls `serve`, and its arguments.
+
+    Raises
+    ------
+    RuntimeError
+        The text is not valid IR (the message is LLVM's), or the process ended early.
     """
     worker = _Worker(program)
     try:
@@ -132,8 +140,8 @@ class _Worker:
             _write(self._process.stdin, text.encode())
             answer, failed = _read(self._process.stdout)
         except (BrokenPipeError, EOFError) as error:
-            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}; is there enough memory "
-                               "for all of them?") from error
+            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}, maybe for lack of memory; "
+                               "free memory, or let the build use fewer CPUs (taskset)") from error
         if failed:
             raise RuntimeError(answer.decode())
         return answer

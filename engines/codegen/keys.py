@@ -11,10 +11,20 @@ def lowest_of(bits: int) -> int:
 
 
 def key_of(number: Value, rising: bool = True) -> Value:
-    """Return the sort key of a number, a signed integer of the same width; not rising: for the descending order.
+    """Return the sort key of a number.
 
     Both zeros have one key. The smallest integer gets the key of the one above it, so that no key equals
     lowest_of(bits).
+
+    Parameters
+    ----------
+    number : float32, float64, int32 or int64, or a vector of them.
+    rising : the order of keys is that of the numbers; else the opposite one.
+
+    Returns
+    -------
+    Value
+        Signed integers of the number's width.
     """
     bits = 64 if element_of(number.type) in (I64, "double") else 32
     lowest = lowest_of(bits)

@@ -1,4 +1,4 @@
-"""Builds for a CPU: from a graph with storage types to the machine part of a plan."""
+"""Session of the CPU backend: builds the machine part of a plan from a graph with storage types."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

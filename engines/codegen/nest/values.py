@@ -81,9 +81,9 @@ def number(machine: Primitives, one: Operation, of: Value) -> Value:
 
 # ---- memory
 def load(machine: Primitives, dtype: str, address: Value, stride: int, count: int) -> Value:
-    """Load `count` elements that are `stride` bytes apart into the first lanes; other lanes repeat the last one.
+    """Load `count` elements that are `stride` bytes apart into the first lanes, in the kind that they are computed in.
 
-    A stride of 0 loads one element, uniform in all lanes.
+    Other lanes repeat the last one. A stride of 0 loads one element: a scalar of the integer kinds, a splat of floats.
     """
     f, element = address.f, ELEMENTS[dtype]
     if stride == 0 or machine.lanes == 1:
@@ -137,7 +137,13 @@ def widened(machine: Primitives, dtype: str, stored: Value) -> Value:
 
 
 def store(machine: Primitives, dtype: str, value: LaneValue, address: Value, stride: int, count: int) -> None:
-    """Store the first `count` lanes, `stride` bytes apart; integers are truncated to the stored width."""
+    """Store the first `count` lanes.
+
+    Parameters
+    ----------
+    dtype : stored dtype; integers are truncated to its width.
+    address, stride : address of lane 0, and bytes from a lane to the next.
+    """
     f = address.f
     if stride == SIZES[dtype] or count == 1:
         found = narrowed(machine, dtype, spread(machine, value))
@@ -352,7 +358,14 @@ COMBINED: Mapping[str, Callable[..., Value]] = {
 
 
 def identity(machine: Primitives, how: str, kind: str, of: Value) -> Value:
-    """Return the neutral element of a reduction, in every lane."""
+    """Return the neutral element of a reduction, in every lane.
+
+    Parameters
+    ----------
+    how : "sum", "product", "max", "min", or "first_max" and the like.
+    kind : kind of the elements (engines/lowering/nest/program.py).
+    of : any value of the function.
+    """
     low, high = {"f32": (float("-inf"), float("inf")), "f64": (float("-inf"), float("inf")), "i1": (0, 1),
                  "i32": (-2 ** 31, 2 ** 31 - 1), "i64": (-2 ** 63, 2 ** 63 - 1), "u64": (0, -1)}[kind]
     value = {"sum": 0, "product": 1}.get(how, low if how.endswith("max") else high)

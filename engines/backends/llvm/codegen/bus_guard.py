@@ -55,12 +55,23 @@ class ProcessAddresses:
 
 
 def bus_guard_object(process: ProcessAddresses, isa: Isa, architecture: str) -> bytes:
-    """Return both functions as an ELF object for this process, compiled in another one.
+    """Return both functions as an ELF object for this process, compiled in another process.
 
-    Raises ConfigError if the architecture is not supported, RuntimeError if there is not enough memory to compile.
+    Parameters
+    ----------
+    process : addresses that the handler uses.
+    isa : instruction set to compile for.
+    architecture : name of the machine, as platform.machine() gives it.
+
+    Raises
+    ------
+    ConfigError
+        The architecture is not supported.
+    RuntimeError
+        The compiler process failed, for example for lack of memory.
     """
     if architecture not in _MMAP:
-        raise ConfigError(f"no guard for mapped files on {architecture}; there is one for {', '.join(_MMAP)}")
+        raise ConfigError(f"no guard for mapped files on {architecture}; supported architectures: {', '.join(_MMAP)}")
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
     text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
                             end=int(GuardRow.END), lost=int(GuardRow.LOST))

@@ -26,7 +26,15 @@ for option in _GLOBAL_OPTIONS:
 def compile_object(ir: str, isa: Isa) -> bytes:
     """Return the object file of a module's text for the machine of `isa`, from the object cache if it is there.
 
-    Raises RuntimeError, with LLVM's own message, if the text is not valid IR.
+    Parameters
+    ----------
+    ir : text of an LLVM module.
+    isa : instruction set to compile for.
+
+    Raises
+    ------
+    RuntimeError
+        The text is not valid IR; the message is LLVM's.
     """
     return compile_cached(ir, isa.triple, isa.cpu, isa.features)
 
@@ -39,6 +47,11 @@ def compile_cached(ir: str, triple: str, cpu: str, features: str, opt: int = OPT
     ir : text of an LLVM module.
     triple, cpu, features : LLVM's names of the target; triple "" is the triple of this process.
     opt : LLVM's optimisation level of code generation, 0 to 3.
+
+    Raises
+    ------
+    RuntimeError
+        The text is not valid IR; the message is LLVM's.
     """
     cache = object_cache.current()
     if cache is None:

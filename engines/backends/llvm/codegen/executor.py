@@ -91,11 +91,14 @@ def scheduler_object(isa: Isa) -> bytes:
 def scheduler_text(isa: Isa) -> str:
     """Return the executor's LLVM IR.
 
-    Raises ConfigError for an architecture whose system calls and clock are unknown here.
+    Raises
+    ------
+    ConfigError
+        System calls and clock of the architecture are unknown here.
     """
     architecture = (isa.triple or _host_triple()).partition("-")[0]
     if architecture not in _MACHINES:
-        raise ConfigError(f"no scheduler for {architecture}; known: {', '.join(_MACHINES)}")
+        raise ConfigError(f"no executor for {architecture}; supported architectures: {', '.join(_MACHINES)}")
     machine = _MACHINES[architecture]
     module = Module(dict(machine.emulation))
     _emit_run_steps(module)

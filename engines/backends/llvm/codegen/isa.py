@@ -366,7 +366,13 @@ ALL = (AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH
 
 
 def isa_named(name: str) -> Isa:
-    """Return the table of this name. Raises ConfigError, which lists the known ones."""
+    """Return the table of this name.
+
+    Raises
+    ------
+    ConfigError
+        No table has this name; the message lists the known ones.
+    """
     for isa in ALL:
         if isa.name == name:
             return isa

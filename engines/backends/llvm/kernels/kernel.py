@@ -49,8 +49,13 @@ class Window:
     def along(view: View, axis: int = 0, rows: int = 1, step: int = 1, first: int = 0, count: int = 1) -> Window:
         """Return the window of a kernel whose rows access a range of indices of one axis.
 
-        Groups of `rows` consecutive rows access `count` indices: the first group from index `first` on, each further
-        group `step` indices later.
+        Parameters
+        ----------
+        view : tensor that is accessed.
+        axis : axis of the view.
+        rows : consecutive grid rows that access one range.
+        step : indices by which the next `rows` rows are further on.
+        first, count : first index, and number of indices, that the first rows access.
         """
         stride = view.strides[axis]
         begin, end = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis + 1:])).reach

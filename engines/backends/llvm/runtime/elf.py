@@ -63,10 +63,12 @@ class _Object:
 
     def _check_header(self) -> None:
         if self.data[:6] != b"\x7fELF\x02\x01":
-            raise PlanCorruptError("an object of the code section is no little-endian 64-bit ELF; build the plan again")
+            raise PlanCorruptError("an object of the code section is not a little-endian 64-bit ELF file; build the plan "
+                                   "again")
         kind, machine = struct.unpack_from("<HH", self.data, 16)
         if kind != 1:
-            raise PlanCorruptError(f"an object of the code section has ELF type {kind}, not 1 (relocatable)")
+            raise PlanCorruptError(f"an object of the code section has ELF type {kind}, not 1 (relocatable); build the "
+                                   "plan again")
         here = platform.machine()
         if _MACHINES.get(machine) != _ALIASES.get(here, here):
             raise PlanTargetError(f"the code is for {_MACHINES.get(machine, f'ELF machine {machine}')}, but this is "
@@ -198,7 +200,7 @@ class LoadedCode:
         """Make the code executable and read-only. On ARM, Linux also synchronises the instruction caches here."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(self._base), ctypes.c_size_t(len(self._map)), mmap.PROT_READ | mmap.PROT_EXEC):
-            raise PlanTargetError(f"this system does not let a process run code that it loads itself (mprotect: errno "
+            raise PlanTargetError(f"this system does not allow the process to make memory executable (mprotect: errno "
                                   f"{ctypes.get_errno()}); allow it for this process (SELinux: execmem)")
 
 

@@ -160,10 +160,10 @@ class LoadedPlan:
 def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
     """Return `beside`, the plan whose constants are shared, if it is the right one."""
     if beside is None:
-        raise PlanTargetError(f"{plan.name}: a specialisation, which runs beside the plan of its model; load that")
+        raise PlanTargetError(f"{plan.name}: a specialisation cannot be loaded alone; load the plan of its model")
     machine = beside.machine
     if (len(machine.constants), machine.expanded_bytes) != plan.machine.shared:
-        raise PlanCorruptError(f"{plan.name}: a specialisation of another plan than the one it is loaded beside; build "
+        raise PlanCorruptError(f"{plan.name}: this specialisation does not belong to the plan it is loaded with; build "
                                "the plan again")
     return beside
 

@@ -76,7 +76,11 @@ def each_row(f: Function, begin: Value, end: Value, addresses: Sequence[Value], 
              outer: Sequence[int]) -> Iterator[list[Value]]:
     """Loop over rows of the grid, and yield the row's address in each view.
 
-    outer: the extents of the leading axes; each of their indices is a row of the item.
+    Parameters
+    ----------
+    begin, end : rows of the grid.
+    addresses, views : tensors.
+    outer : extents of the leading axes; each of their indices is a row of the item.
     """
     count = math.prod(outer)
     for row in f.range("row", begin, end):
@@ -157,7 +161,12 @@ class ViewRuns:
 
 
 def tails(whole: Value, rest: Value, step: int) -> Iterator[tuple[Value, int]]:
-    """Yield (start, size) of tiles for the `rest` < step after `whole` tiles of size `step`.
+    """Yield (start, size) of tiles for the elements after `whole` full tiles of size `step`.
+
+    Parameters
+    ----------
+    whole, rest : run-time numbers of full tiles, and of remaining elements (< step).
+    step : size of a full tile, at most 32.
 
     There is one tile of TAILS for each bit of `rest`, in code that runs if the bit is set.
     """

@@ -33,7 +33,16 @@ class Crowded:
 
 def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, numbers: Value,
                 crowded: Crowded | None) -> None:
-    """Round the floats at `state` to integers: to bytes if crowded units are known, else to 16 bits."""
+    """Quantise a state by its own range, and store its step and -zero.
+
+    Parameters
+    ----------
+    hidden : units of the state.
+    state : address of its floats.
+    integers : address of the result: bytes if `crowded` is given, else 16-bit integers.
+    numbers : address for the step (float32) and -zero (int32).
+    crowded : units whose bytes are stored a second time.
+    """
     nothing = f.constant(0, isa.floats)
     ends = {"low": nothing, "high": nothing}
     for at, count in f.tiles("unit", hidden, isa.lanes, ends=ends):
