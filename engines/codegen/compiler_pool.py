@@ -140,8 +140,8 @@ class _Worker:
             _write(self._process.stdin, text.encode())
             answer, failed = _read(self._process.stdout)
         except (BrokenPipeError, EOFError) as error:
-            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}, maybe for lack of memory; "
-                               "free memory, or let the build use fewer CPUs (taskset)") from error
+            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}, maybe for lack of "
+                               "memory: free some, or let the build use fewer CPUs (taskset)") from error
         if failed:
             raise RuntimeError(answer.decode())
         return answer

@@ -63,8 +63,8 @@ class _Object:
 
     def _check_header(self) -> None:
         if self.data[:6] != b"\x7fELF\x02\x01":
-            raise PlanCorruptError("an object of the code section is not a little-endian 64-bit ELF file; build the plan "
-                                   "again")
+            raise PlanCorruptError("an object of the code section is not a little-endian 64-bit ELF file; build the "
+                                   "plan again")
         kind, machine = struct.unpack_from("<HH", self.data, 16)
         if kind != 1:
             raise PlanCorruptError(f"an object of the code section has ELF type {kind}, not 1 (relocatable); build the "
