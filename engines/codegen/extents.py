@@ -42,7 +42,7 @@ def value_of(term: Term, numbers: Sequence[int]) -> int:
     if term[0] == "n":
         return numbers[term[1]]
     left, right = (value_of(one, numbers) for one in term[1:])
-    return +_OPERATORS[term[0]](left, right) if term[0] not in _DIVIDE or right else NEVER     # an answer is 0 or 1
+    return +_OPERATORS[term[0]](left, right) if term[0] not in _DIVIDE or right else NEVER     # + makes a bool an int
 
 
 @dataclass

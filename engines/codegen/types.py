@@ -45,7 +45,7 @@ def overload(type_: str) -> str:
 def literal(number: int | float, type_: str) -> str:
     """Return the text of a constant; a vector type gets the number in all lanes."""
     element, text = element_of(type_), str(number)
-    if element != type_ and number == 0:    # of any element type, half too
+    if element != type_ and number == 0:    # valid for every element type, half too
         return "zeroinitializer"
     if element in FLOATING:    # LLVM writes a float as the bits of the double of equal value
         exact, = struct.unpack("f", struct.pack("f", number)) if element == FLOAT else (number,)

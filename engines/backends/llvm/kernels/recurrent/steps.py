@@ -38,7 +38,7 @@ class _Pointers:
     y: Value | None
     old: Value              # h of the last step
     new: Value              # h of this step
-    rest: Value             # the other states
+    rest: Value             # the states other than h
     back: Value             # i1: this step takes the panels backwards, if they alternate
 
 

@@ -1,10 +1,10 @@
 """Tiles of a recurrence on a CPU, and the layout of its weights and states.
 
 16-bit products are computed two at a time (vpmaddwd, vpdpwssd), 8-bit ones four at a time (vpdpbusd). A state that the
-model quantises by its own range is stored as bytes with a zero point, for which each sum gets a correction. On machines
-with vpmaddubsw only, weights whose neighbouring products do not fit 16 bits (crowded units) are stored separately. If
-there are many of them, the state is a signed number of 9 bits, stored in 16 without a zero point, and its weights stay
-bytes in memory.
+model quantises by its own range is stored as bytes with a zero point, for which each sum gets a correction. For
+vpmaddubsw, weights of units whose neighbouring products do not fit 16 bits (crowded units) are stored separately. If
+there are many of them, the state is a signed number of 9 bits instead, stored in 16 without a zero point, and its
+weights stay bytes in memory.
 """
 from __future__ import annotations
 
