@@ -34,7 +34,7 @@ ROWS = 8192             # rows of the table
 NOWHERE = (-1, 0)       # begin (the highest address) and end of an unused row
 _MMAP = {"x86_64": 9, "aarch64": 222}                       # number of the system call
 _PROT_READ = 1
-_MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000               # PRIVATE, FIXED, ANONYMOUS, NORESERVE; on both
+_MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000       # PRIVATE, FIXED, ANONYMOUS, NORESERVE; equal on both
 
 
 class GuardRow(IntEnum):
