@@ -1,5 +1,7 @@
-"""Boxes, and whether one covers another: sums and products are those of the operator's reference, in its order, so that
-every backend takes the same boxes."""
+"""Bounding boxes and their overlap, for NonMaxSuppression.
+
+Sums and products are computed in the order of the operator's reference, so that every backend keeps the same boxes.
+"""
 from __future__ import annotations
 
 import numpy as np
@@ -7,11 +9,16 @@ import numpy as np
 from engines.codegen.ir_builder import Value
 
 TINY = float(np.finfo(np.float32).tiny)
-Box = tuple[Value, ...]         # its lower and its upper corner, on two axes, and its area
+Box = tuple[Value, ...]         # (low y, low x, high y, high x, area)
 
 
 def box_of(a: Value, b: Value, c: Value, d: Value, centred: bool) -> Box:
-    """Of two corners in any order, or of a centre and the sides."""
+    """Return a box as (low y, low x, high y, high x, area).
+
+    Parameters
+    ----------
+    a, b, c, d : two corners in any order; or if `centred`, the centre and the lengths of the sides, as float32.
+    """
     pairs = [(a, c), (b, d)]
     if centred:
         ends = [(centre - side / 2, centre + side / 2) for centre, side in pairs]
@@ -22,7 +29,10 @@ def box_of(a: Value, b: Value, c: Value, d: Value, centred: bool) -> Box:
 
 
 def covers(taken: Box, box: Box, overlap: Value) -> Value:
-    """Whether the first covers the second by more than that share of both."""
+    """Return an i1 that is true if the intersection over union of two boxes is above `overlap`.
+
+    The union is at least the smallest normal float32, so that empty boxes give 0.
+    """
     low, left, high, right, area = taken
     spans = ((low, box[0], high, box[2]), (left, box[1], right, box[3]))
     sides = [_extreme("olt", end, own_end) - _extreme("ogt", start, own_start)
@@ -34,5 +44,5 @@ def covers(taken: Box, box: Box, overlap: Value) -> Value:
 
 
 def _extreme(order: str, a: Value, b: Value) -> Value:
-    """a where it stands in this order to b, else b."""
+    """Return a if the comparison `order` of a and b holds, else b."""
     return a.f.select(a.compare(order, b), a, b)

@@ -1,7 +1,7 @@
-"""Compiles modules in processes of their own, several at once: LLVM's Python binding lets one thread compile at a time.
+"""Compile modules in several processes: LLVM's Python binding compiles in one thread at a time.
 
-A worker is a backend's compiler run as a program, which calls `serve`: it reads texts and writes objects, each after
-its length, until its input ends.
+A worker is a backend's compiler, run as a program that calls `serve`: it reads texts and writes objects, each preceded
+by its length, until its input ends.
 """
 from __future__ import annotations
 
@@ -17,22 +17,31 @@ from typing import IO
 
 from engines.machine import object_cache
 
-ENOUGH = 1_000_000      # characters of IR, a second's work: for less it does not pay to start processes
-MOST_WORKERS = 8        # each takes some 80 MB
-_SIZE = struct.Struct("<q")         # of what follows; negative: of an error's text
+ENOUGH = 1_000_000      # characters of IR, about one second of work, below which no process is started
+MOST_WORKERS = 8        # each needs about 80 MB
+_SIZE = struct.Struct("<q")         # bytes of the message that follows; negative if it is an error's text
 
 
 class CompilerPool:
-    """As many workers as processors, started when there is enough to do; until then, and on one processor, this process
-    compiles. Objects in the object cache are not compiled, and what is compiled is kept there."""
+    """Pool of compiler processes, one for each processor up to MOST_WORKERS.
+
+    It starts them when ENOUGH text waits; until then, and on one processor, this process compiles. Objects that are in
+    the object cache are not compiled again, and new ones are stored there.
+    """
 
     def __init__(self, compiler: Callable[[str], bytes], program: Sequence[str],
                  key: Callable[[str], str] | None = None) -> None:
-        """compiler: a module's text -> its code. program: a module of Python that serves it, and its arguments. key: a
-        module's text -> its key in the object cache; None: objects are not kept."""
+        """Make a pool; it starts no process yet.
+
+        Parameters
+        ----------
+        compiler : compile the text of a module to object code, in this process.
+        program : module of Python that calls `serve` with this compiler, and its arguments.
+        key : return the key of a module's text in the object cache. None: do not use the cache.
+        """
         self._compiler, self._program, self._key = compiler, program, key
         self._count = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if hasattr(os, "sched_getaffinity") else 1
-        self._threads: ThreadPoolExecutor | None = None     # one for each worker, waiting for it
+        self._threads: ThreadPoolExecutor | None = None     # one thread for each worker, to wait for its answers
         self._workers: SimpleQueue[_Worker] = SimpleQueue()
 
     def __enter__(self) -> CompilerPool:
@@ -46,13 +55,21 @@ class CompilerPool:
                 self._workers.get().stop()
 
     def compile(self, texts: Iterable[str], done: Callable[[], None] = lambda: None) -> list[bytes]:
-        """The object of each module's text, compiled while the next texts are made. done() is called after each.
+        """Return the object of each module's text; compilation starts while `texts` still produces the next ones.
 
-        Raises RuntimeError, with LLVM's own message, if a text is no valid IR.
+        Parameters
+        ----------
+        texts : LLVM IR, a module each.
+        done : called once for each finished object, for a progress bar.
+
+        Raises
+        ------
+        RuntimeError
+            A text is not valid IR (the message is LLVM's), or a process ended early.
         """
         cache = object_cache.current() if self._key else None
         keys: list[str] = []
-        objects: dict[int, bytes] = {}      # those of the cache, by the text's position
+        objects: dict[int, bytes] = {}      # position of the text -> object; at first those from the cache
         waiting: dict[int, str] = {}
         futures: dict[int, Future[bytes]] = {}
         for i, text in enumerate(texts):
@@ -89,9 +106,19 @@ class CompilerPool:
             self._workers.put(worker)
 
 
-def compile_apart(text: str, program: Sequence[str]) -> bytes:
-    """The object of a text, compiled in a process of its own: who wants nothing else has no use for a compiler in its
-    memory. program: see CompilerPool. Raises RuntimeError."""
+def compile_in_subprocess(text: str, program: Sequence[str]) -> bytes:
+    """Compile a text in a process of its own, so that LLVM takes no memory in this one.
+
+    Parameters
+    ----------
+    text : LLVM IR of a module.
+    program : module of Python that calls `serve`, and its arguments.
+
+    Raises
+    ------
+    RuntimeError
+        The text is not valid IR (the message is LLVM's), or the process ended early.
+    """
     worker = _Worker(program)
     try:
         return worker.compile(text)
@@ -100,7 +127,7 @@ def compile_apart(text: str, program: Sequence[str]) -> bytes:
 
 
 class _Worker:
-    """One process."""
+    """Handle of one compiler process."""
 
     def __init__(self, program: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -113,14 +140,14 @@ class _Worker:
             _write(self._process.stdin, text.encode())
             answer, failed = _read(self._process.stdout)
         except (BrokenPipeError, EOFError) as error:
-            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}; is there enough memory "
-                               "for all of them?") from error
+            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}, maybe for lack of "
+                               "memory: free some, or let the build use fewer CPUs (taskset)") from error
         if failed:
             raise RuntimeError(answer.decode())
         return answer
 
     def stop(self) -> None:
-        self._process.communicate()         # its input ends, and so does it
+        self._process.communicate()         # closes its input, which ends it, and waits
 
 
 def _write(stream: IO[bytes], data: bytes, failed: bool = False) -> None:
@@ -129,7 +156,7 @@ def _write(stream: IO[bytes], data: bytes, failed: bool = False) -> None:
 
 
 def _read(stream: IO[bytes]) -> tuple[bytes, bool]:
-    """(data, is it an error's text); EOFError where the stream ends."""
+    """Read one message: (data, True if it is an error's text). Raises EOFError at the end of the stream."""
     head = stream.read(_SIZE.size)
     if len(head) < _SIZE.size:
         raise EOFError
@@ -141,7 +168,7 @@ def _read(stream: IO[bytes]) -> tuple[bytes, bool]:
 
 
 def serve(compiler: Callable[[str], bytes]) -> None:
-    """What a worker does, from its standard input to its standard output."""
+    """Compile each text of standard input to an object on standard output, until the input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:

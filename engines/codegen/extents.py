@@ -1,17 +1,17 @@
-"""Numbers that a kernel is told when it is called, not when it is written.
+"""Symbolic integers: sizes of a kernel that are read at run time instead of written into its code.
 
-A kernel is written in Python by its problem's numbers: extents, strides. An Extent takes the place of such a number. It
-counts as a number does, and keeps the term that it was counted by:
+A kernel is written in Python with its problem's numbers: extents, strides. An Extent takes the place of such a number.
+It computes as an int does, and records the expression (term) that gave it:
 
     rows = Extent(trace, 77, leaf(0))
     -(-rows // 6)                           # Extent: 13 = -(-n0 // 6)
 
-Emitted as an operand, it is a load from a table of numbers that the kernel reads (Function.constant). Wherever Python
-needs the number itself, to compare, to count a loop that is unrolled, to write it into a text, the answer becomes a
-guard: what was written is right for all numbers for which each guard has the same answer. So no kernel need know of
-extents: one that asks for the number itself is written for this number alone, and its guards say so.
+Emitted as an operand, an Extent becomes a load from a table of run-time numbers (Function.constant). If Python needs
+the number itself, to compare, to unroll a loop, to write it into a text, the answer is recorded as a guard. The code is
+valid for all numbers that give every guard its recorded value. So a kernel need not be written for Extents: one that
+reads the number itself is specialised to it, and its guards record that.
 
-Source: the way that torch.fx.experimental.symbolic_shapes (PyTorch 2) makes dynamic shapes of traces.
+Reference: torch.fx.experimental.symbolic_shapes (PyTorch 2), which makes traces with dynamic shapes in this way.
 """
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TABLE = "told"                  # the table's address, in each function
+TABLE = "told"                  # name of the register that holds the table's address, in each function
 Term = int | list[Any]          # a number; ["n", i] is leaf i; [operator, term, term]
 
 _OPERATORS: dict[str, Callable[[int, int], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,
     "==": operator.eq, "<": operator.lt, "<=": operator.le}
 _DIVIDE = ("//", "%")
-NEVER = -(1 << 62)          # what is divided by nothing: no guard has this value
+NEVER = -(1 << 62)          # result of a division by 0; no guard has this value
 
 
 def leaf(index: int) -> Term:
+    """Return the term of run-time number `index`."""
     return ["n", index]
 
 
 def value_of(term: Term, numbers: Sequence[int]) -> int:
-    """What the term is where its leaves are these numbers."""
+    """Evaluate a term for these run-time numbers; a division by 0 gives NEVER, a comparison 0 or 1."""
     if isinstance(term, int):
         return term
     if term[0] == "n":
         return numbers[term[1]]
     left, right = (value_of(one, numbers) for one in term[1:])
-    return +_OPERATORS[term[0]](left, right) if term[0] not in _DIVIDE or right else NEVER     # an answer is 0 or 1
+    return +_OPERATORS[term[0]](left, right) if term[0] not in _DIVIDE or right else NEVER     # + makes a bool an int
 
 
 @dataclass
 class Trace:
-    """What was asked of extents while a kernel was written."""
-    guards: dict[str, tuple[Term, int]] = field(default_factory=dict)       # by their text: a term, and what it was
-    table: list[Term] = field(default_factory=list)     # what the kernel reads
+    """Guards and run-time numbers recorded while a kernel was written."""
+    guards: dict[str, tuple[Term, int]] = field(default_factory=dict)       # text of a term -> (term, its value)
+    table: list[Term] = field(default_factory=list)     # terms whose values the kernel loads
     _slots: dict[str, int] = field(default_factory=dict)
 
     def slot(self, term: Term) -> int:
-        """The place of a term in the table."""
+        """Return the position of a term in the table; add the term if it is new."""
         key = str(term)
         if key not in self._slots:
             self._slots[key] = len(self.table)
@@ -60,23 +61,24 @@ class Trace:
         return self._slots[key]
 
     def guard(self, term: Term, value: int) -> None:
-        """What is written now holds while the term has this value."""
+        """Record that the code is valid only while the term has this value."""
         self.guards[str(term)] = term, value
 
     def extents(self, numbers: Sequence[int]) -> list[Extent]:
+        """Return an Extent for each number: number i is leaf i."""
         return [Extent(self, number, leaf(index)) for index, number in enumerate(numbers)]
 
 
 class Extent:
-    """An integer and the term that it is. It is no int, so that nothing takes it for one without asking."""
+    """Integer with the term that it was computed by. It is no int, so that no code uses its number without a guard."""
     __slots__ = ("trace", "value", "term")
 
     def __init__(self, trace: Trace, value: int, term: Term) -> None:
         self.trace, self.value, self.term = trace, value, term
 
-    # ---- counting
-    def _counted(self, word: str, a: Any, b: Any) -> Any:
-        # What another kernel is told is only a number here: their terms say nothing of each other.
+    # ---- arithmetic: the result is an Extent, or an int if it depends on no leaf
+    def _arithmetic(self, word: str, a: Any, b: Any) -> Any:
+        # An extent of another kernel is a plain number here: terms of two traces cannot be combined.
         a, b = (one.__index__() if isinstance(one, Extent) and one.trace is not self.trace else one for one in (a, b))
         left, right = (one.term if isinstance(one, Extent) else one for one in (a, b))
         if isinstance(left, float) or isinstance(right, float):
@@ -89,70 +91,70 @@ class Extent:
         return Extent(self.trace, int(_OPERATORS[word](*map(_number, (a, b)))), term)
 
     def __add__(self, other: Any) -> Any:
-        return self._counted("+", self, other)
+        return self._arithmetic("+", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self._counted("+", other, self)
+        return self._arithmetic("+", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self._counted("-", self, other)
+        return self._arithmetic("-", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._counted("-", other, self)
+        return self._arithmetic("-", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self._counted("*", self, other)
+        return self._arithmetic("*", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self._counted("*", other, self)
+        return self._arithmetic("*", other, self)
 
     def __floordiv__(self, other: Any) -> Any:
-        return self._counted("//", self, other)
+        return self._arithmetic("//", self, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return self._counted("//", other, self)
+        return self._arithmetic("//", other, self)
 
     def __mod__(self, other: Any) -> Any:
-        return self._counted("%", self, other)
+        return self._arithmetic("%", self, other)
 
     def __rmod__(self, other: Any) -> Any:
-        return self._counted("%", other, self)
+        return self._arithmetic("%", other, self)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
     def __neg__(self) -> Any:
-        return self._counted("-", 0, self)
+        return self._arithmetic("-", 0, self)
 
     def __abs__(self) -> Any:
         return -self if self < 0 else self
 
-    # ---- asking: each answer is a guard
-    def _asked(self, word: str, a: Any, b: Any) -> Any:
-        """Whether the comparison holds."""
-        found = self._counted(word, a, b)
+    # ---- comparisons and conversions: each result is recorded as a guard
+    def _compare(self, word: str, a: Any, b: Any) -> Any:
+        """Return the result of a comparison as a bool, with a guard."""
+        found = self._arithmetic(word, a, b)
         if found is NotImplemented:
             return NotImplemented
         return bool(found.__index__() if isinstance(found, Extent) else found)
 
     def __eq__(self, other: object) -> Any:
-        return self._asked("==", self, other)
+        return self._compare("==", self, other)
 
     def __ne__(self, other: object) -> Any:
-        equal = self._asked("==", self, other)
+        equal = self._compare("==", self, other)
         return equal if equal is NotImplemented else not equal
 
     def __lt__(self, other: Any) -> Any:
-        return self._asked("<", self, other)
+        return self._compare("<", self, other)
 
     def __le__(self, other: Any) -> Any:
-        return self._asked("<=", self, other)
+        return self._compare("<=", self, other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._asked("<", other, self)
+        return self._compare("<", other, self)
 
     def __ge__(self, other: Any) -> Any:
-        return self._asked("<=", other, self)
+        return self._compare("<=", other, self)
 
     def __bool__(self) -> bool:
         return bool(self != 0)
@@ -185,19 +187,19 @@ class Extent:
 
 
 class Table:
-    """The numbers that one function reads, each once, before all else: lines of LLVM IR."""
+    """LLVM IR lines at the start of a function that load its run-time numbers, each once."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._registers: dict[int, str] = {}
 
     def begin(self, operands: str, place: int) -> None:
-        """In a kernel: the address of the table is the operand of this number."""
+        """Load the table's address, which is operand number `place` of the kernel."""
         self.lines += [f"  %{TABLE}.at = getelementptr i8, ptr {operands}, i64 {8 * place}",
                        f"  %{TABLE} = load ptr, ptr %{TABLE}.at, align 8"]
 
     def register(self, extent: Extent, fresh: Callable[[str], str]) -> str:
-        """The i64 that holds it; fresh: a name that is not used yet, for a hint."""
+        """Return the i64 register that holds an extent; `fresh` makes an unused name from a hint."""
         slot = extent.trace.slot(extent.term)
         if slot not in self._registers:
             name = self._registers[slot] = f"%{fresh('number')}"
@@ -211,6 +213,7 @@ def _number(one: Extent | int) -> int:
 
 
 def _simplified(word: str, left: Term, right: Term) -> Term:
+    """Fold constants and identities (x + 0, 1 * x, x - x, ...) of a new term."""
     if word in ("==", "<=") and left == right:
         return 1
     if word == "<" and left == right:

@@ -1,11 +1,11 @@
-"""The operations of problems on integers, on values of any bits that hold the operands, or vectors of them."""
+"""Integer operations of the elementwise problems, on scalars or vectors whose type holds the operands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from engines.codegen.ir_builder import Value
 
-Operation = Callable[..., Value]        # an answer of yes or no is 1 or 0
+Operation = Callable[..., Value]        # comparisons give 1 or 0
 
 
 def _comparison(order: str) -> Operation:
@@ -13,6 +13,7 @@ def _comparison(order: str) -> Operation:
 
 
 def truth(test: Value, like: Value) -> Value:
+    """Widen a test (i1) to 0 or 1 in the type of `like`."""
     return test.f.cast("zext", test, like.type, "truth")
 
 
@@ -24,25 +25,25 @@ def _choice(order: str) -> Operation:
     return lambda a, b: a.f.select(a.compare(order, b), a, b)
 
 
-# By 0 all of these give 0. The machine's division is not asked for what it would trap at: that, and the least / -1.
+# Division by 0 gives 0. x86 traps on division by 0 and on INT_MIN / -1, so both divisors are replaced by 1.
 def _divisor(b: Value) -> Value:
     special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
     return b.f.select(special, b.like(1), b)
 
 
 def _quotient(a: Value, b: Value) -> Value:
-    """Truncated toward zero."""
+    """Divide, rounding toward zero; division by 0 gives 0."""
     usual = a.binary("sdiv", _divisor(b))
     return a.f.select(b.compare("eq", 0), a.like(0), a.f.select(b.compare("eq", -1), a.like(0) - a, usual))
 
 
 def _remainder(a: Value, b: Value) -> Value:
-    """With the sign of the dividend."""
+    """Return the remainder with the sign of the dividend."""
     return a.binary("srem", _divisor(b))
 
 
 def _modulo(a: Value, b: Value) -> Value:
-    """With the sign of the divisor."""
+    """Return the remainder with the sign of the divisor."""
     rest = _remainder(a, b)
     opposed = rest.compare("ne", 0).binary("and", rest.binary("xor", b).compare("slt", 0))
     return a.f.select(opposed, rest + b, rest)

@@ -1,4 +1,4 @@
-"""Numbers as integers of the same order: what sorts and searches compare."""
+"""Sort keys: signed integers that order as the numbers they stand for, compared by TopK and searches."""
 from __future__ import annotations
 
 from engines.codegen.ir_builder import Value
@@ -6,12 +6,26 @@ from engines.codegen.types import FLOATING, I32, I64, element_of, overload
 
 
 def lowest_of(bits: int) -> int:
+    """Return the smallest signed integer of so many bits."""
     return -(1 << bits - 1)
 
 
 def key_of(number: Value, rising: bool = True) -> Value:
-    """A signed integer of as many bits; not rising: of the opposite order. Both zeros are one number; of integers the
-    least counts as the one above it, so that no key is the lowest there is."""
+    """Return the sort key of a number.
+
+    Both zeros have one key. The smallest integer gets the key of the one above it, so that no key equals
+    lowest_of(bits).
+
+    Parameters
+    ----------
+    number : float32, float64, int32 or int64, or a vector of them.
+    rising : the order of keys is that of the numbers; else the opposite one.
+
+    Returns
+    -------
+    Value
+        Signed integers of the number's width.
+    """
     bits = 64 if element_of(number.type) in (I64, "double") else 32
     lowest = lowest_of(bits)
     if element_of(number.type) not in FLOATING:

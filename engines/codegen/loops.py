@@ -10,7 +10,10 @@ from engines.codegen.types import I1, lanes_of
 
 def every_address(f: Function, address: Value, shape: Sequence[int | Value], strides: Sequence[int],
                   **carried: dict[Any, Value]) -> Iterator[Value]:
-    """The address of every element in row-major order, in nested loops that carry registers as Function.loop does."""
+    """Emit nested loops over a strided array in row-major order, and yield the address of the element.
+
+    strides are in bytes. carried: registers that the loops carry, as in Function.loop.
+    """
     if not shape:
         yield address
         return
@@ -19,10 +22,10 @@ def every_address(f: Function, address: Value, shape: Sequence[int | Value], str
 
 
 def repeat(f: Function, name: str, state: dict[Any, Value]) -> Iterator[list[Value]]:
-    """Write a loop that runs at least once, and again while one of its tests holds in any lane.
+    """Emit a do-while loop: it runs again while one of its tests holds in any lane.
 
-    The body appends the tests, i1 or vectors of them, to the list that it gets. `state` has the registers that the loop
-    carries, as in Function.loop.
+    The body appends the tests, i1 or vectors of i1, to the list that this yields. `state` holds the registers that the
+    loop carries, as in Function.loop.
     """
     before, label = f.block, f.fresh(name)
     slots, first, phis = f.phis({name: state})
@@ -38,7 +41,7 @@ def repeat(f: Function, name: str, state: dict[Any, Value]) -> Iterator[list[Val
         more = more.binary("or", test)
     if more.type != I1:
         more = f.call(I1, f"llvm.vector.reduce.or.v{lanes_of(more.type)}i1", more, hint="any")
-    # Without the hint LLVM makes a branch of each test, of which most cost time and are hard to predict.
+    # Without !unpredictable LLVM branches on each test separately, and those branches are mispredicted.
     f.write(f"br {more}, label %{label}, label %{label}.end, !unpredictable !{{}}")
     f.depth -= 1
     f.begin(f"{label}.end")

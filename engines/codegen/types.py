@@ -1,4 +1,4 @@
-"""The types of LLVM IR and its constants, as text."""
+"""LLVM IR types and constants as text."""
 from __future__ import annotations
 
 import re
@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 I1, I8, I16, I32, I64, PTR, FLOAT, DOUBLE = "i1", "i8", "i16", "i32", "i64", "ptr", "float", "double"
 FLOATING = (FLOAT, DOUBLE)
-# NumPy's name of a stored dtype -> the type of an element
+# NumPy's name of a stored dtype -> LLVM type of an element
 ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "float32": FLOAT,
             "float16": "half", "bfloat16": I16, "float64": DOUBLE, "int16": I16, "uint16": I16, "uint32": I32,
             "uint64": I64}
@@ -20,7 +20,7 @@ def vector(lanes: int, element: str) -> str:
 
 
 def pointer(space: int) -> str:
-    """A pointer into an address space other than PTR's, which is the usual one."""
+    """Return the type of a pointer into an address space other than the default one."""
     return f"{PTR} addrspace({space})"
 
 
@@ -37,15 +37,15 @@ def element_of(type_: str) -> str:
 
 
 def overload(type_: str) -> str:
-    """How an intrinsic's name says a type: f32, v8f32."""
+    """Return the suffix of an overloaded intrinsic's name for a type: f32, v8f32."""
     element = {FLOAT: "f32", DOUBLE: "f64"}.get(element_of(type_), element_of(type_))
     return element if element_of(type_) == type_ else f"v{lanes_of(type_)}{element}"
 
 
 def literal(number: int | float, type_: str) -> str:
-    """The text of a constant; a number becomes all lanes of a vector."""
+    """Return the text of a constant; a vector type gets the number in all lanes."""
     element, text = element_of(type_), str(number)
-    if element != type_ and number == 0:    # of any element type, half too
+    if element != type_ and number == 0:    # valid for every element type, half too
         return "zeroinitializer"
     if element in FLOATING:    # LLVM writes a float as the bits of the double of equal value
         exact, = struct.unpack("f", struct.pack("f", number)) if element == FLOAT else (number,)
@@ -54,19 +54,19 @@ def literal(number: int | float, type_: str) -> str:
 
 
 def picks(mask: Sequence[int]) -> str:
-    """The mask of a shuffle; -1: any value will do."""
+    """Return the mask operand of a shufflevector; -1 in the mask is poison."""
     words = ", ".join(f"i32 {i}" if i >= 0 else "i32 poison" for i in mask)
     return f"{vector(len(mask), I32)} {f'<{words}>' if any(mask) else 'zeroinitializer'}"
 
 
 @cache
 def name_of(hint: str) -> str:
-    """A hint as LLVM takes it in a name."""
+    """Turn a hint into characters that LLVM allows in a name."""
     return re.sub(r"\W+", "_", hint).strip("_")
 
 
 def in_turns(parts: Sequence[Sequence[str]], strands: int) -> Iterator[str]:
-    """The lines of so many parts at a time, one of each in turn."""
+    """Interleave the lines of `strands` parts at a time, taking one line of each in turn."""
     for first in range(0, len(parts), strands):
         for turn in zip_longest(*parts[first:first + strands]):
             yield from (line for line in turn if line is not None)

@@ -1,7 +1,7 @@
-"""The words that programs and kernels ask of every machine, on values of `lanes` elements: vectors, or scalars of one.
+"""Primitive operations that every target provides on values of `lanes` elements: vectors, or scalars if `lanes` is 1.
 
-They are the Machine that epilogue programs run on (engines/lowering/epilogue/functions.py): operands but the first may
-be numbers. What a machine says in another way than plain LLVM it says in its own table.
+They implement the Machine that epilogue programs run on (engines/lowering/epilogue/functions.py). All operands but the
+first may be Python numbers. A target overrides the operations for which it has better code than plain LLVM IR.
 """
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import FLOAT, I16, I32, overload, vector
 
 
-class Words:
-    """What plain LLVM has for all of them."""
+class Primitives:
+    """Primitive operations written in plain LLVM IR."""
     lanes: int
-    natural = False     # tensors lie at multiples of their elements' size; else anywhere
+    natural = False     # True if tensors are aligned to their element size
 
     def of(self, element: str) -> str:
-        """The type of a value."""
+        """Return the LLVM type of a value: `element`, or a vector of `lanes` elements."""
         return element if self.lanes == 1 else vector(self.lanes, element)
 
     @property
@@ -27,14 +27,14 @@ class Words:
         return self.of(FLOAT)
 
     def align(self, size: int) -> int:
-        """What the address of an element of so many bytes is surely a multiple of."""
+        """Return an alignment in bytes that the address of an element of `size` bytes is certain to have."""
         return size if self.natural else 1
 
     # ---- float32
     def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
         return a.f.call(self.floats, f"llvm.fma.{overload(self.floats)}", a, a.like(b), a.like(c), hint="fma")
 
-    # Compare and select become one vmaxps; llvm.maxnum would add code for NaN.
+    # LLVM folds compare and select into one vmaxps; llvm.maxnum would add code for NaN.
     def max(self, a: Value, b: Value | Number) -> Value:
         return a.f.select(a.compare("ogt", b), a, a.like(b), "max")
 
@@ -42,7 +42,7 @@ class Words:
         return a.f.select(a.compare("olt", b), a, a.like(b), "min")
 
     def unary(self, word: str, x: Value) -> Value:
-        """word: sqrt, fabs, floor, ceil, rint: LLVM's intrinsic, exact everywhere; of as many floats as x has."""
+        """Call an LLVM intrinsic (sqrt, fabs, floor, ceil, rint) on all lanes of x; exact on every target."""
         return x.f.call(x.type, f"llvm.{word}.{overload(x.type)}", x, hint=word)
 
     def compare(self, a: Value, order: str, b: Value | Number) -> Value:
@@ -64,12 +64,12 @@ class Words:
         return ints.f.cast("sitofp", ints, self.floats, "float")
 
     def narrowed(self, dtype: str, x: Value) -> Value:
-        """The nearest numbers of float16 or bfloat16."""
+        """Round to the nearest numbers of float16 or bfloat16; the result is float32 again."""
         if dtype == "float16":
             return self.half_to_float(self.float_to_half(x))
         return self.bfloat_to_float(self.float_to_bfloat(x))
 
-    # ---- halves; those of bfloat16 are i16
+    # ---- 16-bit floats; bfloat16 is an i16 here
     def half_to_float(self, halves: Value) -> Value:
         return halves.f.cast("fpext", halves, self.floats, "float")
 
@@ -77,11 +77,11 @@ class Words:
         return x.f.cast("fptrunc", x, self.of("half"), "half")
 
     def bfloat_to_float(self, shorts: Value) -> Value:
-        """A bfloat16 is the upper half of a float32."""
+        """Widen bfloat16, which is the upper half of a float32."""
         return self.from_bits(shorts.f.cast("zext", shorts, self.ints, "wide") << 16)
 
     def float_to_bfloat(self, x: Value) -> Value:
-        """Halves to even: add half of the last kept bit, less one where that bit is 0."""
+        """Round to nearest, ties to even: add half of the last kept bit, less one where that bit is 0."""
         bits = self.bits(x)
         odd = bits.binary("lshr", 16) & 1
         return x.f.cast("trunc", (bits + odd + 0x7FFF).binary("lshr", 16), self.of(I16), "bfloat")

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import finalize
@@ -28,6 +28,7 @@ COLOURS = 32            # cache lines of a page, of its 64, at which large buffe
 HUGE_PAGE = 2 << 20
 _SPARE = 4              # times the size asked for that a block of a pool may have
 _KEPT_BLOCKS = 2
+_LAYOUTS = 64           # kept for a model
 _SMALL_BLOCK = 64 << 10
 MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
 
@@ -76,6 +77,25 @@ def rounded_up(size: int) -> int:
     """Return the next multiple of an eighth of the power of two below it: at most an eighth more."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
+
+
+class Layouts:
+    """Layouts of a model's shapes. Shapes that differ little have one: the next lengths of a text, or of a cache."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Layout] = {}
+
+    def plan(self, buffers: Sequence[Buffer], fills: Sequence[Fill]) -> Layout:
+        """Return a layout as plan_memory does, for buffers at most an eighth larger."""
+        sizes = tuple([rounded_up(buffer.bytes) for buffer in buffers])
+        key = sizes, tuple([(buffer.first, buffer.last) for buffer in buffers]), halo_classes(fills)
+        layout = self._known.get(key)
+        if layout is None:
+            if len(self._known) >= _LAYOUTS:
+                self._known.clear()
+            rounded = [replace(buffer, bytes=size) for buffer, size in zip(buffers, sizes, strict=True)]
+            layout = self._known[key] = plan_memory(rounded, fills)
+        return layout
 
 
 def _share(buffers: Sequence[Buffer], fills: Sequence[Fill]) -> list[_Block]:

@@ -38,15 +38,15 @@ class Guard:
         from engines.machine.cpu import detect
         if sys.maxsize < 1 << 32:
             raise ConfigError("pointers of this process have 32 bits")
-        self._table = (ctypes.c_int64 * (len(bus_guard.Row) * bus_guard.ROWS))()
-        self._lost = bus_guard.Row.LOST
+        self._table = (ctypes.c_int64 * (len(bus_guard.GuardRow) * bus_guard.ROWS))()
+        self._lost = bus_guard.GuardRow.LOST
         self._nowhere = bus_guard.NOWHERE
         # Rows of it, the one that has been free the longest first; its methods are atomic.
-        self._free = deque(range(0, len(self._table), len(bus_guard.Row)))
+        self._free = deque(range(0, len(self._table), len(bus_guard.GuardRow)))
         self._previous = ctypes.create_string_buffer(_SIGACTION_BYTES)
         _sigaction(None, self._previous)
         libc = ctypes.CDLL(None)
-        process = bus_guard.Process(
+        process = bus_guard.ProcessAddresses(
             ctypes.addressof(self._table), ctypes.addressof(self._previous),
             *(ctypes.cast(function, ctypes.c_void_p).value or 0
               for function in (libc.syscall, libc.sigaction, libc["raise"])))

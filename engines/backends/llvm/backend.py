@@ -1,4 +1,4 @@
-"""The CPU backend: kernels emitted as LLVM IR, for each instruction set of codegen/isa.py. LLVM is loaded on use."""
+"""CPU backend: kernels emitted as LLVM IR for the instruction sets of codegen/isa.py. LLVM is imported on first use."""
 from __future__ import annotations
 
 from engines.backends.base import Backend, Session
@@ -10,7 +10,7 @@ from engines.plan.roofline import Peaks
 
 
 class LlvmBackend:
-    """Its targets are instruction sets."""
+    """CPU backend, whose targets are instruction sets."""
     name = "llvm"
     targets = tuple(isa.name for isa in ALL)
     selects = True
@@ -27,8 +27,8 @@ class LlvmBackend:
         try:
             from engines.backends.llvm.session import LlvmSession
         except ImportError as error:
-            raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite, or build for "
-                              "the target 'numpy'") from error
+            raise ConfigError(f"cannot build for '{target}': llvmlite is not installed ({error}); install llvmlite, or "
+                              "build for the target 'numpy'") from error
         return LlvmSession(target, cache, timing, short_lived, beside if isinstance(beside, LlvmSession) else None)
 
     def peaks(self) -> Peaks:

@@ -1,4 +1,4 @@
-"""The constants of a plan as they are packed for its kernels, equal ones once."""
+"""Constants of a plan as its kernels read them; equal ones are stored once."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -20,34 +20,44 @@ from engines.lowering.calls.calls import Call, name_of
 from engines.lowering.problems.problem import Array, Problem
 from engines.plan.plan import EXPANDED, ExpandedConstant, Operand
 
-TAIL = 4 * ALIGNMENT        # bytes behind them: a prefetch or the last vector may look past the end
+TAIL = 4 * ALIGNMENT        # bytes after the last constant, which prefetches and vector loads may access
 
 
-class Constants:
-    """Collects packed constants, each on a cache line, in order of execution.
+class PackedConstants:
+    """Collector of packed constants, each on a cache line, in order of execution.
 
     Equal constants are stored once and expanded once. Calls with equal constants in one layout are packed once.
     """
 
     def __init__(self, graph: Graph, isa: Isa, expanders: Mapping[Problem, Choice],
                  shared: SharedConstants | None = None) -> None:
-        """expanders: the kernels that expand constants when a plan is loaded. shared: what the plan that this one is
-        loaded beside has already."""
+        """Make an empty collection.
+
+        Parameters
+        ----------
+        graph : graph whose constants are stored under their names.
+        isa : instruction set of the kernels.
+        expanders : kernels that expand constants when a plan is loaded.
+        shared : constants of the plan that this one is loaded beside.
+        """
         self._graph, self._isa, self._expanders, self._shared = graph, isa, expanders, shared
         self._names = {(array.ctypes.data, array.nbytes): name for name, array in graph.constants.items()
                        if not isinstance(array, Deferred) and array.flags.c_contiguous}
         self._parts: list[Any] = []                 # arrays of bytes, and Deferreds
         self._size = 0
-        self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
-        self.expanded: list[ExpandedConstant] = []      # what is computed from them when the plan is loaded
+        self.weight_offsets: dict[str, int] = {}    # name -> offset of graph constants that are stored unchanged
+        self.expanded: list[ExpandedConstant] = []      # constants that are computed when the plan is loaded
         self._expanded_size = 0
-        self._packed: dict[Hashable, list[tuple[Operand, int]]] = {}    # by layout and contents
+        self._packed: dict[Hashable, list[tuple[Operand, int]]] = {}    # layout and contents -> packed constants
         self._expansions: dict[Hashable, Operand] = {}
-        self._inputs, self._stored = EqualArrays(), EqualArrays()       # of pack(), and what is stored
-        self._offsets: dict[int, int] = {}          # by number in `_stored`
+        self._inputs, self._stored = EqualArrays(), EqualArrays()       # inputs of pack(), and stored constants
+        self._offsets: dict[int, int] = {}          # number in `_stored` -> offset
 
     def add(self, array: Array | Deferred, name: str = "") -> tuple[Operand, int]:
-        """(where, bytes). name: of the graph's constant that this is, where it is not in one piece there."""
+        """Store a constant and return (operand, bytes).
+
+        name: the graph constant that this is a contiguous copy of, if that is not contiguous itself.
+        """
         if isinstance(array, Deferred):
             return self._place(array, array.nbytes, name)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -56,7 +66,7 @@ class Constants:
         return self._add(flat, name)
 
     def _add(self, flat: Array, name: str) -> tuple[Operand, int]:
-        name = name or self._names.get((flat.ctypes.data, len(flat)), "")       # packing may give the constant itself
+        name = name or self._names.get((flat.ctypes.data, len(flat)), "")       # pack() may return a constant unchanged
         return self._place(flat, len(flat), name)
 
     def _place(self, part: Array | Deferred, size: int, name: str) -> tuple[Operand, int]:
@@ -74,20 +84,20 @@ class Constants:
         return Operand(None, offset), size
 
     def add_packed(self, call: Call, choice: Choice) -> list[tuple[Operand, int]]:
-        """The constants of a call, as its kernel's tactic packs them: where the kernel reads each, and how much.
+        """Pack the constants of a call for its kernel's tactic, and return (operand, bytes) of each.
 
-        Calls and tactics that pack equal constants alike read the same ones.
+        Calls and tactics with one layout of equal constants share them.
         """
         packing = self._packing(call, choice)
         if packing in self._packed:
             return self._packed[packing]
-        pack, add = partial(self._pack, call, choice), partial(self._placed, call, choice)
+        pack, add = partial(self._pack, call, choice), partial(self._store, call, choice)
         added = self._shared.packed(call, choice, pack, add) if self._shared and not _has_late(call) else add(pack())
         self._packed[packing] = added
         return added
 
     def _packing(self, call: Call, choice: Choice) -> Hashable:
-        """Return a key of all that the packed constants of a call follow from."""
+        """Return a key of all that decides on the packed constants of a call."""
         kernel, arrays = choice.kernel, list(_arrays(call))
         if counting_in(kernel) or any(not isinstance(array, np.ndarray) for array in arrays):
             return id(call), type(kernel), kernel.packing(choice.tactic)
@@ -97,7 +107,10 @@ class Constants:
         return how, tuple(call.constants), tuple(self._inputs.number(array) for array in arrays)
 
     def _pack(self, call: Call, choice: Choice) -> list[Any]:
-        """Once extents are known, where they decide about constants or how these are packed."""
+        """Pack the constants of a call.
+
+        The result is deferred if symbolic extents decide on them or on their layout.
+        """
         pack = partial(choice.kernel.pack, self._isa, choice.tactic, call.constants)
         if not _has_late(call):
             counting = counting_in(choice.kernel)
@@ -106,14 +119,14 @@ class Constants:
                 return list(found)
         return late_arrays(_packed, choice.kernel, self._isa, choice.tactic, dict(call.constants))
 
-    def _placed(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
+    def _store(self, call: Call, choice: Choice, arrays: list[Any]) -> list[tuple[Operand, int]]:
         added = [self.add(array) for array in arrays]
         for which, problem in choice.kernel.expansions(self._isa, choice.tactic).items():
             added[which] = self._expand(problem, *added[which], name_of(call))
         return added
 
     def _expand(self, problem: Problem, source: Operand, kept: int, name: str) -> tuple[Operand, int]:
-        """The constant that a kernel computes from one of `kept` bytes."""
+        """Return the operand and size of the constant that a kernel expands from one of `kept` bytes."""
         expander = self._expanders[problem]
         grid = expander.kernel.grid(self._isa, expander.tactic)
         assert (grid.row_step, grid.column_step) == (1, 1), f"{problem.family}: its grid is to be cut anywhere"
@@ -124,7 +137,7 @@ class Constants:
         key = expander.symbol, source, size
         if key in self._expansions:
             return self._expansions[key], size
-        if self._shared and source.buffer is not None:      # what is computed of it is the plan's own, and so is this
+        if self._shared and source.buffer is not None:      # the plan's own expansions need a source of its own
             source = self._add(self._shared.bytes_at(source, kept), "")[0]
         place = ExpandedConstant(expander.symbol, source.offset, self._expanded_size, size, items * grid.rows_per_item,
                         grid.columns, name)
@@ -134,11 +147,11 @@ class Constants:
         return self._expansions[key], size
 
     def tensor(self, name: str) -> Operand:
-        """A constant of the graph, as it is."""
+        """Store a graph constant unchanged, and return its operand."""
         return self.add(self._graph.constants[name], name)[0]
 
-    def keep(self, name: str) -> None:
-        """The same, among the plan's own constants: the reference reads it from there."""
+    def store_own(self, name: str) -> None:
+        """Store a graph constant among the plan's own constants, from where a fallback reads it."""
         array = self._graph.constants[name]
         if isinstance(array, Deferred):
             self._place(array, array.nbytes, name)
@@ -146,7 +159,7 @@ class Constants:
             self._add(np.ascontiguousarray(array).reshape(-1).view(np.uint8), name)
 
     def data(self) -> Any:
-        """All of them: bytes, or LateBytes where some follow from extents."""
+        """Return all constants: bytes, or LateBytes if some depend on symbolic extents."""
         parts: list[bytes | Deferred] = []
         for late, group in groupby(self._parts, lambda part: isinstance(part, Deferred)):
             some = list(group)
@@ -164,7 +177,7 @@ def _arrays(call: Call) -> Iterator[Any]:
 
 
 def _has_late(call: Call) -> bool:
-    """Whether a constant follows from extents."""
+    """Return True if a constant of the call depends on symbolic extents."""
     return any(isinstance(array, Deferred) for array in _arrays(call))
 
 

@@ -1,4 +1,4 @@
-"""Builds for a CPU: a graph with stored types decided -> all of a plan that depends on the machine."""
+"""Session of the CPU backend: builds the machine part of a plan from a graph with storage types."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from engines.backends.base import Progress, TimedNode
 from engines.backends.llvm.codegen.executor import scheduler_object
 from engines.backends.llvm.codegen.isa import Isa, isa_named
-from engines.backends.llvm.constants import Constants
+from engines.backends.llvm.constants import PackedConstants
 from engines.backends.llvm.kernels.kernel import Window
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.backends.llvm.sharing import SharedConstants
@@ -34,17 +34,17 @@ from engines.machine.timing_cache import TimingCache
 from engines.passes.quantization.weights import with_rounded_rows
 from engines.plan.plan import Footprint, GeneralKernel, MachinePart, Operand, Plan, Step
 
-USUAL_BATCH = 32            # of full tiles, whatever their shape
+USUAL_BATCH = 32            # batch that fills tiles of any shape
 
 
 @dataclass(frozen=True)
 class CpuChosen:
-    """A lowered graph, and the kernels of its calls."""
+    """Lowered graph, and the kernels of its calls."""
     lowered: Lowered
     choices: Mapping[Problem, Choice]
     expanders: Mapping[Problem, Choice]      # kernels that expand constants when a plan is loaded
     max_batch: int
-    items: int                              # of the batch that kernels are timed with, where it makes no difference
+    items: int                              # batch size for timing kernels that are not divided by batch
 
     @property
     def graph(self) -> Graph:
@@ -56,8 +56,8 @@ class CpuChosen:
 
 
 @dataclass(frozen=True)
-class CountedCalls:
-    """A lowered graph in which extents are counted, and the kernel of each of its calls that solve problems."""
+class SymbolicCalls:
+    """Lowered graph with symbolic extents, and the kernel of each of its calls that solve problems."""
     lowered: Lowered
     choices: Sequence[Choice]
     expanders: Mapping[Problem, Choice]
@@ -69,11 +69,20 @@ class CountedCalls:
 
 
 class LlvmSession:
-    """Builds for one instruction set; it times kernels where this machine can run them."""
+    """Session that builds for one instruction set. It times kernels if this machine can run them."""
 
     def __init__(self, target: str, cache: TimingCache, timing: bool, short_lived: bool = False,
                  beside: LlvmSession | None = None) -> None:
-        """beside: a session of the same build, whose compiled code this one shares if it is for the same target."""
+        """Make a session.
+
+        Parameters
+        ----------
+        target : name of the instruction set (codegen/isa.py).
+        cache : times of kernels from earlier builds.
+        timing : choose tactics by time, if this machine can run them; else by cost.
+        short_lived : for plans that run a few times only; see Tuner.
+        beside : a session of the same build, whose compiled code this one shares if it is for the same target.
+        """
         cpu, isa = detect(), isa_named(target)
         runnable = isa.requires <= cpu.features and not (isa.triple and not isa.triple.startswith(cpu.architecture))
         self.isa, self.cache = isa, cache
@@ -97,7 +106,8 @@ class LlvmSession:
                progress: Progress | None = None) -> CpuChosen:
         """Lower a graph and choose a tactic for each kernel.
 
-        opt_batch: the batch that they are timed with; None: one item, and USUAL_BATCH where kernels are cut by batch.
+        opt_batch: the batch size to time with. None: one item, and also USUAL_BATCH for kernels that are divided by
+        batch.
         """
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.choose({call.problem: call.constants for call in lowered.compiled}, progress, batches,
@@ -105,84 +115,84 @@ class LlvmSession:
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
     def _lowered(self, graph: Graph, max_batch: int, opt_batch: int | None) -> tuple[Lowered, tuple[int, ...]]:
-        """And the batches that kernels are for."""
+        """Return the lowered graph, and the batch sizes that kernels are chosen for."""
         batches = (1, min(max_batch, USUAL_BATCH)) if opt_batch is None and max_batch > 1 else (opt_batch or 1,)
         lowered = lower(with_rounded_rows(graph), self.isa.narrow.lanes)
         buffers = buffers_of(lowered, max_batch)
-        if not is_counted(buffers):         # else once they are known
+        if not is_counted(buffers):         # symbolic sizes are checked when they are known
             check_memory(graph.name, buffers, max_batch)
         return write_borders(lowered, max_batch), batches
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> CpuChosen:
-        """The same of kernels that are there, for these shapes or for any: see Tuner.general."""
+        """Lower a graph and choose kernels whose code exists, for these shapes or symbolic ones; see Tuner.general."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
 
         def others() -> Iterable[Problem]:
             if usual is None or self._usual_is_met:
                 return ()
             self._usual_is_met = True
-            # Whether there is memory for that many items of it is not asked: nothing of it is run.
+            # Without check_memory: nothing of this graph is run.
             lowered = lower(with_rounded_rows(usual()), self.isa.narrow.lanes)
             return (call.problem for call in write_borders(lowered, max_batch).compiled)
 
         choices = self.tuner.general((call.problem for call in lowered.compiled), batches, others)
         return CpuChosen(lowered, choices, self._expanders(choices.values()), max_batch, batches[0])
 
-    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> CountedCalls:
-        """The same of a graph in which extents are counted, by kernels that are told them."""
+    def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> SymbolicCalls:
+        """Lower a graph with symbolic extents and choose kernels that take these at run time."""
         lowered, batches = self._lowered(graph, max_batch, opt_batch)
         choices = self.tuner.counted([call.problem for call in lowered.compiled], batches)
-        return CountedCalls(lowered, choices, self._expanders(choices), max_batch)
+        return SymbolicCalls(lowered, choices, self._expanders(choices), max_batch)
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """The kernels made so far that take numbers at run time, and their code."""
+        """Return the symbolic kernels compiled so far, and their code."""
         kernels = self.tuner.generals
         return kernels.known, tuple(kernels.code.values())
 
     def settle(self, chosen: CpuChosen, progress: Progress | None = None) -> CpuChosen:
-        """Of tactics that are near each other, the fastest inside this network."""
+        """Choose the fastest inside this network among tactics whose times are close."""
         if not self.tuner.timing:
             return chosen
         uses = [call.problem for call in chosen.lowered.compiled]
         choices = settled(chosen.choices, uses, self.tuner, chosen.items, partial(self._trial, chosen), progress)
         return replace(chosen, choices=choices, expanders=self._expanders(choices.values()))
 
-    def assemble(self, chosen: CpuChosen | CountedCalls) -> MachinePart:
-        """Pack constants, lay out buffers."""
-        if isinstance(chosen, CountedCalls):
+    def assemble(self, chosen: CpuChosen | SymbolicCalls) -> MachinePart:
+        """Pack constants and lay out buffers: return the machine part of a plan."""
+        if isinstance(chosen, SymbolicCalls):
             choices = [[choice] for choice in chosen.choices]
         else:
             if self.tuner.timing:
                 self._timed |= self.tuner.corrections(chosen.choices)
             choices = [[chosen.choices[call.problem]] for call in chosen.lowered.compiled]
-        machine = _Assembler(chosen, self.isa, choices, self._shared).machine()
+        machine = _CpuAssembler(chosen, self.isa, choices, self._shared).machine()
         if self._beside and not self.tuner.timing:
             return item_major_as_in(self._beside.machine, machine, chosen.max_batch)
         return machine
 
     @property
     def timed(self) -> Mapping[str, Mapping[str, float]]:
-        """Of all kernels that were timed: see Tuner.corrections."""
+        """Return the corrections of all kernels that were timed; see Tuner.corrections."""
         return self._timed
 
     def take_over(self, plan: Plan) -> None:
-        """Constants, code, and what was timed. Plans that are made from now on are loaded beside this one."""
+        """Reuse the constants, code and times of a plan. Plans made from now on are loaded beside it."""
         self._beside, self._shared = plan, SharedConstants(plan.machine)
         if part := plan.open:
             code = [code for one in (plan, *part.others) for code in one.machine.code]
             self.tuner.take_over(part.timed, code, part.general)
 
     def _trial(self, chosen: CpuChosen, rivals: Mapping[Problem, Sequence[Choice]]) -> Trial:
-        """The steps of every rival, in memory for as many items as are timed."""
+        """Return a plan with the steps of all close candidates, with memory for as many items as are timed."""
         expanders = self._expanders(choice for some in rivals.values() for choice in some)
         items = chosen.items if chosen.max_batch else 0
-        assembler = _Assembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
-                               [rivals[call.problem] for call in chosen.lowered.compiled])
+        assembler = _CpuAssembler(replace(chosen, expanders=expanders, max_batch=items), self.isa,
+                                  [rivals[call.problem] for call in chosen.lowered.compiled])
         machine = assembler.machine()
         machine = replace(machine, inputs=(), outputs=(), buffers=trial_buffers(machine.buffers, assembler.steps_of))
-        # the steps of the reference are not timed, but made ready: they read their constants from the plan
+        # Fallback steps are not timed, but they are loaded, and read their constants from the plan.
         plan = Plan(chosen.graph.name, "", items, (), (), machine, weights=chosen.graph.constants)
         problems = [call.problem if isinstance(call, Call) else None for call in chosen.lowered.calls]
         return Trial(plan, assembler.steps_of, problems)
@@ -192,8 +202,7 @@ class LlvmSession:
                                   for problem in choice.kernel.expansions(self.isa, choice.tactic).values()})
 
     def tuned(self, plan: Plan) -> Plan:
-        """The plan with the steps that are faster item by item, and the times of those that no kernel runs, as timed
-        here."""
+        """Return the plan with item-major runs where they are faster, and with measured times of fallback steps."""
         if not self.tuner.timing:
             return plan
         beside = LoadedPlan(self._beside) if self._beside else None
@@ -201,19 +210,21 @@ class LlvmSession:
         return with_reference_times(plan, beside)
 
 
-class _Assembler:
-    """The calls of a lowered graph as steps, one for each of the choices of those that solve problems; in a plan to
-    keep it is one."""
+class _CpuAssembler:
+    """Assembler of steps for the calls of a lowered graph, one step for each choice of a call.
 
-    def __init__(self, chosen: CpuChosen | CountedCalls, isa: Isa, choices: Sequence[Sequence[Choice]],
+    A final plan has one choice for each call; a trial has several.
+    """
+
+    def __init__(self, chosen: CpuChosen | SymbolicCalls, isa: Isa, choices: Sequence[Sequence[Choice]],
                  shared: SharedConstants | None = None) -> None:
         self.lowered, self.isa, self.choices, self.max_batch = chosen.lowered, isa, iter(choices), chosen.max_batch
         self.steps: list[Step] = []
-        self.steps_of: list[range] = []             # of each call
+        self.steps_of: list[range] = []             # numbers of the steps of each call
         self.code = {choice.symbol: choice.code for choice in chosen.expanders.values()}
-        self.constants = Constants(chosen.graph, self.isa, chosen.expanders, shared)
+        self.constants = PackedConstants(chosen.graph, self.isa, chosen.expanders, shared)
         self.shared = shared.sizes if shared else ()
-        self.writers: dict[int, list[int]] = {}     # buffer -> steps
+        self.writers: dict[int, list[int]] = {}     # buffer -> steps that write it
         for call in self.lowered.calls:
             self._add(call)
 
@@ -225,7 +236,7 @@ class _Assembler:
             self.steps += [self._kernel(call, step, choice) for choice in next(self.choices)]
         else:
             for name in self.lowered.graph.constants.keys() & {*call.node.inputs}:
-                self.constants.keep(name)
+                self.constants.store_own(name)
             self.steps.append(step)
         self.steps_of.append(range(first, len(self.steps)))
         for placement in call.outputs:

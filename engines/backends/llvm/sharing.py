@@ -1,8 +1,8 @@
-"""What the plans of one model for several shapes have in common: constants of one of them that the others read.
+"""Constants that several plans of one model (for several shapes) share.
 
-The packed weights of a layer are the same bytes at every shape, as long as its tactic packs them alike. The plan that
-is made first has them; those that are loaded beside it have operands there, and no copies. What it does not have, for
-the others take another tactic, is packed once for all of them.
+The packed weights of a layer are the same bytes at every shape, as long as its tactic packs them in one layout. The
+first plan stores them; plans that are loaded beside it have operands there, and no copies. Weights that other tactics
+pack in another layout are packed once for all further plans.
 """
 from __future__ import annotations
 
@@ -18,61 +18,66 @@ from engines.ir.graph import Array
 from engines.lowering.calls.calls import Call, name_of
 from engines.plan.plan import SHARED, SHARED_EXPANDED, MachinePart, Operand
 
-LEAST = 256         # bytes of a constant that it pays to look for
-SPARE = 1 << 20     # bytes that may be kept of what is not shared, and as many as there are of constants
-ENTRY = 1024        # bytes that what is known of one call's constants takes beside them
-Packed = list[tuple[Operand, int]]      # where each packed constant of a call is, and its bytes
+LEAST = 256         # least bytes of a constant that is searched for
+SPARE = 1 << 20     # bytes of packed constants that are cached, in addition to the size of the plan's constants
+ENTRY = 1024        # estimated overhead of a cache entry, in bytes
+Packed = list[tuple[Operand, int]]      # (operand, bytes) of each packed constant of a call
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What was packed of constants: where it is, if it is shared, or else itself."""
+class _CachedPacking:
+    """Cache entry of packed constants: their operands if they are shared, else the packed arrays."""
     contents: list[bytes]
     places: Packed
     arrays: list[Array] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
-        """About what keeping it takes."""
+        """Return the approximate memory of the entry."""
         return ENTRY + sum(array.nbytes for array in self.arrays)
 
 
 class SharedConstants:
-    """The constants of a plan, to be found by what is in them."""
+    """Constants of a plan, indexed by their contents."""
 
     def __init__(self, machine: MachinePart) -> None:
         self.sizes = len(machine.constants), machine.expanded_bytes
         self._bytes = np.frombuffer(machine.constants, np.uint8)
         self._expanded = {(item.symbol, item.source, item.bytes): item.offset for item in machine.expanded}
-        self._places: dict[bytes, list[int]] = {}       # by their first bytes
+        self._places: dict[bytes, list[int]] = {}       # first bytes -> offsets
         starts = {o.offset for step in machine.steps for o in step.operands if o.buffer is None}
         for start in sorted(starts.union((item.source for item in machine.expanded), machine.weight_offsets.values())):
             self._places.setdefault(self._bytes[start:start + LEAST].tobytes(), []).append(start)
-        self._packed: dict[Any, _Known] = {}
-        self._spare = len(machine.constants) + SPARE    # bytes that may yet be kept of what is not shared
+        self._packed: dict[Any, _CachedPacking] = {}
+        self._spare = len(machine.constants) + SPARE    # free bytes of the cache
 
     def find(self, flat: Array) -> Operand | None:
-        """Where these bytes are."""
+        """Return the operand of a constant with these bytes, or None."""
         for start in self._places.get(flat[:LEAST].tobytes(), ()) if len(flat) >= LEAST else ():
             if np.array_equal(self._bytes[start:start + len(flat)], flat):
                 return Operand(SHARED, start)
         return None
 
     def bytes_at(self, place: Operand, size: int) -> Array:
-        """What is there."""
+        """Return the bytes of a shared constant."""
         return self._bytes[place.offset:place.offset + size]
 
     def expansion(self, symbol: str, source: Operand, size: int) -> Operand | None:
-        """Where the constant is that a kernel computes from a shared one."""
+        """Return the operand of the constant that a kernel expands from a shared one, or None."""
         offset = self._expanded.get((symbol, source.offset, size)) if source.buffer == SHARED else None
         return None if offset is None else Operand(SHARED_EXPANDED, offset)
 
     def packed(self, call: Call, choice: Choice, pack: Callable[[], list[Array]],
                add: Callable[[list[Array]], Packed]) -> Packed:
-        """Where a call's constants are, each with its bytes: `pack` packs them, `add` gives what is packed its places.
+        """Return the operands of a call's packed constants, each with its bytes.
 
-        What was packed before of equal constants in the same way is not packed again, and not added where all of it is
-        shared; as much is remembered as there is room for.
+        Equal constants in one layout are packed once, and not added again if all of them are shared. The cache of
+        packed constants is bounded.
+
+        Parameters
+        ----------
+        pack : pack the constants of the call.
+        add : give packed arrays their places in the plan.
         """
         layout = choice.kernel.packing_anywhere(choice.tactic)
         if layout is None:
@@ -86,14 +91,14 @@ class SharedConstants:
         arrays = pack()
         places = add(arrays)
         if places and all(operand.buffer in (SHARED, SHARED_EXPANDED) for operand, _ in places):
-            found = _Known(contents, places)
+            found = _CachedPacking(contents, places)
         else:
-            found = _Known(contents, [], arrays)
-        self._keep(key, found)
+            found = _CachedPacking(contents, [], arrays)
+        self._remember(key, found)
         return places
 
-    def _keep(self, key: Any, known: _Known) -> None:
-        """As long as there is room: in place of what was packed of other constants."""
+    def _remember(self, key: Any, known: _CachedPacking) -> None:
+        """Cache an entry if there is room, in place of the entry of other constants with this key."""
         room = self._spare + (self._packed.pop(key).bytes if key in self._packed else 0)
         self._spare = room - known.bytes if known.bytes <= room else room
         if known.bytes <= room:

@@ -1,12 +1,12 @@
-"""Writes the loops of a nest, and the operations of its program at the loops that they depend on.
+"""Emit the loops of a nest, and each operation of its program inside the loops that it depends on.
 
-    outer loops, the one with lanes last        (of those with rows: some neighbours at once)
+    outer loops, the vectorised one last        (an unrolled one: several neighbours per iteration)
         for each pass: inner loops; operations; accumulators
         inner loops once more, if results are stored inside
 
-An operation is written as soon as all loops that it depends on have begun: no turn of another loop computes it again.
-Where the loop with lanes has several vectors, and that with rows several neighbours, there is a copy of an operation
-for each of those that it depends on: a product of matrices then uses what it loads several times.
+An operation is emitted as soon as all loops that it depends on have begun, so that no other loop repeats it. If the
+vectorised loop has several vectors, or a loop is unrolled, an operation has a copy for each that it depends on: a
+matrix product then reuses its loads.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engines.codegen.loops import repeat
 from engines.codegen.nest.order import NONE, Loops
 from engines.codegen.nest.values import (
     COMBINED,
-    Found,
+    LaneValue,
     Ramp,
     better,
     compared,
@@ -39,23 +39,23 @@ from engines.codegen.nest.values import (
     store,
 )
 from engines.codegen.types import I1, I64, vector
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 from engines.lowering.nest.program import FLOATING
 
-Copy = tuple[int, int]          # which of the neighbours, which of the vectors
+Copy = tuple[int, int]          # (number of the unrolled neighbour, number of the vector)
 Parts = Iterator[tuple[Value, int]]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What is known at a place in the code: the loops that have begun, and what was computed in them."""
-    at: tuple[Value, ...]                                   # the address of each source, moved along its loops
-    bases: tuple[Value, ...]                                # of its first element in this item
+    """State at a point of the code: the loops that have begun, and the values computed in them."""
+    at: tuple[Value, ...]                                   # address of each source at the current indices
+    bases: tuple[Value, ...]                                # address of each source's first element in this item
     indices: dict[int, Value]
-    values: dict[tuple[int, Copy], Found] = field(default_factory=dict)
+    values: dict[tuple[int, Copy], LaneValue] = field(default_factory=dict)
     phase: int = 0
     neighbours: int = 1
-    counts: tuple[int, ...] = (1,)                          # lanes of each vector that hold something
+    counts: tuple[int, ...] = (1,)                          # active lanes of each vector
 
     def copies(self) -> list[Copy]:
         return [(row, part) for row in range(self.neighbours) for part in range(len(self.counts))]
@@ -63,51 +63,51 @@ class Frame:
 
 @dataclass(frozen=True)
 class Address:
-    """Of `count` elements: a step apart, or at places of their own."""
+    """Address of `count` elements: `step` bytes apart from `base`, or each at its own in `addresses`."""
     base: Value
     step: int
     count: int
-    places: Sequence[Value] | None = None
+    addresses: Sequence[Value] | None = None
 
-    def load(self, words: Words, dtype: str) -> Value:
-        if self.places is None:
-            return load(words, dtype, self.base, self.step, self.count)
-        return gathered(words, dtype, self.places)
+    def load(self, machine: Primitives, dtype: str) -> Value:
+        if self.addresses is None:
+            return load(machine, dtype, self.base, self.step, self.count)
+        return gathered(machine, dtype, self.addresses)
 
-    def store(self, words: Words, dtype: str, value: Found) -> None:
-        if self.places is None:
-            store(words, dtype, value, self.base, self.step, self.count)
+    def store(self, machine: Primitives, dtype: str, value: LaneValue) -> None:
+        if self.addresses is None:
+            store(machine, dtype, value, self.base, self.step, self.count)
         else:
-            scattered(words, dtype, value, self.places)
+            scattered(machine, dtype, value, self.addresses)
 
 
 Body = Callable[[Frame], None]
 
 
 class Code:
-    """Writes the loops of a nest into a function."""
+    """Emitter of a nest's loops into a function."""
 
-    def __init__(self, f: Function, words: Words, loops: Loops) -> None:
-        self.f, self.words, self.loops = f, words, loops
+    def __init__(self, f: Function, machine: Primitives, loops: Loops) -> None:
+        self.f, self.machine, self.loops = f, machine, loops
 
     # ---- loops
-    def enter(self, frame: Frame, loop: int, index: Value, size: int, wanted: Collection[int]) -> Frame:
-        """Inside `size` turns of a loop from `index` on, with what of the wanted operations can be written there."""
+    def enter(self, frame: Frame, loop: int, index: Value, size: int, required: Collection[int]) -> Frame:
+        """Return the frame inside `size` iterations of a loop, with the required operations that can run there."""
         at = tuple(address + index * view.strides[loop] if loop < len(view.strides) and self._is_read[i] else address
                    for i, (address, view) in enumerate(zip(frame.at, self.loops.sources, strict=True)))
         frame = replace(frame, at=at, indices={**frame.indices, loop: index}, values=dict(frame.values))
         if loop == self.loops.cut.lanes:
-            lanes = self.words.lanes
+            lanes = self.machine.lanes
             counts = tuple(min(lanes, size - start) for start in range(0, size, lanes))
             frame = replace(frame, counts=counts)
         elif loop == self.loops.cut.rows:
             frame = replace(frame, neighbours=size)
-        self.fill(frame, wanted)
+        self.fill(frame, required)
         return frame
 
-    def fill(self, frame: Frame, wanted: Collection[int]) -> None:
-        """Write the wanted operations that can be written here and are not yet."""
-        for one in sorted(wanted):
+    def fill(self, frame: Frame, required: Collection[int]) -> None:
+        """Emit the required operations that can be computed here and have not been emitted."""
+        for one in sorted(required):
             ready = self.loops.depends[one] <= frame.indices.keys() and self.loops.phases[one] <= frame.phase
             if ready and self.loops.program.operations[one].op != "reduce" and one not in self._fused:
                 if self.loops.program.operations[one].op == "phi" and self.key(one, (0, 0)) not in frame.values:
@@ -118,13 +118,13 @@ class Code:
                         frame.values[key] = self._value(frame, one, copy)
 
     def _cycle(self, frame: Frame, number_: int) -> None:
-        """Write all operations of a cycle, as a loop in which all lanes and copies repeat together."""
+        """Emit all operations of a cycle as one loop, in which all lanes and copies repeat together."""
         program, cycle = self.loops.program, self.loops.program.cycles[number_]
         whole = spread if self.loops.cut.lanes in self.loops.depends[cycle.phis[0]] else plain
         self.fill(frame, program.needed(cycle.exits).difference(cycle.phis, cycle.body, cycle.exits))
 
         def values(operations: Iterable[int]) -> dict[Any, Value]:
-            return {self.key(phi, copy): whole(self.words, self.found(frame, one, copy))
+            return {self.key(phi, copy): whole(self.machine, self.value_at(frame, one, copy))
                     for phi, one in zip(cycle.phis, operations, strict=True) for copy in frame.copies()}
 
         state = values(program.operations[phi].args[0] for phi in cycle.phis)
@@ -132,26 +132,26 @@ class Code:
             frame.values.update(state)
             self.fill(frame, set(cycle.body))
             state.update(values(cycle.steps))
-            again = {self.key(cycle.test, copy): self.found(frame, cycle.test, copy) for copy in frame.copies()}
-            tests += [plain(self.words, test) for test in again.values()]
+            again = {self.key(cycle.test, copy): self.value_at(frame, cycle.test, copy) for copy in frame.copies()}
+            tests += [plain(self.machine, test) for test in again.values()]
 
-    def over(self, frame: Frame, order: Sequence[int], wanted: Collection[int], body: Body,
+    def over(self, frame: Frame, order: Sequence[int], required: Collection[int], body: Body,
              acc: dict[object, Value] | None = None, bounds: tuple[Value, Value] | None = None) -> None:
-        """These loops, one in the other; bounds: of the first one, known at run time."""
+        """Emit nested loops around a body; bounds: run-time bounds of the first loop."""
         if not order:
             body(frame)
             return
         loop, *rest = order
         for start, size in self._parts(loop, acc, bounds):
-            self.over(self.enter(frame, loop, start, size, wanted), rest, wanted, body, acc)
+            self.over(self.enter(frame, loop, start, size, required), rest, required, body, acc)
 
     def _parts(self, loop: int, acc: dict[object, Value] | None, bounds: tuple[Value, Value] | None) -> Parts:
-        """acc: None where nothing is summed over the loop, so that it may be cut anyhow."""
-        extent, step = self.loops.extents[loop], self.loops.width(self.words.lanes, loop)
+        """Yield the tiles of a loop. acc: its accumulators, or None if it has none and may be cut in any way."""
+        extent, step = self.loops.extents[loop], self.loops.width(self.machine.lanes, loop)
         if acc is not None:
             yield from self.f.tiles(f"loop {loop}", extent, step, acc=acc)
         elif bounds is None:
-            yield from self.f.tiles(f"loop {loop}", extent, step, anyhow=True)
+            yield from self.f.tiles(f"loop {loop}", extent, step, split_tail=True)
         else:
             tail = extent % step
             for start in self.f.range(f"loop {loop}", bounds[0], bounds[1].at_most(extent - tail), step):
@@ -162,16 +162,16 @@ class Code:
 
     # ---- operations
     def key(self, one: int, copy: Copy) -> tuple[int, Copy]:
-        """Copies in which an operation is the same share its value."""
+        """Return the key of a value; copies for which an operation is equal share one."""
         cut, depends = self.loops.cut, self.loops.depends[one]
         return one, (copy[0] if cut.rows in depends else 0, copy[1] if cut.lanes in depends else 0)
 
-    def found(self, frame: Frame, one: int, copy: Copy) -> Found:
+    def value_at(self, frame: Frame, one: int, copy: Copy) -> LaneValue:
         return frame.values[self.key(one, copy)]
 
     @cached_property
     def _fused(self) -> set[int]:
-        """Products of floats that are only summed: each is one instruction with its sum, and no value of its own."""
+        """Return the float products that only feed one sum: each is emitted as a multiply-add with that sum."""
         program, readers = self.loops.program, dict[int, list[str]]()
         for one in program.operations:
             for arg in one.args:
@@ -185,18 +185,18 @@ class Code:
         read = {one.what for one in self.loops.program.operations if one.op == "read"}
         return [source in read for source in range(len(self.loops.sources))]
 
-    def _value(self, frame: Frame, number_: int, copy: Copy) -> Found:
+    def _value(self, frame: Frame, number_: int, copy: Copy) -> LaneValue:
         one, cut = self.loops.program.operations[number_], self.loops.cut
         varies = cut.lanes in self.loops.depends[number_]
         if one.op == "number":
-            return number(self.words, one, frame.bases[0])
+            return number(self.machine, one, frame.bases[0])
         if one.op == "item":
             return frame.indices[-1]
         if one.op == "index":
             return self._index(frame, int(one.what or 0), copy)
         if one.op == "read":
             return self._read(frame, int(one.what or 0), copy)
-        args = [self.found(frame, arg, copy) for arg in one.args]
+        args = [self.value_at(frame, arg, copy) for arg in one.args]
         if one.op == "exit":
             return args[1]
         count = frame.counts[copy[1]] if varies else 1
@@ -204,31 +204,31 @@ class Code:
             return self._pick(frame, int(one.what or 0), args, count if varies else 0)
         kind = self.loops.program.operations[one.args[0]].kind
         kind = self.loops.program.operations[one.args[1]].kind if one.op == "where" else kind
-        value = computed(self.words, one, kind, args)
+        value = computed(self.machine, one, kind, args)
         if not varies and one.kind not in FLOATING and isinstance(value, Value) and is_vector(value):
             element = value.type[:-1].split(" x ")[1]
             value = self.f.op(element, f"extractelement {value}, i32 0", "alike")
         return value
 
-    def _index(self, frame: Frame, loop: int, copy: Copy) -> Found:
+    def _index(self, frame: Frame, loop: int, copy: Copy) -> LaneValue:
         index = frame.indices[loop]
         if loop == self.loops.cut.lanes:
-            return Ramp(index + copy[1] * self.words.lanes, 1)
+            return Ramp(index + copy[1] * self.machine.lanes, 1)
         return index + copy[0] if loop == self.loops.cut.rows else index
 
     def _read(self, frame: Frame, source: int, copy: Copy) -> Value:
         view, cut = self.loops.sources[source], self.loops.cut
         along, across = (view.strides[loop] if loop != NONE else 0 for loop in (cut.lanes, cut.rows))
-        address = frame.at[source] + (along * self.words.lanes * copy[1] + across * copy[0])
-        return load(self.words, view.dtype, address, along, frame.counts[copy[1]])
+        address = frame.at[source] + (along * self.machine.lanes * copy[1] + across * copy[0])
+        return load(self.machine, view.dtype, address, along, frame.counts[copy[1]])
 
-    def _pick(self, frame: Frame, source: int, indices: Sequence[Found], count: int) -> Value:
-        """count: of lanes; 0 where all are alike."""
+    def _pick(self, frame: Frame, source: int, indices: Sequence[LaneValue], count: int) -> Value:
+        """Load the element at computed indices. count: the number of lanes, or 0 if the indices are uniform."""
         view = self.loops.sources[source]
-        return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.words, view.dtype)
+        return self.address(frame.bases[source], view.strides, indices, count or 1).load(self.machine, view.dtype)
 
-    def address(self, base: Value, strides: Sequence[int], indices: Sequence[Found], count: int) -> Address:
-        """Where elements are, at an index along each axis."""
+    def address(self, base: Value, strides: Sequence[int], indices: Sequence[LaneValue], count: int) -> Address:
+        """Return the address of the elements at an index along each axis."""
         step, far = 0, None
         for index, stride in zip(indices, strides, strict=True):
             if isinstance(index, Ramp):
@@ -240,16 +240,16 @@ class Code:
                 base = base + index * stride
         if far is None:
             return Address(base, step, count)
-        far = far + Ramp(far.f.constant(0, I64), step).vector(self.words.lanes)
+        far = far + Ramp(far.f.constant(0, I64), step).vector(self.machine.lanes)
         return Address(base, step, count, [
             base + self.f.op(I64, f"extractelement {far}, i32 {lane}", "place") for lane in range(count)])
 
     # ---- reductions
-    def reduced(self, frame: Frame, wanted: set[int]) -> Frame:
-        """What is known after all passes over the inner loops."""
+    def reduced(self, frame: Frame, required: set[int]) -> Frame:
+        """Emit all passes over the inner loops, and return the frame after them."""
         program, phases = self.loops.program, self.loops.phases
-        for phase in range(max((phases[one] for one in wanted), default=0)):
-            sums = [one for one in sorted(wanted)
+        for phase in range(max((phases[one] for one in required), default=0)):
+            sums = [one for one in sorted(required)
                     if program.operations[one].op == "reduce" and phases[one] == phase + 1]
             acc: dict[object, Value] = {}
             for one in sums:
@@ -262,75 +262,75 @@ class Code:
                 for copy in frame.copies():
                     if (key := self.key(one, copy)) not in frame.values:
                         frame.values[key] = self._end(one, copy, acc)
-            self.fill(frame, wanted)
+            self.fill(frame, required)
         return frame
 
     @property
     def _across(self) -> bool:
-        """Whether lanes lie along an inner loop: then each of its vectors has an accumulator."""
+        """Return True if an inner loop is vectorised; each vector then has its own accumulator."""
         return self.loops.cut.lanes >= self.loops.outer
 
-    def _place_of(self, one: int, copy: Copy) -> Copy:
-        """The accumulator of a copy of a reduction's term."""
+    def _accumulator_of(self, one: int, copy: Copy) -> Copy:
+        """Return the copy of the accumulator that a copy of a reduction's term goes into."""
         row, part = self.key(self.loops.program.operations[one].args[0], copy)[1]
         return row, copy[1] if self._across else part
 
-    def _places(self, frame: Frame, one: int) -> list[Copy]:
-        """All of them."""
+    def _accumulators(self, frame: Frame, one: int) -> list[Copy]:
+        """Return the copies of a reduction's accumulators."""
         parts = range(self.loops.cut.vectors if self._across else len(frame.counts))
         every = ((row, part) for row in range(frame.neighbours) for part in parts)
-        return list(dict.fromkeys(self._place_of(one, copy) for copy in every))
+        return list(dict.fromkeys(self._accumulator_of(one, copy) for copy in every))
 
     def _begin(self, frame: Frame, one: int, acc: dict[object, Value]) -> None:
         program = self.loops.program
         how, kind = str(program.operations[one].what), program.operations[program.operations[one].args[0]].kind
-        for copy in self._places(frame, one):
-            acc[one, copy] = identity(self.words, how, kind, frame.bases[0])
+        for copy in self._accumulators(frame, one):
+            acc[one, copy] = identity(self.machine, how, kind, frame.bases[0])
             if "_" in how:
-                acc[one, copy, "where"] = self.f.constant(0, self.words.of(I64))
+                acc[one, copy, "where"] = self.f.constant(0, self.machine.of(I64))
 
     def _accumulate(self, frame: Frame, sums: Sequence[int], acc: dict[object, Value]) -> None:
         for one in sums:
             operation = self.loops.program.operations[one]
             term, how = operation.args[0], str(operation.what)
             kind = self.loops.program.operations[term].kind
-            for copy in dict.fromkeys(self._place_of(one, copy) for copy in frame.copies()):
+            for copy in dict.fromkeys(self._accumulator_of(one, copy) for copy in frame.copies()):
                 before = acc[one, copy]
-                count = frame.counts[copy[1]] if self._across else self.words.lanes
-                here = None if count == self.words.lanes else self._first(count)
+                count = frame.counts[copy[1]] if self._across else self.machine.lanes
+                here = None if count == self.machine.lanes else self._first(count)
                 if term in self._fused:
-                    a, b = (spread(self.words, self.found(frame, arg, copy))
+                    a, b = (spread(self.machine, self.value_at(frame, arg, copy))
                             for arg in self.loops.program.operations[term].args)
                     after = multiplied(a, b, before)
                     acc[one, copy] = after if here is None else self.f.select(here, after, before)
                     continue
-                value = spread(self.words, self.found(frame, term, copy))
+                value = spread(self.machine, self.value_at(frame, term, copy))
                 if "_" in how:
                     test = self._beats(how, kind, value, before)
                     test = test if here is None else test.binary("and", here)
-                    place = spread(self.words, self._place(frame, copy))
+                    place = spread(self.machine, self._flat_index(frame, copy))
                     acc[one, copy] = self.f.select(test, value, before)
                     acc[one, copy, "where"] = self.f.select(test, place, acc[one, copy, "where"])
                     continue
                 if here is not None:
-                    value = self.f.select(here, value, identity(self.words, how, kind, value))
+                    value = self.f.select(here, value, identity(self.machine, how, kind, value))
                 acc[one, copy] = COMBINED[how](kind, value, before)
 
     def _first(self, count: int) -> Value:
-        flags = ", ".join(f"i1 {int(lane < count)}" for lane in range(self.words.lanes))
-        return Value(self.f, vector(self.words.lanes, I1), f"<{flags}>")
+        flags = ", ".join(f"i1 {int(lane < count)}" for lane in range(self.machine.lanes))
+        return Value(self.f, vector(self.machine.lanes, I1), f"<{flags}>")
 
     @staticmethod
     def _beats(how: str, kind: str, value: Value, before: Value) -> Value:
-        """Whether a later element takes the place of an earlier one."""
+        """Return an i1 that is true if a later element replaces an earlier one as the extreme."""
         order, _, extreme = how.partition("_")
         if order == "first":
             return better(kind, value, before, extreme == "max")
         return compared(kind, "le", *((before, value) if extreme == "max" else (value, before)))
 
-    def _place(self, frame: Frame, copy: Copy) -> Found:
-        """The number of this turn of the inner loops."""
-        place: Found = self.f.constant(0, I64)
+    def _flat_index(self, frame: Frame, copy: Copy) -> LaneValue:
+        """Return the flat index of this iteration of the inner loops."""
+        place: LaneValue = self.f.constant(0, I64)
         extents = self.loops.extents
         for loop in range(self.loops.outer, len(extents)):
             factor = math.prod(extents[loop + 1:])
@@ -344,11 +344,11 @@ class Code:
                 place = place + index * factor
         return place
 
-    def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> Found:
-        """The result of a reduction; where lanes lie along an inner loop, of all of its vectors and lanes."""
+    def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> LaneValue:
+        """Return the result of a reduction, combined over all vectors and lanes if an inner loop is vectorised."""
         operation = self.loops.program.operations[one]
         how, kind = str(operation.what), self.loops.program.operations[operation.args[0]].kind
-        row, part = self._place_of(one, copy)
+        row, part = self._accumulator_of(one, copy)
         parts = range(self.loops.cut.vectors) if self._across else [part]
         value = self._folded(how, kind, [(acc[one, (row, part)], acc.get((one, (row, part), "where")))
                                          for part in parts])
@@ -359,20 +359,20 @@ class Code:
         return value
 
     def _folded(self, how: str, kind: str, pairs: list[tuple[Value, Value | None]]) -> Value:
-        """Of one vector itself; where lanes lie along an inner loop, of all vectors and lanes, in every lane."""
+        """Combine the accumulators of a reduction; if an inner loop is vectorised, over all lanes too."""
         while len(pairs) > 1:
             half = (len(pairs) + 1) // 2
             pairs = [self._merged(how, kind, pair, pairs[i + half]) if i + half < len(pairs) else pair
                      for i, pair in enumerate(pairs[:half])]
-        pair, width = pairs[0], self.words.lanes
-        # By halves, each a shorter vector: of one whose first lane alone is read, LLVM 22 compares the wrong floats
-        # (x86 with AVX-512: a packed comparison becomes a scalar one without the shuffle before it).
+        pair, width = pairs[0], self.machine.lanes
+        # Combine halves as shorter vectors. If only lane 0 of a full vector is read, LLVM 22 compares the wrong
+        # floats (x86 with AVX-512: the packed comparison becomes a scalar one without the shuffle before it).
         while self._across and width > 1:
             width //= 2
             pair = self._merged(how, kind, self._part(pair, 0, width), self._part(pair, width, width))
         value, where = pair
         value = value if where is None else where
-        return self.f.shuffle(value, None, [0] * self.words.lanes, "all") if self._across else value
+        return self.f.shuffle(value, None, [0] * self.machine.lanes, "all") if self._across else value
 
     def _part(self, pair: tuple[Value, Value | None], first: int, lanes: int) -> tuple[Value, Value | None]:
         value, where = pair

@@ -1,4 +1,4 @@
-"""In which order a kernel runs the loops of a nest, and on which of them each operation depends."""
+"""Order in which a kernel runs the loops of a nest, and the loops that each operation depends on."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,14 +7,17 @@ from functools import cached_property
 from engines.lowering.nest.program import NestProgram
 from engines.lowering.problems.view import View
 
-NONE = -2       # no loop: neither one of the nest's nor the items
+NONE = -2       # stands for no loop (-1 is the loop over items)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How loops are cut. lanes: the loop along which vectors lie, `vectors` of them at once; rows: the outer loop of
-    which `count` neighbours are computed at once; within: an outer loop that runs inside the one with lanes, for which
-    what does not depend on it is computed once. NONE: there is no such loop."""
+    """Vectorisation and tiling of the loops of a nest; NONE means that there is no such loop.
+
+    lanes: the vectorised loop, with `vectors` vectors per iteration. rows: the outer loop that is unrolled by `count`.
+    within: an outer loop that runs inside the vectorised one, so that values which do not depend on it are computed
+    once.
+    """
     lanes: int = NONE
     vectors: int = 1
     rows: int = NONE
@@ -24,26 +27,27 @@ class Cut:
 
 @dataclass(frozen=True)
 class Loops:
-    """A program, what it reads, and its loops under a cut."""
+    """Nest program with its operands and the tiling of its loops."""
     program: NestProgram
     sources: tuple[View, ...]
-    extents: tuple[int, ...]        # of the outer loops, then of the inner ones
-    outer: int                      # how many are outer
+    extents: tuple[int, ...]        # outer loops first, then inner ones
+    outer: int                      # number of outer loops
     cut: Cut
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The outer loops, from without to within."""
+        """Return the outer loops from the outermost to the innermost."""
         last = [loop for loop in (self.cut.rows, self.cut.lanes, self.cut.within) if 0 <= loop < self.outer]
         return (*(loop for loop in range(self.outer) if loop not in last), *last)
 
     @cached_property
     def inner(self) -> tuple[int, ...]:
+        """Return the inner loops, the vectorised one last."""
         return tuple(sorted(range(self.outer, len(self.extents)), key=lambda loop: loop == self.cut.lanes))
 
     @cached_property
     def depends(self) -> tuple[frozenset[int], ...]:
-        """The loops on which each operation depends."""
+        """Return for each operation the loops on which it depends."""
         found: list[frozenset[int]] = []
         for one in self.program.operations:
             loops = frozenset[int]().union(*(found[arg] for arg in one.args))
@@ -59,7 +63,7 @@ class Loops:
         return tuple(found)
 
     def _cycle_loops(self, cycle: int) -> frozenset[int]:
-        """Return the loops that any operation of a cycle depends on: it is written as one piece, inside all of them."""
+        """Return the loops that any operation of a cycle depends on: the cycle is one loop inside all of them."""
         program = self.program
         parts = [program.operations[one] for one in program.needed(program.cycles[cycle].exits)]
         read = {loop for one in parts if one.op == "read"
@@ -68,16 +72,16 @@ class Loops:
 
     @cached_property
     def phases(self) -> tuple[int, ...]:
-        """How many passes over the inner loops must have ended before each operation."""
+        """Return for each operation how many passes over the inner loops must end before it can be computed."""
         found: list[int] = []
         for one in self.program.operations:
             args = one.args
-            if one.op == "phi":         # a cycle is written after all reductions that its step reads
+            if one.op == "phi":         # a cycle is emitted after all reductions that its step reads
                 args = tuple(arg for arg in self.program.needed(self.program.cycles[int(one.what or 0)].exits)
                              if arg < len(found))
             found.append(max((found[arg] for arg in args), default=0) + (one.op == "reduce"))
         return tuple(found)
 
     def width(self, lanes: int, loop: int) -> int:
-        """How many turns of a loop are taken at once."""
+        """Return how many indices of a loop one iteration covers."""
         return lanes * self.cut.vectors if loop == self.cut.lanes else self.cut.count if loop == self.cut.rows else 1

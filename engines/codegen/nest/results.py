@@ -1,4 +1,4 @@
-"""What becomes of what a nest's program finds: results that are stored, updates of a scatter that are made."""
+"""Stores of a nest's results, and updates of scatters."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ from engines.codegen.nest.values import COMBINED, spread, store
 from engines.lowering.problems.nest import Nest, Scatter
 
 
-def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], wanted: set[int]) -> None:
-    """All that is done inside the outer loops."""
-    frame = code.reduced(frame, wanted)
+def write_element(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value], required: set[int]) -> None:
+    """Emit the reductions and stores inside the outer loops."""
+    frame = code.reduced(frame, required)
     if nest.inside:
-        code.over(frame, code.loops.inner, wanted, lambda inside: store_results(code, inside, nest, targets))
+        code.over(frame, code.loops.inner, required, lambda inside: store_results(code, inside, nest, targets))
     else:
         store_results(code, frame, nest, targets)
 
 
 def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]) -> None:
-    cut, words = code.loops.cut, code.words
+    """Store the results of the program at the current indices."""
+    cut, machine = code.loops.cut, code.machine
     for view, target, result in zip(nest.targets, targets, nest.program.results, strict=True):
         steps = {loop: stride for loop, stride in enumerate(view.strides)}
         for loop in steps:
@@ -28,14 +29,17 @@ def store_results(code: Code, frame: Frame, nest: Nest, targets: Sequence[Value]
         for copy in frame.copies():
             if cut.lanes not in steps and copy[1]:
                 continue
-            address = target + (along * words.lanes * copy[1] + across * copy[0])
-            store(words, view.dtype, code.found(frame, result, copy), address, along,
+            address = target + (along * machine.lanes * copy[1] + across * copy[0])
+            store(machine, view.dtype, code.value_at(frame, result, copy), address, along,
                   frame.counts[copy[1]] if cut.lanes in steps else 1)
 
 
 # ---- scatters
-def apart(scatter: Scatter) -> dict[int, int]:
-    """Loop -> the axis of y that it runs along, over all of its extent: no two of its turns meet in an element."""
+def independent_loops(scatter: Scatter) -> dict[int, int]:
+    """Map each loop whose index is an index into y, over the full axis, to that axis of y.
+
+    Different iterations of such a loop update different elements, so they may run in parallel.
+    """
     program, found = scatter.program, dict[int, int]()
     for axis, number in enumerate(program.results[1:]):
         one = program.operations[number]
@@ -45,11 +49,11 @@ def apart(scatter: Scatter) -> dict[int, int]:
 
 
 def update(code: Code, frame: Frame, scatter: Scatter, y: Value) -> None:
-    """y[place] = the value, combined with what is there."""
-    value, *places = (code.found(frame, number, (0, 0)) for number in scatter.program.results)
+    """Emit y[indices] = value, combined with the old element if the scatter has a reduction."""
+    value, *places = (code.value_at(frame, number, (0, 0)) for number in scatter.program.results)
     at = code.address(y, scatter.y.strides, places, frame.counts[0])
-    new = spread(code.words, value)
+    new = spread(code.machine, value)
     if scatter.combined:
         kind = scatter.program.operations[scatter.program.results[0]].kind
-        new = COMBINED[scatter.combined](kind, spread(code.words, at.load(code.words, scatter.y.dtype)), new)
-    at.store(code.words, scatter.y.dtype, new)
+        new = COMBINED[scatter.combined](kind, spread(code.machine, at.load(code.machine, scatter.y.dtype)), new)
+    at.store(code.machine, scatter.y.dtype, new)

@@ -1,8 +1,8 @@
-"""The operations of a nest's program on LLVM's values: how each kind is loaded, computed with and stored.
+"""Operations of a loop-nest program on LLVM values: loads, arithmetic, casts and stores.
 
-Floats are vectors of all lanes, even where all lanes are equal, for that is what a machine's functions take. Integers
-and truth that are equal in all lanes are scalars. A Ramp is an index that grows from lane to lane by as much. Of a
-machine of one lane everything is a scalar.
+Floats are vectors of all lanes even if all lanes are equal, as the functions of a target expect. Integers and truth
+values that are equal in all lanes (uniform) are scalars. A Ramp is an index that grows by a fixed step from lane to
+lane. With one lane everything is a scalar.
 """
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from engines.codegen.types import (
     overload,
     vector,
 )
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.nest.program import COMPARISONS, FLOATING, KINDS, Operation
 from engines.lowering.problems.view import SIZES
 
 TYPES: Mapping[str, str] = {"f32": FLOAT, "f64": DOUBLE, "i32": I32, "i64": I64, "u64": I64, "i1": I1}
-NEAR = 4        # elements apart that lanes may be for one load to bring them all
+NEAR = 4        # greatest stride in elements at which one contiguous load fetches all lanes
 SIGNED = ("int8", "int16", "int32")
 _ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "slt", "ult"),
            "le": ("ole", "sle", "ule")}
@@ -37,7 +37,7 @@ _ORDERS = {"eq": ("oeq", "eq", "eq"), "ne": ("une", "ne", "ne"), "lt": ("olt", "
 
 @dataclass(frozen=True)
 class Ramp:
-    """base + lane * step, an i64."""
+    """Index base + lane * step in each lane, an i64."""
     base: Value
     step: int
 
@@ -46,33 +46,33 @@ class Ramp:
         return self.base.f.splat(self.base, lanes) + Value(self.base.f, vector(lanes, I64), f"<{numbers}>")
 
 
-Found = Value | Ramp
+LaneValue = Value | Ramp
 
 
 def is_vector(value: Value) -> bool:
     return value.type.startswith("<")
 
 
-def plain(words: Words, value: Found) -> Value:
-    return value.vector(words.lanes) if isinstance(value, Ramp) else value
+def plain(machine: Primitives, value: LaneValue) -> Value:
+    return value.vector(machine.lanes) if isinstance(value, Ramp) else value
 
 
-def spread(words: Words, value: Found) -> Value:
-    """In every lane."""
-    value = plain(words, value)
-    return value if is_vector(value) or words.lanes == 1 else value.f.splat(value, words.lanes)
+def spread(machine: Primitives, value: LaneValue) -> Value:
+    """Return a value as a vector of all lanes."""
+    value = plain(machine, value)
+    return value if is_vector(value) or machine.lanes == 1 else value.f.splat(value, machine.lanes)
 
 
-def together(words: Words, values: Sequence[Found]) -> list[Value]:
-    """All as scalars, or all as vectors."""
-    found = [plain(words, value) for value in values]
-    return [spread(words, value) for value in found] if any(map(is_vector, found)) else found
+def together(machine: Primitives, values: Sequence[LaneValue]) -> list[Value]:
+    """Return all values as scalars if none is a vector, else all as vectors."""
+    found = [plain(machine, value) for value in values]
+    return [spread(machine, value) for value in found] if any(map(is_vector, found)) else found
 
 
-def number(words: Words, one: Operation, of: Value) -> Value:
+def number(machine: Primitives, one: Operation, of: Value) -> Value:
     what = one.what or 0
     if one.kind in FLOATING:
-        return of.f.constant(float(what), words.of(TYPES[one.kind]))
+        return of.f.constant(float(what), machine.of(TYPES[one.kind]))
     if isinstance(what, Extent):
         return of.f.constant(what, TYPES[one.kind])
     whole = int(what)
@@ -80,116 +80,126 @@ def number(words: Words, one: Operation, of: Value) -> Value:
 
 
 # ---- memory
-def load(words: Words, dtype: str, address: Value, stride: int, count: int) -> Value:
-    """`count` neighbours in all lanes (those beyond are like the last); a stride of 0: one element in all of them."""
+def load(machine: Primitives, dtype: str, address: Value, stride: int, count: int) -> Value:
+    """Load `count` elements that are `stride` bytes apart into the first lanes, in the kind that they are computed in.
+
+    Other lanes repeat the last one. A stride of 0 loads one element: a scalar of the integer kinds, a splat of floats.
+    """
     f, element = address.f, ELEMENTS[dtype]
-    if stride == 0 or words.lanes == 1:
-        return _widened_alike(words, dtype, f.load(element, address, words.align(SIZES[dtype]), "stored"))
+    if stride == 0 or machine.lanes == 1:
+        return _widened_alike(machine, dtype, f.load(element, address, machine.align(SIZES[dtype]), "stored"))
     if stride == SIZES[dtype]:
         stored = f.load(vector(count, element), address, hint="stored")
-        if count < words.lanes:
-            stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(words.lanes)], "filled")
-        return widened(words, dtype, stored)
+        if count < machine.lanes:
+            stored = f.shuffle(stored, None, [min(i, count - 1) for i in range(machine.lanes)], "filled")
+        return widened(machine, dtype, stored)
     gap = stride // SIZES[dtype]
-    if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # some of a run, or a run backwards
+    if 1 < abs(gap) <= NEAR and count > 1 or gap == -1:       # load the whole span and shuffle
         stored = f.load(vector((count - 1) * abs(gap) + 1, element), address + min((count - 1) * stride, 0), hint="run")
         first = 0 if gap > 0 else (count - 1) * -gap
-        picks = [first + min(i, count - 1) * gap for i in range(words.lanes)]
-        return widened(words, dtype, f.shuffle(stored, None, picks, "picked"))
-    return gathered(words, dtype, [address + lane * stride for lane in range(count)])
+        picks = [first + min(i, count - 1) * gap for i in range(machine.lanes)]
+        return widened(machine, dtype, f.shuffle(stored, None, picks, "picked"))
+    return gathered(machine, dtype, [address + lane * stride for lane in range(count)])
 
 
-def gathered(words: Words, dtype: str, addresses: Sequence[Value]) -> Value:
-    """An element for each lane."""
+def gathered(machine: Primitives, dtype: str, addresses: Sequence[Value]) -> Value:
+    """Load an element for each lane from its own address; lanes without an address repeat the last one."""
     f, element = addresses[0].f, ELEMENTS[dtype]
-    stored = f.constant(0, vector(words.lanes, element))
+    stored = f.constant(0, vector(machine.lanes, element))
     for lane, address in enumerate(addresses):
         one = f.load(element, address, hint="stored")
         stored = f.op(stored.type, f"insertelement {stored}, {one}, i32 {lane}", "gathered")
-    if len(addresses) < words.lanes:
-        mask = [min(i, len(addresses) - 1) for i in range(words.lanes)]
+    if len(addresses) < machine.lanes:
+        mask = [min(i, len(addresses) - 1) for i in range(machine.lanes)]
         stored = f.shuffle(stored, None, mask, "filled")
-    return widened(words, dtype, stored)
+    return widened(machine, dtype, stored)
 
 
-def _widened_alike(words: Words, dtype: str, stored: Value) -> Value:
+def _widened_alike(machine: Primitives, dtype: str, stored: Value) -> Value:
     if KINDS[dtype] in FLOATING:
-        return widened(words, dtype, spread(words, stored))
-    return widened(words, dtype, stored)
+        return widened(machine, dtype, spread(machine, stored))
+    return widened(machine, dtype, stored)
 
 
-def widened(words: Words, dtype: str, stored: Value) -> Value:
-    """What is stored, as it is computed with."""
+def widened(machine: Primitives, dtype: str, stored: Value) -> Value:
+    """Convert stored elements to the kind that they are computed in."""
     f, kind = stored.f, KINDS[dtype]
     if dtype == "float16":
-        return words.half_to_float(stored)
+        return machine.half_to_float(stored)
     if dtype == "bfloat16":
-        return words.bfloat_to_float(stored)
+        return machine.bfloat_to_float(stored)
     if kind == "i1":
         return stored.compare("ne", 0)
-    type_ = vector(words.lanes, TYPES[kind]) if is_vector(stored) else TYPES[kind]
+    type_ = vector(machine.lanes, TYPES[kind]) if is_vector(stored) else TYPES[kind]
     if type_ == stored.type:
         return stored
     return f.cast("sext" if dtype in SIGNED else "zext", stored, type_, "wide")
 
 
-def store(words: Words, dtype: str, value: Found, address: Value, stride: int, count: int) -> None:
-    """The first `count` lanes; integers are cut to the bits that are stored."""
+def store(machine: Primitives, dtype: str, value: LaneValue, address: Value, stride: int, count: int) -> None:
+    """Store the first `count` lanes.
+
+    Parameters
+    ----------
+    dtype : stored dtype; integers are truncated to its width.
+    address, stride : address of lane 0, and bytes from a lane to the next.
+    """
     f = address.f
     if stride == SIZES[dtype] or count == 1:
-        found = narrowed(words, dtype, spread(words, value))
-        found = f.shuffle(found, None, range(count), "part") if count < words.lanes else found
-        f.store(found, address, words.align(SIZES[dtype]))
+        found = narrowed(machine, dtype, spread(machine, value))
+        found = f.shuffle(found, None, range(count), "part") if count < machine.lanes else found
+        f.store(found, address, machine.align(SIZES[dtype]))
         return
-    scattered(words, dtype, value, [address + lane * stride for lane in range(count)])
+    scattered(machine, dtype, value, [address + lane * stride for lane in range(count)])
 
 
-def scattered(words: Words, dtype: str, value: Found, addresses: Sequence[Value]) -> None:
-    """Each of the first lanes to an address of its own."""
-    found, element = narrowed(words, dtype, spread(words, value)), ELEMENTS[dtype]
+def scattered(machine: Primitives, dtype: str, value: LaneValue, addresses: Sequence[Value]) -> None:
+    """Store each of the first lanes to its own address."""
+    found, element = narrowed(machine, dtype, spread(machine, value)), ELEMENTS[dtype]
     for lane, address in enumerate(addresses):
         address.f.store(address.f.op(element, f"extractelement {found}, i32 {lane}", "element"), address)
 
 
-def narrowed(words: Words, dtype: str, value: Value) -> Value:
-    f, type_ = value.f, words.of(ELEMENTS[dtype])
+def narrowed(machine: Primitives, dtype: str, value: Value) -> Value:
+    """Convert values to the type of a stored element."""
+    f, type_ = value.f, machine.of(ELEMENTS[dtype])
     if dtype == "float16":
-        return words.float_to_half(value)
+        return machine.float_to_half(value)
     if dtype == "bfloat16":
-        return words.float_to_bfloat(value)
+        return machine.float_to_bfloat(value)
     if type_ == value.type:
         return value
     return f.cast("zext" if KINDS[dtype] == "i1" else "trunc", value, type_, "narrow")
 
 
 # ---- arithmetic
-def computed(words: Words, one: Operation, kind: str, args: Sequence[Found]) -> Found:
-    """kind: of the arguments."""
+def computed(machine: Primitives, one: Operation, kind: str, args: Sequence[LaneValue]) -> LaneValue:
+    """Emit an operation on its arguments, which are of `kind`."""
     if (ramp := _along(one, args)) is not None:
         return ramp
     if one.op == "cast":
-        return cast(words, plain(words, args[0]), kind, one.kind)
+        return cast(machine, plain(machine, args[0]), kind, one.kind)
     if one.op == "bits":
-        value = spread(words, args[0])
-        return value.f.cast("bitcast", value, words.of(TYPES[one.kind]), "bits")
+        value = spread(machine, args[0])
+        return value.f.cast("bitcast", value, machine.of(TYPES[one.kind]), "bits")
     if one.op == "where":
-        test, a, b = plain(words, args[0]), *together(words, args[1:])
+        test, a, b = plain(machine, args[0]), *together(machine, args[1:])
         if is_vector(test) or is_vector(a):
-            a, b = spread(words, a), spread(words, b)
+            a, b = spread(machine, a), spread(machine, b)
         return a.f.select(test, a, b)
-    values = together(words, args)
+    values = together(machine, args)
     if one.op in COMPARISONS:
         return compared(kind, one.op, *values)
     if one.op in FUNCTIONS:
-        result: Value = FUNCTIONS[one.op](words, *values)
+        result: Value = FUNCTIONS[one.op](machine, *values)
         return result
     if one.kind in FLOATING and one.op in _FLOATS:
-        return _FLOATS[one.op](words, *values)
+        return _FLOATS[one.op](machine, *values)
     return _BITS[one.op](one.kind, *values)
 
 
-def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
-    """A sum of a Ramp and what is alike in all lanes, and the like."""
+def _along(one: Operation, args: Sequence[LaneValue]) -> Ramp | None:
+    """Return the sum, difference or product by a constant as a Ramp, or None if the result is not a Ramp."""
     if one.kind != "i64" or not any(isinstance(arg, Ramp) for arg in args):
         return None
     a, b = args if len(args) == 2 else (args[0], args[0])
@@ -208,7 +218,7 @@ def _along(one: Operation, args: Sequence[Found]) -> Ramp | None:
 
 
 def multiplied(a: Value, b: Value, c: Value) -> Value:
-    """a * b + c, rounded once where the machine does that."""
+    """Return a * b + c, with one rounding if the target has fused multiply-add."""
     return a.f.call(a.type, f"llvm.fmuladd.{overload(a.type)}", a, b, c, hint="sum")
 
 
@@ -218,14 +228,14 @@ def compared(kind: str, op: str, a: Value, b: Value) -> Value:
 
 
 def better(kind: str, a: Value, b: Value, greatest: bool) -> Value:
-    """Whether a is more extreme than b."""
+    """Return an i1 that is true if a is above b (greatest) or below it."""
     return compared(kind, "lt", *((b, a) if greatest else (a, b)))
 
 
-def cast(words: Words, value: Value, source: str, target: str) -> Value:
+def cast(machine: Primitives, value: Value, source: str, target: str) -> Value:
     f, floats = value.f, (source in FLOATING, target in FLOATING)
-    value = spread(words, value) if any(floats) else value
-    type_ = vector(words.lanes, TYPES[target]) if is_vector(value) else TYPES[target]
+    value = spread(machine, value) if any(floats) else value
+    type_ = vector(machine.lanes, TYPES[target]) if is_vector(value) else TYPES[target]
     if target == "i1":
         return compared(source, "ne", value, value.like(0))
     if value.type == type_:
@@ -247,8 +257,11 @@ def _extreme(greatest: bool) -> Callable[..., Value]:
     return choose
 
 
-def _rint(words: Words, x: Value) -> Value:
-    """Of f64: from 2**52 on every one is an integer; below, adding 2**52 with its sign rounds the fraction away."""
+def _rint(machine: Primitives, x: Value) -> Value:
+    """Round f64 to the nearest integer, ties to even.
+
+    Numbers from 2**52 on are integers already; below, adding and subtracting 2**52 with the number's sign rounds.
+    """
     far = x.like(2.0 ** 52)
     sign = x.f.select(x.compare("olt", 0), x.like(0.0) - far, far)
     near = _magnitude(x).compare("olt", 2.0 ** 52)
@@ -260,10 +273,10 @@ def _magnitude(x: Value) -> Value:
 
 
 def _rounded(word: str) -> Callable[..., Value]:
-    def round_(words: Words, x: Value) -> Value:
+    def round_(machine: Primitives, x: Value) -> Value:
         if element_of(x.type) == FLOAT:
-            return words.unary(word, x)
-        nearest = _rint(words, x)
+            return machine.unary(word, x)
+        nearest = _rint(machine, x)
         if word == "floor":
             return x.f.select(nearest.compare("ogt", x), nearest - 1, nearest)
         if word == "ceil":
@@ -272,19 +285,19 @@ def _rounded(word: str) -> Callable[..., Value]:
     return round_
 
 
-def _root(words: Words, x: Value) -> Value:
+def _root(machine: Primitives, x: Value) -> Value:
     return x.f.call(x.type, f"llvm.sqrt.{overload(x.type)}", x, hint="root")
 
 
 _FLOATS: Mapping[str, Callable[..., Value]] = {
     "sqrt": _root, "floor": _rounded("floor"), "ceil": _rounded("ceil"), "rint": _rounded("rint"),
-    "abs": lambda words, x: _magnitude(x),
-    "neg": lambda words, x: x.f.op(x.type, f"fneg {x}", "negative"),
+    "abs": lambda machine, x: _magnitude(x),
+    "neg": lambda machine, x: x.f.op(x.type, f"fneg {x}", "negative"),
 }
 
 
 def _divided(word: str) -> Callable[..., Value]:
-    """By 0 it is 0: the machine's division is not asked for what it would trap at, that and the least number / -1."""
+    """Return a division or remainder that gives 0 for a divisor of 0, and does not trap at INT_MIN / -1."""
     def divide(kind: str, a: Value, b: Value) -> Value:
         if kind in FLOATING:
             return a / b
@@ -294,14 +307,14 @@ def _divided(word: str) -> Callable[..., Value]:
         special = b.compare("eq", 0).binary("or", b.compare("eq", -1))
         usual = a.binary("s" + word, b.f.select(special, b.like(1), b))
         if word == "rem":
-            return usual        # by 1 it is 0
+            return usual        # the remainder by 1, which replaces 0 and -1, is 0
         usual = a.f.select(b.compare("eq", -1), a.like(0) - a, usual)
         return a.f.select(b.compare("eq", 0), a.like(0), usual)
     return divide
 
 
 def _modulo(kind: str, a: Value, b: Value) -> Value:
-    """With the sign of the divisor."""
+    """Return the remainder with the sign of the divisor."""
     rest = _divided("rem")(kind, a, b)
     if kind == "u64":
         return rest
@@ -310,7 +323,7 @@ def _modulo(kind: str, a: Value, b: Value) -> Value:
 
 
 def _shifted(word: str) -> Callable[..., Value]:
-    """By as many bits as there are, or more, nothing is left but the sign."""
+    """Return a shift that is defined for any count: from the width on, only the sign of a right shift remains."""
     def shift(kind: str, a: Value, b: Value) -> Value:
         bits = 32 if kind == "i32" else 64
         inside = b.below(bits)
@@ -344,10 +357,17 @@ COMBINED: Mapping[str, Callable[..., Value]] = {
     "sum": _sum, "product": _product, "add": _sum, "mul": _product, "max": _BITS["max"], "min": _BITS["min"]}
 
 
-def identity(words: Words, how: str, kind: str, of: Value) -> Value:
-    """What a reduction begins with, in every lane: it changes nothing."""
+def identity(machine: Primitives, how: str, kind: str, of: Value) -> Value:
+    """Return the neutral element of a reduction, in every lane.
+
+    Parameters
+    ----------
+    how : "sum", "product", "max", "min", or "first_max" and the like.
+    kind : kind of the elements (engines/lowering/nest/program.py).
+    of : any value of the function.
+    """
     low, high = {"f32": (float("-inf"), float("inf")), "f64": (float("-inf"), float("inf")), "i1": (0, 1),
                  "i32": (-2 ** 31, 2 ** 31 - 1), "i64": (-2 ** 63, 2 ** 63 - 1), "u64": (0, -1)}[kind]
     value = {"sum": 0, "product": 1}.get(how, low if how.endswith("max") else high)
-    type_ = words.of(TYPES[kind])
+    type_ = machine.of(TYPES[kind])
     return Value(of.f, type_, literal(value, type_))

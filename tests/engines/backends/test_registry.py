@@ -62,5 +62,5 @@ def test_where_llvm_is_missing_the_error_names_it_and_the_way_without(tmp_path: 
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": ":".join(sys.path)})
     building, loading = done.stdout.splitlines()
-    assert building.startswith("ConfigError what builds for") and building.endswith("or build for the target 'numpy'")
+    assert building.startswith("ConfigError cannot build for") and building.endswith("or build for the target 'numpy'")
     assert loading.startswith("PlanTargetError m.plan: made for 'amx9'") and "install llvmlite" in loading

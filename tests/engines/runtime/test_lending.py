@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engines.backends.llvm.runtime.execution import LoadedPlan
-from engines.backends.llvm.runtime.lending import CALM, Lendable, address_of
+from engines.backends.llvm.runtime.lending import VOLATILE_SAFE, ZeroCopyBuffers, address_of
 from engines.errors import InputError
 from engines.ir.graph import Array
 from engines.lowering import problems
@@ -85,7 +85,7 @@ def test_only_a_buffer_that_is_one_tensor_is_lent() -> None:
     def places(plan: Plan) -> set[int]:
         operands = [operand for step in plan.machine.steps for operand in step.operands]
         buffers = np.array([-1 if operand.buffer is None else operand.buffer for operand in operands])
-        return set(Lendable(plan, buffers, np.array([operand.offset for operand in operands])).places)
+        return set(ZeroCopyBuffers(plan, buffers, np.array([operand.offset for operand in operands])).places)
 
     plan = mix_plan(READS, OUTPUTS)
     assert places(plan) == {0, *OUTPUTS}
@@ -150,14 +150,14 @@ def test_items_that_do_not_fit_are_refused_and_none_stay_lent() -> None:
 
 def test_only_what_reads_one_item_after_the_other_takes_them_apart() -> None:
     def taken(plan: Plan) -> bool:
-        return bool(LoadedPlan(plan).lendable.items)
+        return bool(LoadedPlan(plan).zero_copy.items)
 
     def first(**changes: Any) -> Plan:
         return plan.with_machine(steps=(replace(reader, **changes), *plan.machine.steps[1:]))
 
     plan = mix_plan(READS, OUTPUTS)
     reader, item = plan.machine.steps[0], 240
-    assert taken(plan) and LoadedPlan(plan).lendable.readers == {0, 1}
+    assert taken(plan) and LoadedPlan(plan).zero_copy.readers == {0, 1}
     assert not taken(first(row_step=4))                         # a tile may have rows of two items
     assert not taken(first(reads=(), writes=()))                # it may read whatever it likes
     assert not taken(first(reads=(replace(reader.reads[0], item_stride=0), reader.reads[1])))
@@ -202,8 +202,9 @@ def test_steps_that_only_compute_are_of_families_that_there_are() -> None:
     for module in pkgutil.iter_modules(problems.__path__):
         importlib.import_module(f"{problems.__name__}.{module.name}")
     families = {getattr(kind, "family", "") for kind in below(Problem)}
-    assert families > CALM
-    assert {"top_k", "lookup", "gather_elements", "scatter", "nest", "suppression", "recurrence"} <= families - CALM
+    assert families > VOLATILE_SAFE
+    others = families - VOLATILE_SAFE
+    assert {"top_k", "lookup", "gather_elements", "scatter", "nest", "suppression", "recurrence"} <= others
 
 
 def test_a_results_memory_is_used_again_when_its_last_view_is_gone_and_not_before() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends.llvm.codegen.bus_guard import Process, Row, bus_guard_object
+from engines.backends.llvm.codegen.bus_guard import GuardRow, ProcessAddresses, bus_guard_object
 from engines.backends.llvm.codegen.isa import isa_named
 from engines.errors import ConfigError
 from infer_server.endpoints import shared_memory
@@ -101,7 +101,7 @@ def test_a_mapping_lasts_as_long_as_its_bytes_and_its_place_in_the_table_no_long
 def test_a_row_that_is_free_again_holds_no_address_and_is_used_last(installed: Guard) -> None:
     row = installed.watch(1 << 40, 1 << 41)
     installed.forget(row)
-    begin, end = (ctypes.c_uint64(installed._table[row + word]).value for word in (Row.BEGIN, Row.END))
+    begin, end = (ctypes.c_uint64(installed._table[row + word]).value for word in (GuardRow.BEGIN, GuardRow.END))
     assert (begin, end) == ((1 << 64) - 1, 0)
     next_row = installed.watch(1 << 40, 1 << 41)
     installed.forget(next_row)
@@ -174,7 +174,7 @@ def test_any_other_bus_error_ends_the_process_as_it_would_have(installed: Guard,
 @pytest.mark.parametrize("target, architecture, machine", [("avx2", "x86_64", 62), ("aarch64", "aarch64", 183)])
 def test_the_handler_is_compiled_for_every_architecture_that_it_knows(target: str, architecture: str,
                                                                       machine: int) -> None:
-    process = Process(*(0x7F0000000000 + 4096 * i for i in range(5)))
+    process = ProcessAddresses(*(0x7F0000000000 + 4096 * i for i in range(5)))
     code = bus_guard_object(process, isa_named(target), architecture)
     assert struct.unpack_from("<H", code, 18) == (machine,) and b"\0on_bus_error\0" in code      # ELF's e_machine
     with pytest.raises(ConfigError, match="no guard for mapped files on riscv64"):

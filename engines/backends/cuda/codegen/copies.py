@@ -20,7 +20,7 @@ def copy_by_register(to: Value, source: Value, taken: Value) -> None:
     """The same now."""
     f = to.f
     chunk = {"": f.constant(0, vector(4, I32))}
-    with f.chosen(taken.compare("ne", 0), chunk):
+    with f.when_carrying(taken.compare("ne", 0), chunk):
         chunk[""] = f.load(vector(4, I32), source, CHUNK, "chunk")
     f.store(chunk[""], to, CHUNK)
 

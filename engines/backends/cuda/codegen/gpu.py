@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import FLOAT, I32, vector
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 from engines.errors import ConfigError, did_you_mean
 
 WARP = 32
 
 
 @dataclass(frozen=True)
-class Gpu(Words):
+class Gpu(Primitives):
     """A compute capability, and the words of its threads, which are scalars."""
     name: str                   # sm_80
     ptx: int                    # version of the PTX that is written: the lowest that has what is used, so that every

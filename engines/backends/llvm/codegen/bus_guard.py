@@ -1,24 +1,24 @@
-"""A handler of SIGBUS as machine code, for files that are mapped and that others may cut short.
+"""Signal handler for SIGBUS as machine code, for mapped files that another process may truncate.
 
-A touch of a mapped page behind the end of its file is SIGBUS, which ends the process. The handler puts zeros in the
-place of the whole mapping, marks it and returns: what was reading reads on, and who set it to work finds the mark. So
-do libwayland with the buffers of its clients (wl_shm) and the JVM with mapped files.
+An access to a mapped page past the end of its file raises SIGBUS, which ends the process. The handler maps zeros over
+the whole range, marks it and returns: the reader continues, and its caller checks the mark. libwayland does so with its
+clients' buffers (wl_shm), and the JVM with mapped files.
 
     on_bus_error(signal, info, context)     the handler
-        if an access to memory failed, within a range of the table:
+        if a memory access failed within a range of the table:
             mark the range; map zeros over it
         else:
-            put back what was there before; raise the signal again, if the access does not by itself
-    place(row, begin, end)                  make a row of the table stand for a range, unmarked; NOWHERE: for none
+            restore the previous handler; raise the signal again, unless the access itself does
+    place(row, begin, end)                  set a row of the table to a range, unmarked; NOWHERE: to none
 
-It interrupts any instruction, on any thread, on several at once: so it takes no lock, and calls nothing but sigaction,
-raise and the bare system call mmap, which are async-signal-safe. Two that meet in one range both map zeros, which is
-the same; the mark comes first, so that who reads zeros finds it. Who touches a range keeps it mapped meanwhile, so that
-what is replaced is never another's memory.
+The handler may interrupt any instruction on any thread, and on several threads at once. It therefore takes no lock, and
+calls only sigaction, raise and the raw system call mmap, which are async-signal-safe. Two threads in one range both map
+zeros, with equal results; the mark comes first, so that a reader of zeros finds it. A reader keeps its range mapped, so
+that the handler never replaces memory of another owner.
 
-A row is read while it may be written: `end` is written first and last, and read before and after `begin`. That does
-not tell a range that is gone from the next one with the same end: so no address lies in NOWHERE, whatever end is read
-beside its begin, and who places ranges uses the rows again as late as possible.
+A row may be read while it is written: `end` is written first and last, and read before and after `begin`. That does not
+distinguish a removed range from the next one with an equal end. So no address lies in NOWHERE with any end, and callers
+reuse rows as late as possible.
 """
 from __future__ import annotations
 
@@ -27,42 +27,55 @@ from enum import IntEnum
 from string import Template
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.codegen.compiler_pool import compile_apart
+from engines.codegen.compiler_pool import compile_in_subprocess
 from engines.errors import ConfigError
 
-ROWS = 8192             # of the table
-NOWHERE = (-1, 0)       # begin, as the highest address, and end
+ROWS = 8192             # rows of the table
+NOWHERE = (-1, 0)       # begin (the highest address) and end of an unused row
 _MMAP = {"x86_64": 9, "aarch64": 222}                       # number of the system call
 _PROT_READ = 1
-_MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000               # PRIVATE, FIXED, ANONYMOUS, NORESERVE; on both
+_MAP_FIXED_ZEROS = 0x2 | 0x10 | 0x20 | 0x4000       # PRIVATE, FIXED, ANONYMOUS, NORESERVE; equal on both
 
 
-class Row(IntEnum):
-    """Words of 64 bits of a row."""
+class GuardRow(IntEnum):
+    """64-bit words of a row of the table."""
     BEGIN = 0
     END = 1
-    LOST = 2            # 1: zeros have taken the place of the range
+    LOST = 2            # 1: zeros have been mapped over the range
 
 
 @dataclass(frozen=True)
-class Process:
-    """Addresses in this process."""
+class ProcessAddresses:
+    """Addresses in this process that the handler uses."""
     table: int
-    previous: int       # what sigaction said when the handler was installed
+    previous: int       # the sigaction structure of the previous handler
     syscall: int        # functions of the C library
     sigaction: int
     raise_: int
 
 
-def bus_guard_object(process: Process, isa: Isa, architecture: str) -> bytes:
-    """Both functions as an ELF object for this very process, compiled in another. Raises ConfigError: not on this
-    architecture; RuntimeError: there was no memory for it."""
+def bus_guard_object(process: ProcessAddresses, isa: Isa, architecture: str) -> bytes:
+    """Return both functions as an ELF object for this process, compiled in another process.
+
+    Parameters
+    ----------
+    process : addresses that the handler uses.
+    isa : instruction set to compile for.
+    architecture : name of the machine, as platform.machine() gives it.
+
+    Raises
+    ------
+    ConfigError
+        The architecture is not supported.
+    RuntimeError
+        The compiler process failed, for example for lack of memory.
+    """
     if architecture not in _MMAP:
-        raise ConfigError(f"no guard for mapped files on {architecture}; there is one for {', '.join(_MMAP)}")
+        raise ConfigError(f"no guard for mapped files on {architecture}; supported architectures: {', '.join(_MMAP)}")
     addresses = {field.name: f"inttoptr (i64 {getattr(process, field.name)} to ptr)" for field in fields(process)}
     text = _CODE.substitute(addresses, mmap=_MMAP[architecture], read=_PROT_READ, zeros=_MAP_FIXED_ZEROS, rows=ROWS,
-                            end=int(Row.END), lost=int(Row.LOST))
-    return compile_apart(text, ("engines.backends.llvm.codegen.compile", isa.name))
+                            end=int(GuardRow.END), lost=int(GuardRow.LOST))
+    return compile_in_subprocess(text, ("engines.backends.llvm.codegen.compile", isa.name))
 
 
 _CODE = Template("""\

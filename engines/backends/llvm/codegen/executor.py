@@ -1,31 +1,31 @@
-"""The executor as emitted code: no Python runs, and no lock is held, between the first step and the last.
+"""Executor of plans as emitted code: between the first step and the last no Python runs, and no lock is held.
 
     run_steps(steps, operands, first, last, batch)      one thread: each kernel over its whole grid
     run_chunks(control, run)                            the caller, with helpers: publish, wake, work, wait for the end
-    help(control, worker)                               a helper's life: wait, work, until told to stop
+    help(control, worker)                               main loop of a helper: wait, work, until it is told to stop
     stop_helpers(control)                               end the helper threads
-    free_arena(control)                                 an arena that no helper is in any more
+    free_arena(control)                                 find an arena that no helper uses
     ticks(out)                                          the clock of StatusRow.STARTED and of the limits
 
-The workers of a pool run a list of chunks. Per step each worker has a contiguous part; it runs its own upwards, then
-takes from the tails of the others' (Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work Stealing",
-1999).
+The workers of a pool run a list of chunks. In each step every worker has a contiguous part; it runs its own part
+upwards, then takes chunks from the tails of the others' (Blumofe and Leiserson, "Scheduling Multithreaded Computations
+by Work Stealing", 1999).
 
     for stage in stages:
-        ensure what all of the stage depends on
+        ensure the dependencies of the whole stage
         for part in own part, the others':
-            for chunk in part that nobody has claimed:
-                ensure what the chunk depends on; claim it; run it
+            for chunk in part that is not claimed:
+                ensure the chunk's dependencies; claim it; run it
 
     ensure: for each chunk: until it is done: run it again if it is late
 
-A worker leaves a stage when all its chunks are claimed, and claims one when all it depends on is done. So what ensure
-waits for is always claimed, and anybody could run it: nobody waits for a thread that the system has taken off its core.
-Its chunk is late, and is run again. That is safe because a chunk only reads what no later chunk of the request
-overwrites (each buffer has memory of its own), and because a thread that comes back writes the very same bytes, or
-writes into an arena that is not used while a hazard pointer (Michael, "Hazard Pointers", 2004) says that it is in it.
+A worker leaves a stage when all its chunks are claimed, and claims a chunk when all its dependencies are done. So the
+chunks that `ensure` waits for are always claimed and ready to run: a thread that the system has descheduled delays
+nobody, because its late chunk is run again. That is safe because a chunk only reads data that no later chunk of the
+request overwrites (each buffer has its own memory), and because a thread that resumes writes the very same bytes, or
+writes into an arena that is not reused while a hazard pointer (Michael, "Hazard Pointers", 2004) marks it.
 
-Everything is stamped with the epoch of the run, so nothing is cleared between runs.
+All states are stamped with the epoch of the run, so nothing is cleared between runs.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from engines.codegen.types import I32, I64, PTR
 from engines.errors import ConfigError
 
 _CLOCK = "llvm.readcyclecounter"
-# aarch64's cycle counter is not open to programs, and LLVM has no intrinsic for the one that is.
+# User programs cannot read aarch64's cycle counter, and LLVM has no intrinsic for the timer that they can read.
 _ARM_CLOCK = """declare i64 @llvm.read_volatile_register.i64(metadata)
 define internal i64 @emulated.readcyclecounter() {
   %ticks = call i64 @llvm.read_volatile_register.i64(metadata !0)
@@ -67,9 +67,9 @@ define internal i64 @emulated.readcyclecounter() {
 
 @dataclass(frozen=True)
 class _Machine:
-    """What differs between architectures."""
+    """Differences between architectures."""
     futex: int                              # number of the system call
-    pause: str                              # intrinsic that tells the core that this is a waiting loop
+    pause: str                              # intrinsic for spin loops
     pause_arguments: tuple[int, ...] = ()
     emulation: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,16 +83,22 @@ _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 
 @cache
 def scheduler_object(isa: Isa) -> bytes:
-    """The executor as an ELF object for the machine of `isa`; it goes into Plan.code like any kernel."""
+    """Return the executor as an ELF object for the machine of `isa`; Plan.code holds it like any kernel."""
     from engines.backends.llvm.codegen.compile import compile_object
     return compile_object(scheduler_text(isa), isa)
 
 
 def scheduler_text(isa: Isa) -> str:
-    """Its IR. ConfigError where the architecture is not one whose system calls and clock are known here."""
+    """Return the executor's LLVM IR.
+
+    Raises
+    ------
+    ConfigError
+        System calls and clock of the architecture are unknown here.
+    """
     architecture = (isa.triple or _host_triple()).partition("-")[0]
     if architecture not in _MACHINES:
-        raise ConfigError(f"no scheduler for {architecture}; known: {', '.join(_MACHINES)}")
+        raise ConfigError(f"no executor for {architecture}; supported architectures: {', '.join(_MACHINES)}")
     machine = _MACHINES[architecture]
     module = Module(dict(machine.emulation))
     _emit_run_steps(module)
@@ -105,13 +111,13 @@ def _host_triple() -> str:
     return str(llvm.get_process_triple())
 
 
-# ---- words of a table
+# ---- access to words of a table
 def _word(row: Value, word: IntEnum, type_: str = I64) -> Value:
     return row.f.load(type_, row + word * WORD, align=WORD, hint=word.name.lower())
 
 
 def _load(row: Value, word: IntEnum, order: str) -> Value:
-    """An atomic load; order: monotonic, acquire or seq_cst."""
+    """Emit an atomic load; order: monotonic, acquire or seq_cst."""
     text = f"load atomic i64, {row + word * WORD} {order}, align {WORD}"
     return row.f.op(I64, text, word.name.lower())
 
@@ -123,14 +129,14 @@ def _store(row: Value, word: IntEnum, value: Value | int, order: str) -> None:
 
 
 def _modify(row: Value, word: IntEnum, operation: str, value: Value | int, order: str) -> Value:
-    """Atomically replace (xchg) or add to (add) a word; what it was before."""
+    """Emit an atomic exchange (xchg) or addition (add) of a word, and return its old value."""
     address = row + word * WORD
     operand = value if isinstance(value, Value) else row.f.constant(value, I64)
     return row.f.op(I64, f"atomicrmw {operation} {address}, {operand} {order}, align {WORD}", "before")
 
 
 def _count(row: Value, word: IntEnum) -> None:
-    """Add one to a counter that only this thread writes."""
+    """Increment a counter that only this thread writes."""
     _store(row, word, _load(row, word, "monotonic") + 1, "monotonic")
 
 
@@ -144,7 +150,7 @@ def _row(table: Value, index: Value | int, words: int) -> Value:
 
 @contextmanager
 def _repeat(f: Function, name: str) -> Iterator[Callable[[Value], None]]:
-    """An endless loop; what it yields leaves the loop if a test (an i1) holds."""
+    """Emit an endless loop; it yields a function that leaves the loop if a test (an i1) holds."""
     label = f.fresh(name)
     f.write(f"br label %{label}")
     f.begin(label)
@@ -179,7 +185,7 @@ def _emit_run_steps(module: Module) -> None:
 
 # ---- a pool of workers
 class _PoolFunctions:
-    """Emits the functions of a worker pool, for one architecture."""
+    """Emitter of the functions of a worker pool, for one architecture."""
 
     def __init__(self, module: Module, machine: _Machine) -> None:
         self.module, self.machine = module, machine
@@ -203,7 +209,10 @@ class _PoolFunctions:
         f.run(self.machine.pause, *(f.constant(a, I32) for a in self.machine.pause_arguments))
 
     def system(self, f: Function, control: Value, wake_count: Value, operation: int, value: Value) -> None:
-        """futex(bell, operation, value, no timeout). Its failures (somebody was faster) mean: look again."""
+        """Call futex(wake_count, operation, value) without timeout.
+
+        Errors are ignored: the caller checks the state again.
+        """
         syscall = _word(control, ControlRow.SYSCALL, PTR)
         arguments = f"i64 {self.machine.futex}, {wake_count}, i64 {operation}, {value}, ptr null"
         f.op(I64, f"call i64 (i64, ...) {syscall.name}({arguments})", "result")
@@ -213,7 +222,7 @@ class _PoolFunctions:
         f.store(self.now(f), f.parameters["out"], WORD)
 
     def _emit_execute(self) -> None:
-        """Run chunk `index`, however often that has been done."""
+        """Emit `execute`, which runs chunk `index`, even if it has been run before."""
         f = self.module.function("execute", internal=True, run=PTR, index=I64)
         run, index = f.parameters.values()
         chunk = _row(_word(run, RunRow.CHUNKS, PTR), index, CHUNK_WORDS)
@@ -224,7 +233,7 @@ class _PoolFunctions:
         _store(status, StatusRow.DONE, _word(run, RunRow.EPOCH), "release")
 
     def _emit_ensure(self) -> None:
-        """Come back when the chunks of the pairs first..last - 1 are done."""
+        """Emit `ensure`, which returns when the chunks of pairs first..last - 1 are done."""
         f = self.module.function("ensure", internal=True, run=PTR, first=I64, last=I64, worker=PTR)
         run, first, last, worker = f.parameters.values()
         epoch, statuses, chunks, depends = (_word(run, RunRow.EPOCH), _word(run, RunRow.STATUS, PTR),
@@ -239,14 +248,14 @@ class _PoolFunctions:
                     leave(_load(status, StatusRow.DONE, "acquire").compare("eq", epoch))
                     age = self.now(f) - _load(status, StatusRow.STARTED, "monotonic")
                     with f.when(age.compare("sgt", limit)):
-                        # Acquire: what the one who claimed the chunk had seen done, this thread sees as well.
+                        # Acquire: makes the chunk's dependencies, done before it was claimed, visible to this thread.
                         _load(status, StatusRow.CLAIM, "acquire")
                         f.run("execute", run, index)
                         _count(worker, WorkerRow.REPEATED)
                     self.breathe(f)
 
     def _emit_take(self) -> None:
-        """Run chunk `index` if nobody has claimed it, when all that it depends on is done."""
+        """Emit `take`, which runs chunk `index` unless it is claimed, once its dependencies are done."""
         f = self.module.function("take", internal=True, run=PTR, index=I64, worker=PTR)
         run, index, worker = f.parameters.values()
         epoch, chunks = _word(run, RunRow.EPOCH), _word(run, RunRow.CHUNKS, PTR)
@@ -254,14 +263,17 @@ class _PoolFunctions:
         with f.when(_load(status, StatusRow.CLAIM, "monotonic").compare("ne", epoch)):
             first, last = (_word(_row(chunks, i, CHUNK_WORDS), ChunkRow.DEPENDS) for i in (index, index + 1))
             f.run("ensure", run, first, last, worker)
-            # Stamped before the claim: a chunk that others see as claimed must not look as if it began long ago.
+            # Stamp before the claim, so that nobody sees a claimed chunk with an old start time and takes it for late.
             _store(status, StatusRow.STARTED, self.now(f), "monotonic")
             with f.when(_modify(status, StatusRow.CLAIM, "xchg", epoch, "acq_rel").compare("ne", epoch)):
                 f.run("execute", run, index)
                 _count(worker, WorkerRow.DONE)
 
     def _emit_work(self) -> None:
-        """Take part in stages first..last - 1. `number` is the worker's: whose part is its own."""
+        """Emit `work`, which takes part in stages first..last - 1.
+
+        `number` is the worker, which decides on its own part.
+        """
         f = self.module.function("work", internal=True, run=PTR, first=I64, last=I64, number=I64, worker=PTR)
         run, first, last, number, worker = f.parameters.values()
         stages, stage_bytes = _word(run, RunRow.STAGES, PTR), _word(run, RunRow.STAGE_BYTES)
@@ -270,7 +282,7 @@ class _PoolFunctions:
             row = stages + stage * stage_bytes
             f.run("ensure", run, _word(row, StageRow.DEPENDS_BEGIN), _word(row, StageRow.DEPENDS_END), worker)
             with f.when(number.compare("eq", 0)):
-                # All chunks of earlier stages are claimed: a helper that wakes late may begin here.
+                # All chunks of earlier stages are claimed, so a helper that wakes late may begin at this stage.
                 _store(run, RunRow.STAGE, stage, "release")
             for turn in f.range("part", zero, workers):
                 part = row + ((number + turn).remainder(workers) + StageRow.PARTS) * WORD
@@ -280,7 +292,7 @@ class _PoolFunctions:
                     f.run("take", run, f.select(own, begin + offset, end - 1 - offset), worker)
 
     def _emit_ring(self) -> None:
-        """Call all helpers; a system call only for those that sleep."""
+        """Emit `wake`, which wakes all helpers, with a system call only for those that sleep."""
         f = self.module.function("wake", internal=True, control=PTR)
         control, = f.parameters.values()
         for number in f.range("worker", f.constant(1, I64), _word(control, ControlRow.WORKERS)):
@@ -302,7 +314,7 @@ class _PoolFunctions:
         _store(control, ControlRow.RUN, f.cast("ptrtoint", run, I64, "run"), "seq_cst")
         f.run("wake", control)
         zero = f.constant(0, I64)
-        # One stage more than the helpers work at: the last one waits for every chunk that nobody waits for.
+        # One stage more than the helpers run: the last one waits for chunks that no other chunk depends on.
         f.run("work", run, zero, _word(run, RunRow.STAGE_COUNT) + 1, zero, control + CONTROL_WORDS * WORD)
         _store(control, ControlRow.RUN, 0, "seq_cst")
 
@@ -327,14 +339,21 @@ class _PoolFunctions:
             self._join_run(f, control, number, worker)
 
     def _sleep(self, f: Function, control: Value, worker: Value, seen: Value) -> None:
-        """Sleep unless woken. The waker counts, then reads ASLEEP; we set ASLEEP, then read the count: one sees."""
+        """Sleep unless woken meanwhile.
+
+        The waker increments WAKE_COUNT, then reads ASLEEP; this thread sets ASLEEP, then reads WAKE_COUNT. One of the
+        two sees the other's write.
+        """
         _modify(worker, WorkerRow.ASLEEP, "xchg", 1, "seq_cst")
         with f.when(_load(worker, WorkerRow.WAKE_COUNT, "seq_cst").compare("eq", seen)):
             self.system(f, control, worker + WorkerRow.WAKE_COUNT * WORD, _FUTEX_WAIT_PRIVATE, seen)
         _store(worker, WorkerRow.ASLEEP, 0, "seq_cst")
 
     def _join_run(self, f: Function, control: Value, number: Value, worker: Value) -> None:
-        """Work at the published run. The hazard pointer is set first; if the run is still there then, it stays."""
+        """Work on the published run.
+
+        The hazard pointer is set first; if the run is still published then, it stays valid.
+        """
         wanted = _load(control, ControlRow.RUN, "seq_cst")
         with f.when(wanted.compare("ne", 0)):
             _modify(worker, WorkerRow.INSIDE, "xchg", wanted, "seq_cst")
@@ -344,13 +363,16 @@ class _PoolFunctions:
             _store(worker, WorkerRow.INSIDE, 0, "release")
 
     def _emit_free_arena(self) -> None:
-        """ControlRow.FREE = the first arena in which no helper is: there are more arenas than helpers."""
+        """Emit `free_arena`, which sets ControlRow.FREE to the first arena without a helper.
+
+        There are more arenas than helpers.
+        """
         f = self.module.function("free_arena", control=PTR)
         control, = f.parameters.values()
         zero, one = f.constant(0, I64), f.constant(1, I64)
         free = {"arena": zero}
         workers = _word(control, ControlRow.WORKERS)
-        # Try the arenas from the last to the first, so that the first free one is what remains.
+        # Try the arenas from the last to the first, so that the first free one remains.
         arenas = _word(control, ControlRow.ARENAS)
         for turn in f.range("arena", zero, arenas, free=free):
             arena = arenas - 1 - turn
@@ -358,7 +380,7 @@ class _PoolFunctions:
             for number in f.range("worker", one, workers, taken=taken):
                 worker = _row(control + CONTROL_WORDS * WORD, number, WORKER_WORDS)
                 inside = _load(worker, WorkerRow.INSIDE, "seq_cst")
-                # Outside any run, look at word 0 of the control block instead, and count nothing.
+                # A helper outside any run reads word 0 of the control block instead, and is not counted.
                 outside = inside.compare("eq", 0)
                 run = f.select(outside, control, _address(inside))
                 here = _word(run, RunRow.ARENA).compare("eq", arena)

@@ -1,10 +1,10 @@
-"""Instruction sets as tables: what a kernel may ask of a vector, and the machines that answer.
+"""Instruction sets as tables: the vector operations that kernels use, and the machines that provide them.
 
-A kernel sees vectors of `lanes` int32 or float32 and one INT8 primitive, on each lane, exact in int32:
+A kernel uses vectors of `lanes` int32 or float32, and one INT8 primitive on each lane, exact in int32:
     dot4(acc, pixel, weights) = acc + sum over e in 0..3 of u8 pixel[e] * s8 weights[e]
 
-Everything else is plain LLVM vector arithmetic. A new machine of vectors is a new table, never a new kernel; a machine
-with a matrix unit has a table of that too (tiles.py), which kernels of their own use.
+Everything else is plain LLVM vector arithmetic. A new machine with vectors needs a new table, but no new kernel. A
+machine with a matrix unit has a table of that too (tiles.py), for which there are separate kernels.
 """
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from numpy.typing import NDArray
 from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit
 from engines.codegen.ir_builder import Number, Value
 from engines.codegen.types import I8, I16, I32, overload, vector
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 from engines.errors import ConfigError
 
-Pixel = tuple[Value, ...]       # four bytes in every lane, in the form that a machine's dot4 takes
+Pixel = tuple[Value, ...]       # four bytes in every lane, in the form of the machine's dot4 operand
 Weights = tuple[Value, ...]
 Tiles = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Isa(Words):
-    """A machine that LLVM knows, of which kernels use what LLVM itself makes of plain vector arithmetic."""
+class Isa(Primitives):
+    """Instruction set of a CPU. This base class uses plain LLVM vector arithmetic for all operations."""
     name: str
     lanes: int                              # int32 or float32 elements of a register
     registers: int                          # vector registers
-    cpu: str                                # LLVM's target, and what it has beyond that ("" is the target's baseline)
-    features: str
-    requires: frozenset[str]                # what /proc/cpuinfo must list
-    triple: str = ""                        # "" is this process's
+    cpu: str                                # LLVM's target CPU ("" is the triple's baseline)
+    features: str                           # LLVM's target features in addition to the CPU's
+    requires: frozenset[str]                # features that /proc/cpuinfo must list
+    triple: str = ""                        # LLVM's target triple; "" is that of this process
     packs: tuple[str, str] | None = None    # saturating inside each 128-bit part: 32 -> 16 signed, 16 -> 8 unsigned
     bf16: bool = False                      # has vdpbf16ps and vcvtneps2bf16
     tiles: Tiles = ((4, 2), (3, 2), (8, 1))     # (pixels, vectors) of a contraction that fit, the usual winner first
-    float_tiles: Tiles = ()                 # of float32 arithmetic, where they differ
-    winograd_tiles: Tiles = ()              # of the products of a Winograd convolution, where it is worth while
-    winograd_weights: int = 3 << 18         # how many it may have, transformed
-    prefetched: float = 1.0                 # of a time with weights at hand: what asking for them is worth in a network
-    paired_tiles: Tiles = ()                # of INT8 weights as `pairing` lays them out, where there is `paired_dot`
-    half: Isa | None = None                 # the same machine's registers of half the width, for few channels
-    matrix: MatrixUnit | None = None        # registers that hold matrices, beside those of vectors
+    float_tiles: Tiles = ()                 # tiles of float32 arithmetic, if they differ
+    winograd_tiles: Tiles = ()              # tiles of a Winograd convolution's products; () if it never pays
+    winograd_weights: int = 3 << 18         # most transformed weights of a Winograd convolution
+    prefetched: float = 1.0                 # time in a network with prefetched weights, relative to one without
+    paired_tiles: Tiles = ()                # tiles of paired INT8 weights (pairing.py); () without `paired_dot`
+    half: Isa | None = None                 # the same machine with registers of half the width, for few channels
+    matrix: MatrixUnit | None = None        # matrix unit, if it has one
 
     @property
     def bytes(self) -> int:
@@ -53,15 +53,18 @@ class Isa(Words):
 
     @property
     def narrow(self) -> Isa:
-        """`half`, where this is not that already."""
+        """Return `half`, or this table if it has no half."""
         return self.half or self
 
     def round(self, x: Value) -> Value:
-        """float32 -> int32, halves to even. Trap: beyond +-2**31 the result is unspecified."""
+        """Convert float32 to int32, rounding to even. Beyond +-2**31 the result is unspecified."""
         return x.f.call(self.ints, f"llvm.lrint.v{self.lanes}i32.v{self.lanes}f32", x, hint="round")
 
     def float_to_bfloat(self, x: Value) -> Value:
-        """The bits of the bfloat16, halves to even. Trap: vcvtneps2bf16 makes 0 of what is denormal, below 2**-126."""
+        """Round to bfloat16, ties to even, and return its bits.
+
+        The instruction vcvtneps2bf16 flushes denormals, below 2**-126, to 0.
+        """
         if not self.bf16:
             return super().float_to_bfloat(x)
         name, type_ = f"llvm.x86.avx512bf16.cvtneps2bf16.{8 * self.bytes}", vector(self.lanes, "bfloat")
@@ -72,17 +75,17 @@ class Isa(Words):
         return next((n for n in (1, 2) if n * self.lanes >= channels), 4)
 
     def channel(self, vectors: int, v: int, lane: int) -> int:
-        """The channel in this lane of vector v: the packs work inside 128-bit parts; this makes up for it."""
+        """Return the channel in this lane of vector v. The order compensates that packs work inside 128-bit parts."""
         part, element = divmod(lane, 4)
         return part * 4 * vectors + v * 4 + element
 
     def pack_u8(self, ints: Sequence[Value]) -> Value:
-        """Four vectors of int32 -> one of u8, saturated, elements in the order that `channel` undoes."""
+        """Pack four vectors of int32 into one of u8 with saturation, in the order that `channel` compensates."""
         f, shorts = ints[0].f, vector(2 * self.lanes, I16)
         if self.packs:
             low, high = (f.call(shorts, self.packs[0], *pair, hint="short") for pair in (ints[:2], ints[2:]))
             return f.call(vector(4 * self.lanes, I8), self.packs[1], low, high, hint="packed")
-        quads = []      # the same order by plain shuffles: part by part, the four vectors' quads
+        quads = []      # shuffles that give the order of the packs: part by part, the four vectors' quads
         for vector_ in ints:
             low = f.call(self.ints, f"llvm.smax.v{self.lanes}i32", vector_, vector_.like(0), hint="low")
             high = f.call(self.ints, f"llvm.smin.v{self.lanes}i32", low, low.like(255), hint="high")
@@ -92,29 +95,29 @@ class Isa(Words):
         return f.shuffle(lows, highs, mask, "packed")
 
     def prefetch(self, address: Value) -> None:
-        """Ask for a cache line, to be read, into the second level."""
+        """Prefetch a cache line into L2 for reading."""
         f = address.f
         f.run("llvm.prefetch.p0", address, *(f.constant(i, I32) for i in (0, 2, 1)))
 
-    # ---- INT8 dot products. `pixel`: four bytes for all lanes; `quads`: four bytes for each lane, already loaded
+    # ---- INT8 dot products. `pixel`: four bytes that all lanes share; `quads`: a loaded vector, four bytes a lane
     def pixel(self, address: Value) -> Pixel:
-        """The four bytes at address, in every lane."""
+        """Load four bytes into every lane."""
         word = address.f.load(I32, address, hint="word")
         everywhere = address.f.splat(word, self.lanes)
         return self.unsigned(address.f.cast("bitcast", everywhere, vector(self.bytes, I8), "pixel"))
 
     def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
-        """[..., lanes, 4] weights -> the same in the order in which `ready_weights` loads them, perhaps wider."""
+        """Convert weights [..., lanes, 4] to the order and width that `ready_weights` loads."""
         return np.moveaxis(quads, -1, -2).ravel()
 
     def ready_weights(self, address: Value) -> Weights:
-        """`ready_bytes` of weights as `ready` laid them out, in integers of as many bits as that takes; aligned."""
+        """Load `ready_bytes` of weights that `ready` laid out; the address is aligned."""
         return tuple(address.f.load(type_, address + i * self.bytes, self.bytes, "weights")
                      for i, type_ in enumerate(self._ready_types))
 
     @property
     def ready_bytes(self) -> int:
-        """Of one vector of weights."""
+        """Return the bytes of one vector of weights in the layout of `ready`."""
         return len(self._ready_types) * self.bytes
 
     @property
@@ -122,13 +125,13 @@ class Isa(Words):
         return [self.ints] * 4
 
     def spread(self, quads: Value) -> Weights:
-        """A vector of s8 weights in the form of `ready`, made at run time."""
+        """Convert a vector of s8 weights to the form of `ready`, at run time."""
         words = quads.f.cast("bitcast", quads, self.ints, "words")
         return tuple(words.binary("shl", 24 - 8 * e).binary("ashr", 24) for e in range(4))
 
     def unsigned(self, quads: Value) -> Pixel:
-        """A vector of bytes as dot4's u8 operand."""
-        def quarter(e: int) -> Value:       # byte e of every lane, widened
+        """Convert a vector of bytes to dot4's u8 operand."""
+        def quarter(e: int) -> Value:       # byte e of every lane, zero-extended
             bytes_ = quads.f.shuffle(quads, None, range(e, self.bytes, 4), "quarter")
             return quads.f.cast("zext", bytes_, self.ints, "wide")
         return tuple(quarter(e) for e in range(4))
@@ -139,22 +142,22 @@ class Isa(Words):
         return acc
 
     def shuffle_bytes(self, window: Value, indices: Value) -> Value:
-        """The bytes of each 128-bit part of `window` at these indices in it."""
+        """Select bytes in each 128-bit part of `window` by these indices into the part."""
         raise NotImplementedError(f"{self.name} has no shuffle of bytes")
 
     def paired_dot(self, acc: Value, pixel: Value, weights: Value) -> Value:
-        """dot4 of bytes as they are, where no sum of two products overflows 16 bits (see pairing.py)."""
+        """Return dot4 of bytes, provided that no sum of two products overflows 16 bits (see pairing.py)."""
         raise NotImplementedError(f"{self.name} has no saturating products of bytes")
 
     def small_dot(self, acc: Value, quads: Value, others: Value) -> Value:
-        """dot4 of bytes as they lie, where those of `quads` are below 128: no two products overflow 16 bits."""
+        """Return dot4 of bytes, those of `quads` below 128, so that no sum of two products overflows 16 bits."""
         return self.dot4(acc, self.unsigned(quads), self.spread(others))
 
     # ---- INT16
-    one_dot2: ClassVar[bool] = False        # dot2 is one instruction
+    one_dot2: ClassVar[bool] = False        # True if dot2 is one instruction
 
     def dot2(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc + the sum of two products of int16 a lane; the sum wraps."""
+        """Return acc + the sum of two products of int16 in each lane; the sum wraps."""
         for e in (0, 1):
             wide = (v.f.cast("sext", v.f.shuffle(v, None, range(e, 2 * self.lanes, 2), "half"), self.ints, "wide")
                     for v in (a, b))
@@ -164,11 +167,17 @@ class Isa(Words):
 
 
 class Portable(Isa):
-    """The baseline of any processor. Where x86-64's has no instruction, LLVM would call a maths library, which a
-    kernel on its own does not have; so these are written out, and round as the instructions do."""
+    """Baseline of any processor.
+
+    x86-64's baseline lacks some instructions, for which LLVM would call a maths library. Kernels are linked with none,
+    so these operations are written out here, with the rounding of the instructions.
+    """
 
     def fma(self, a: Value, b: Value | Number, c: Value | Number) -> Value:
-        """In float64 the product is exact and the sum is rounded: twice with the last step, as in functions.fma."""
+        """Compute a fused multiply-add in float64, where the product is exact.
+
+        The sum is rounded there and again to float32, as in functions.fma.
+        """
         f, doubles = a.f, vector(self.lanes, "double")
         x, y, z = (f.cast("fpext", value, doubles, "double") for value in (a, a.like(b), a.like(c)))
         product = f.op(doubles, f"fmul {x}, {y.name}", "product")
@@ -186,20 +195,20 @@ class Portable(Isa):
         return nearest
 
     def _rint(self, x: Value) -> Value:
-        """From 2**23 on every float is an integer; below, adding 2**23 rounds the fraction away."""
+        """Round to even. From 2**23 on every float is an integer; below, adding and subtracting 2**23 rounds."""
         size = super().unary("fabs", x)
         rounded = (size + (1 << 23)) - (1 << 23)
         near = x.f.select(size.compare("olt", 1 << 23), rounded, size)
         return x.f.call(x.type, f"llvm.copysign.{overload(x.type)}", near, x, hint="rint")
 
     def half_to_float(self, halves: Value) -> Value:
-        """The exponent and fraction moved into place; a product with 2**112 makes up for the smaller bias."""
+        """Shift exponent and fraction into place; multiplying by 2**112 corrects the exponent's bias."""
         f = halves.f
         bits = f.cast("zext", f.cast("bitcast", halves, vector(self.lanes, I16), "bits"), self.ints, "bits")
         size, sign = bits.binary("and", 0x7FFF), bits.binary("and", 0x8000).binary("shl", 16)
         moved = f.cast("bitcast", size.binary("shl", 13), self.floats, "moved") * 2.0 ** 112
         moved = f.cast("bitcast", moved, self.ints, "moved")
-        infinite = size.binary("shl", 13).binary("or", 0x7F800000)      # and not a number
+        infinite = size.binary("shl", 13).binary("or", 0x7F800000)      # infinity or NaN
         result = f.select(size.compare("uge", 0x7C00), infinite, moved)
         return f.cast("bitcast", result.binary("or", sign), self.floats, "float")
 
@@ -209,7 +218,7 @@ class Portable(Isa):
         size, sign = bits.binary("and", 0x7FFFFFFF), bits.binary("lshr", 16).binary("and", 0x8000)
         odd = size.binary("lshr", 13).binary("and", 1)
         normal = (size - ((127 - 15) << 23) + 0xFFF + odd).binary("lshr", 13)
-        # The unit of a denormal half is 2**-24, that of a float32 near 0.5: the sum leaves the half's bits.
+        # One unit of a denormal half is 2**-24, as is one of a float32 near 0.5: adding 0.5 leaves the half's bits.
         small = f.cast("bitcast", f.cast("bitcast", size, self.floats, "size") + 0.5, self.ints, "small") - 0x3F000000
         nan = f.select(size.compare("ugt", 0x7F800000), size.like(0x7E00), size.like(0x7C00))
         result = f.select(size.compare("ult", 0x38800000), small, normal)
@@ -219,7 +228,7 @@ class Portable(Isa):
 
 
 class Bytes(Isa):
-    """Machines whose dot4 takes four bytes a lane as they are."""
+    """Machines whose dot4 takes four bytes a lane directly."""
 
     def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
         return quads.ravel()
@@ -236,7 +245,7 @@ class Bytes(Isa):
 
 
 class Vnni(Bytes):
-    """vpdpbusd. Trap: its u8 operand must be a register; only the s8 one folds a load."""
+    """x86 with vpdpbusd. Its u8 operand must be a register; only the s8 operand can be in memory."""
     one_dot2 = True
 
     def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
@@ -249,8 +258,10 @@ class Vnni(Bytes):
 
 
 class Avx2(Isa):
-    """vpmaddwd on bytes widened to 16 bits: even bytes, then odd. vpmaddubsw, shorter, saturates: it is for weights
-    that were paired to sums that fit."""
+    """x86 with AVX2: vpmaddwd on bytes widened to 16 bits, first the even bytes, then the odd ones.
+
+    vpmaddubsw is shorter, but saturates; it serves weights that pairing.py paired.
+    """
 
     def ready(self, quads: NDArray[np.int8]) -> NDArray[np.int8]:
         return np.stack([quads[..., 0::2], quads[..., 1::2]], -3).ravel()
@@ -291,14 +302,14 @@ class Avx2(Isa):
 
 
 class I8mm(Bytes):
-    """aarch64 with usdot: u8 x s8, four products a lane, as dot4 is defined."""
+    """aarch64 with usdot: u8 x s8, four products a lane, which is dot4."""
 
     def dot4(self, acc: Value, pixel: Pixel, weights: Weights) -> Value:
         return acc.f.call(self.ints, "llvm.aarch64.neon.usdot.v4i32.v16i8", acc, *pixel, *weights, hint="acc")
 
 
 class DotProd(Bytes):
-    """aarch64 with sdot only: x = (x - 128) + 128, and 128 * w = 64 * w + 64 * w, each a dot product of s8."""
+    """aarch64 with sdot only: x = (x - 128) + 128, and 128 * w = 64 * w + 64 * w, three dot products of s8."""
 
     def unsigned(self, quads: Value) -> Pixel:
         return (quads.binary("xor", -128),)
@@ -319,7 +330,7 @@ _TILES_256 = ((6, 2), (5, 2), (4, 2), (12, 1))
 _WINOGRAD_256 = ((6, 2),)
 _TILES_ARM = ((6, 4), (4, 4), (12, 2), (8, 2), (16, 1))
 
-# prefetched: in INT8 networks on Zen 5. AVX2's products take so long that weights come in time anyway.
+# prefetched: measured in INT8 networks on Zen 5. With AVX2 products take so long that weights arrive in time anyway.
 _512: Any = dict(packs=("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packuswb.512"), prefetched=0.94,
                  tiles=((14, 2), (12, 2), (6, 4), (4, 4), (7, 2), (8, 2), (16, 1)),
                  winograd_tiles=((14, 2), (6, 4)), winograd_weights=5 << 19)
@@ -327,7 +338,7 @@ _512: Any = dict(packs=("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packusw
 
 def _avx512(name: str, features: str, requires: frozenset[str], bf16: bool = False,
             matrix: MatrixUnit | None = None) -> Isa:
-    """With its half: as many registers, one vector of couts."""
+    """Return an AVX-512 table and its half, which has as many registers, and tiles of one vector of couts."""
     machine: Any = dict(cpu="x86-64-v4", features=f"{features},-prefer-256-bit", requires=requires, bf16=bf16)
     half = Vnni(name, 8, 32, **machine, packs=_PACKS_256, tiles=((24, 1), (16, 1), (12, 1), (8, 1)), prefetched=0.94)
     return Vnni(name, 16, 32, **machine, **_512, half=half, matrix=matrix)
@@ -339,7 +350,7 @@ AVX512_BF16 = _avx512("avx512_bf16", "+avx512vnni,+avx512bf16", _V4 | {"avx512_b
 AVX512_VNNI = _avx512("avx512_vnni", "+avx512vnni", _V4)
 AVX_VNNI = Vnni("avx_vnni", 8, 16, "x86-64-v3", "+avxvnni", _V3 | {"avx_vnni"}, packs=_PACKS_256, tiles=_TILES_256,
                 winograd_tiles=_WINOGRAD_256)
-# A pixel is two registers (even and odd bytes); its weights, two more, are read from memory by the product itself.
+# A pixel takes two registers (even and odd bytes); its weights are memory operands of the products.
 AVX2 = Avx2("avx2", 8, 16, "x86-64-v3", "", _V3, packs=_PACKS_256, tiles=((5, 2), (3, 4), (4, 2), (12, 1)),
             float_tiles=_TILES_256, winograd_tiles=_WINOGRAD_256, winograd_weights=5 << 21,
             paired_tiles=((6, 2), (5, 2), (4, 2), (3, 4)))
@@ -350,12 +361,18 @@ AARCH64_DOTPROD = DotProd("aarch64_dotprod", 4, 32, "generic", "+neon,+dotprod",
 AARCH64 = Isa("aarch64", 4, 32, "generic", "+neon", frozenset({"asimd"}), _ARM, float_tiles=_TILES_ARM)
 PORTABLE = Portable("portable", 4, 16, "", "", frozenset(), float_tiles=_TILES_256)
 
-# Best first: the first one whose features the machine has is the one it gets.
+# Best first: best_isa returns the first one whose features the machine has.
 ALL = (AVX512_AMX, AVX512_BF16, AVX512_VNNI, AVX_VNNI, AVX2, AARCH64_I8MM, AARCH64_DOTPROD, AARCH64, PORTABLE)
 
 
 def isa_named(name: str) -> Isa:
-    """The table of that name. ConfigError names the known ones."""
+    """Return the table of this name.
+
+    Raises
+    ------
+    ConfigError
+        No table has this name; the message lists the known ones.
+    """
     for isa in ALL:
         if isa.name == name:
             return isa
@@ -363,5 +380,5 @@ def isa_named(name: str) -> Isa:
 
 
 def best_isa(features: frozenset[str]) -> Isa:
-    """The best table for a machine with these features (as /proc/cpuinfo names them)."""
+    """Return the best table for a machine with these features (as named in /proc/cpuinfo)."""
     return next(isa for isa in ALL if isa.requires <= features)

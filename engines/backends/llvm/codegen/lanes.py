@@ -1,8 +1,8 @@
-"""How the channels of a pixel lie in registers, and their way from and to memory.
+"""Layout of a pixel's channels in registers, and loads and stores of pixels.
 
-A pixel's channels (at most 4 * lanes of them) fill 1, 2 or 4 vectors of float32. In *natural* order vector v holds
-channels v * lanes + lane. Where u8 is stored, *packed* order is cheaper: the saturating packs then leave the bytes in
-natural order (Isa.channel).
+A pixel's channels (at most 4 * lanes) fill 1, 2 or 4 vectors of float32. In *natural* order vector v holds channels
+v * lanes + lane. *Packed* order is cheaper for u8: the saturating packs then give the bytes in natural order
+(Isa.channel).
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engines.lowering.problems.view import SIZES
 
 @dataclass(frozen=True)
 class Lanes:
-    """`channels` channels of a pixel in `vectors` registers."""
+    """Layout of `channels` channels of a pixel in `vectors` registers."""
     isa: Isa
     channels: int
     packed: bool
@@ -31,18 +31,18 @@ class Lanes:
         return self.isa.channel(self.vectors, v, lane) if self.packed else v * self.isa.lanes + lane
 
     def order(self) -> tuple[tuple[int, ...], ...]:
-        """[vectors][lanes] -> channel; those past the last channel stand for nothing."""
+        """Return [vectors][lanes] -> channel; numbers past the last channel are absent ones."""
         return _order(self)
 
     # ---- memory -> float32
     def load(self, dtype: str, address: Value) -> list[Value]:
-        """The channels at address, as `vectors` registers of float32; absent channels are 0."""
+        """Load the channels at an address as `vectors` registers of float32; absent channels are 0."""
         if not self.packed:
             return [self.load_natural(dtype, address, v) for v in range(self.vectors)]
         return self.widen(dtype, address.f.load(vector(self.channels, ELEMENTS[dtype]), address, hint="row"))
 
     def load_natural(self, dtype: str, address: Value, v: int) -> Value:
-        """Vector v, in natural order, of the channels at address."""
+        """Load vector v, in natural order, of the channels at an address."""
         f, lanes, count = address.f, self.isa.lanes, self.channels - v * self.isa.lanes
         if count <= 0:
             return f.constant(0, self.isa.floats)
@@ -53,17 +53,20 @@ class Lanes:
         return to_float(self.isa, dtype, part)
 
     def widen(self, dtype: str, row: Value) -> list[Value]:
-        """A pixel as stored, all its channels in one vector -> `vectors` registers of float32."""
+        """Convert a pixel as stored, all its channels in one vector, to `vectors` registers of float32."""
         if dtype == "uint8":
             return [self.isa.to_float(ints) for ints in self.integers(row)]
         picks = [[min(pick, self.channels) for pick in order] for order in self.order()]
         return [to_float(self.isa, dtype, row.f.shuffle(row, row.like(0), mask, "lanes")) for mask in picks]
 
     def integers(self, row: Value) -> list[Value]:
-        """A pixel of u8, all its channels in one vector -> `vectors` registers of int32; absent channels are 0."""
+        """Convert a pixel of u8, all its channels in one vector, to `vectors` registers of int32.
+
+        Absent channels are 0.
+        """
         result, absent = [], self.channels
         for order in self.order():
-            # Each byte and three zeros make a lane: one byte shuffle instead of a shuffle and a widening.
+            # A byte and three zeros make a lane: one byte shuffle replaces a shuffle and a zero extension.
             mask = [i for pick in order for i in (min(pick, absent), absent, absent, absent)]
             lanes = row.f.shuffle(row, row.like(0), mask, "lanes")
             result.append(row.f.cast("bitcast", lanes, self.isa.ints, "channels"))
@@ -71,9 +74,9 @@ class Lanes:
 
     # ---- float32 -> memory
     def store(self, dtype: str, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
-        """Each pixel's `vectors` registers to its address; u8 and integers are rounded half to even and saturated."""
+        """Store each pixel's `vectors` registers to its address; u8 and integers are rounded to even and saturated."""
         if dtype == "uint8":
-            if not self.packed:     # the packs take an int32; beyond its range a float must saturate before
+            if not self.packed:     # clamp floats that exceed int32 before the conversion
                 pixels = [[self.isa.min(value, 255) for value in pixel] for pixel in pixels]
             together = 4 // self.vectors    # pixels whose vectors fill one register of u8
             for first in range(0, len(pixels), together):
@@ -98,14 +101,14 @@ class Lanes:
             for v, lane in (places[channel] for channel in range(self.channels)):
                 part, element = divmod(lane, 4)
                 mask.append(part * 16 + (slot * vectors + v) * 4 + element)
-            if self.channels % 4 == 0:      # neighbours by four stay together: a shuffle of words is cheaper
+            if self.channels % 4 == 0:      # groups of four stay together: a shuffle of words is cheaper
                 words = f.cast("bitcast", packed, self.isa.ints, "words")
                 f.store(f.shuffle(words, None, [i // 4 for i in mask[::4]], "pixel"), address)
             else:
                 f.store(f.shuffle(packed, None, mask, "pixel"), address)
 
     def _store_quads(self, dtype: str, value: Value, address: Value, v: int) -> None:
-        """Packed order keeps four neighbours together."""
+        """Store a vector in packed order, which keeps groups of four neighbours together."""
         stored = from_float(self.isa, dtype, value)
         for lane in range(0, self.isa.lanes, 4):
             channel = self.channel(v, lane)
@@ -125,13 +128,13 @@ class Lanes:
 
 
 def in_order(isa: Isa, ints: Sequence[Value]) -> Value:
-    """Four vectors of int32 -> one of u8, saturated, one vector behind the other."""
+    """Pack four vectors of int32 into one of u8 with saturation, in natural order."""
     quads = ints[0].f.cast("bitcast", isa.pack_u8(ints), isa.ints, "quads")
     return quads.f.shuffle(quads, None, [part * 4 + v for v in range(4) for part in range(isa.lanes // 4)], "ordered")
 
 
 def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
-    """A vector of `lanes` stored elements -> float32."""
+    """Convert a vector of `lanes` stored elements to float32."""
     f = stored.f
     if dtype == "float32":
         return stored
@@ -147,7 +150,7 @@ def to_float(isa: Isa, dtype: str, stored: Value) -> Value:
 
 
 def from_float(isa: Isa, dtype: str, value: Value) -> Value:
-    """float32 -> a vector of `lanes` elements as stored: halves to even, integers saturated."""
+    """Convert float32 to a vector of `lanes` stored elements: round to even, saturate integers."""
     f = value.f
     if dtype == "float32":
         return value

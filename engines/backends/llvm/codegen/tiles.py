@@ -1,13 +1,13 @@
-"""Matrix units as data, and the tile instructions of AMX: their text in kernels and their meaning in plain LLVM IR.
+"""Matrix units as data, and the tile instructions of AMX: how to emit them, and their meaning in plain LLVM IR.
 
     tdpbusd    c[m, n] += sum over k, e in 0..3 of u8 a[m, 4 k + e] * s8 b[k, 4 n + e]      int32, exact, wraps
     tdpbf16ps  c[m, n] += (sum over k of a[m, 2 k] * b[k, 2 n]) + (sum over k of a[m, 2 k + 1] * b[k, 2 n + 1])
                           bfloat16 operands, float32 sums rounded to even at each step, denormals read as zero
 
 Kernels name tile registers by number. LLVM neither allocates, moves nor spills them, and it keeps tile instructions in
-the order of the text. LDTILECFG sets the shapes of all registers and clears them.
+program order. LDTILECFG sets the shapes of all registers and clears them.
 
-Source: Intel SDM (LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE, TDPBUSD, TDPBF16PS).
+Reference: Intel SDM (LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE, TDPBUSD, TDPBF16PS).
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = Mapping[int, tuple[int, int]]      # register -> (rows, bytes of a row)
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Registers that hold matrices, and instructions that multiply two of them and add to a third.
+    """Matrix unit: registers that hold matrices, and instructions that add the product of two of them to a third.
 
     A row of the right operand holds `group` neighbouring bytes of K for each column. Cycles are those of a Xeon of
     model 207 (docs/benchmarks.md, "Where there is AMX").
@@ -32,22 +32,22 @@ class MatrixUnit:
     row_bytes: int
     group: int
     products: tuple[tuple[str, str], ...]       # (precision, instruction)
-    product_cycles: float                       # of a product of all rows
-    least_product_cycles: float                 # of a product of few rows
-    load_cycles: float                          # of a register from the first level of cache
+    product_cycles: float                       # product of all rows
+    least_product_cycles: float                 # product of few rows
+    load_cycles: float                          # load of a register from L1
     store_cycles: float
     configure_cycles: float
 
     def product(self, precision: str) -> str:
-        """The instruction for a precision, or "" if there is none."""
+        """Return the instruction for a precision, or "" if there is none."""
         return dict(self.products).get(precision, "")
 
     def macs(self, size: int) -> int:
-        """Multiply-accumulates of a product of full registers whose elements have `size` bytes."""
+        """Return the multiply-accumulates of a product of full registers whose elements have `size` bytes."""
         return self.rows * (self.row_bytes // 4) * (self.row_bytes // size)
 
     def cycles(self, rows: int) -> float:
-        """Cycles of a product whose left operand has so many rows."""
+        """Return the cycles of a product whose left operand has so many rows."""
         return max(self.product_cycles * rows / self.rows, self.least_product_cycles)
 
 
@@ -56,7 +56,10 @@ AMX = MatrixUnit(registers=8, rows=16, row_bytes=64, group=4, products=(("int8",
 
 
 def configuration(unit: MatrixUnit, shapes: Shapes) -> bytes:
-    """The 64 bytes that LDTILECFG reads: palette 1, row bytes as words from byte 16 on, rows as bytes from 48 on."""
+    """Return the 64 bytes that LDTILECFG reads.
+
+    Byte 0 is the palette, 1. From byte 16 on are the row bytes of the registers as 16-bit words, from 48 on their rows.
+    """
     memory = bytearray(64)
     memory[0] = 1
     for register, (rows, row_bytes) in shapes.items():
@@ -67,12 +70,12 @@ def configuration(unit: MatrixUnit, shapes: Shapes) -> bytes:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Writes tile instructions into a function."""
+    """Emitter of tile instructions into a function."""
     f: Function
     unit: MatrixUnit = AMX
 
     def configuration(self, shapes: Shapes) -> Value:
-        """The address of a constant of the module: the configuration that gives the registers these shapes."""
+        """Return the address of a module constant: the configuration that gives the registers these shapes."""
         data = configuration(self.unit, shapes)
         name = f"@tiles.{data[16:32:2].hex()}.{data[48:56].hex()}"
         text = "".join(f"\\{byte:02X}" for byte in data)
@@ -84,7 +87,7 @@ class Tiles:
         self.f.run("llvm.x86.ldtilecfg", self.configuration(shapes))
 
     def release(self) -> None:
-        """Give the registers up, so that a switch of threads does not save them."""
+        """Release the registers, so that a context switch does not save them."""
         self.f.run("llvm.x86.tilerelease")
 
     def zero(self, register: int) -> None:
@@ -106,7 +109,7 @@ class Tiles:
         return self.f.constant(register, I8)
 
 
-# ---- the meaning of each instruction, for machines without tile registers
+# ---- emulation of the instructions on machines without tile registers
 _LANES = AMX.row_bytes // 4
 _TILE_BYTES = AMX.rows * AMX.row_bytes
 STATE_BYTES = AMX.row_bytes + AMX.registers * _TILE_BYTES       # a configuration, then the registers
@@ -114,7 +117,7 @@ STATE_BYTES = AMX.row_bytes + AMX.registers * _TILE_BYTES       # a configuratio
 
 @dataclass(frozen=True)
 class _State:
-    """The tile registers as memory at a fixed address."""
+    """Tile registers as memory at a fixed address."""
     f: Function
     address: int
 
@@ -202,7 +205,7 @@ def _tdpbf16ps(s: _State, c: Value, a: Value, b: Value) -> None:
 
 
 def _flushed(f: Function, x: Value) -> Value:
-    """x with denormals replaced by zeros of their sign."""
+    """Replace denormals of x by zeros of their sign."""
     bits = f.cast("bitcast", x, vector(_LANES, I32), "bits")
     normal = (bits & 0x7F800000).compare("ne", 0)
     return f.cast("bitcast", f.select(normal, bits, bits & -(1 << 31)), vector(_LANES, FLOAT), "float")
@@ -221,8 +224,8 @@ def meanings(state: int) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Intrinsic -> its definition, as `Module(emulation=...)` takes them. Code made with it runs in this process only,
-        on one thread at a time.
+        Intrinsic -> its definition, in the form of `Module(emulation=...)`. The code runs in this process only, on one
+        thread at a time.
     """
     definitions = []
     for name, (types, meaning) in _MEANINGS.items():

@@ -1,4 +1,7 @@
-"""Kernels, a folder a family. Importing this package imports all its modules, which fills kernel.KERNELS."""
+"""CPU kernels, one folder for each family.
+
+Importing this package imports all its modules, which fill kernel.KERNELS.
+"""
 from importlib import import_module
 from pkgutil import walk_packages
 

@@ -1,18 +1,18 @@
-"""Cuts steps into chunks for several workers: one of the modules that run a plan on the CPU.
+"""Division of steps into chunks for several workers: one of the modules that run a plan on the CPU.
 
     elf.py          loads the plan's machine code
     expansion.py    computes the constants that the file holds in a smaller form
     execution.py    tables, memory, and the executor of one thread
-    chunks.py       the pieces of work that several threads share (here)
+    chunks.py       the units of work that several threads share (here)
     workers.py      the threads that run them
     abi.py          the tables that Python writes and emitted code (codegen/executor.py) reads
 
-A step's grid is cut along rows while its weights fit a core's second-level cache, so that each worker reads its rows
-of the input and all of the weights; along columns otherwise, so that each reads its part of the weights once. An axis
-that gives the workers unequal shares (7 rows for 2) loses to one that does not.
+A step's grid is split along rows if its weights fit a core's L2, so that each worker reads its rows of the input and
+all of the weights; otherwise along columns, so that each worker reads its part of the weights once. An axis that gives
+the workers unequal shares (7 rows for 2) loses to one that does not.
 
-A chunk waits for the chunks that write the rows it reads, so that no barrier stands between two steps that are cut by
-rows: a Footprint (engines/plan/plan.py) says which bytes a row reads and writes. Where a chunk reads all of a step, or
+A chunk waits for the chunks that write the rows it reads, so that there is no barrier between two steps that are split
+by rows: a Footprint (engines/plan/plan.py) tells which bytes a row reads and writes. If a chunk reads all of a step, or
 its footprints are not known, the whole stage waits for the whole step.
 """
 from __future__ import annotations
@@ -28,29 +28,32 @@ from engines.backends.llvm.runtime.execution import LoadedPlan, Words, words
 from engines.backends.llvm.runtime.segments import Segment
 from engines.plan.plan import Footprint, Plan, Step
 
-CHUNK_US = 25.0                 # aimed at: long beside a claim (0.1 us), short beside what a late one costs
-SHORTEST_US = 2.5               # a step is not cut into pieces of less: to share them costs more
-LEAST_SAVED_US = 8.0            # a segment of which threads save less runs on the caller: to call helpers costs as much
-PIECES_PER_WORKER = 16          # at most, for each step
-RESIDENT_BYTES = 160 << 10      # weights that stay in the second-level cache
-FAIR_SHARE = 0.9                # share of the workers' time that a cut must use, if another could use more
+CHUNK_US = 25.0                 # target duration: long compared with a claim (0.1 us), short compared with a late chunk
+SHORTEST_US = 2.5               # least duration of a chunk; sharing shorter ones costs more than it gains
+LEAST_SAVED_US = 8.0            # a segment that saves less runs on the caller alone, as waking helpers costs as much
+PIECES_PER_WORKER = 16          # most chunks of a step for each worker
+RESIDENT_BYTES = 160 << 10      # bytes of weights that stay in L2
+FAIR_SHARE = 0.9                # utilisation of the workers that suffices for the preferred axis
 LATE_FACTOR, LATE_SLACK_US = 3.0, 15.0
 
 Range = tuple[int, int]         # [begin, end)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A step's grid in pieces: every range of rows with every range of columns, in an order that keeps weights warm."""
+class GridSplit:
+    """Division of a step's grid into every range of rows with every range of columns.
+
+    The order of the pieces keeps weights in cache.
+    """
     rows: tuple[Range, ...]
     columns: tuple[Range, ...]
-    by_rows: bool               # the pieces of a range of rows follow each other; else those of a range of columns
+    by_rows: bool               # True: the pieces of a range of rows are consecutive; else those of a range of columns
 
     def __len__(self) -> int:
         return len(self.rows) * len(self.columns)
 
     def pieces(self) -> list[tuple[Range, Range]]:
-        """(rows, columns) of each chunk."""
+        """Return (rows, columns) of each chunk."""
         if self.by_rows:
             return [(r, c) for r in self.rows for c in self.columns]
         return [(r, c) for c in self.columns for r in self.rows]
@@ -58,17 +61,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tables of one segment for one batch size (see engines/backends/llvm/runtime/abi.py)."""
+    """Tables of one segment for one batch size (see engines/backends/llvm/runtime/abi.py)."""
     chunks: Words
     stages: Words
     depends: Words
 
 
-def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
-    """A step's grid cut for so many workers; `us`: microseconds that the whole of it takes one thread."""
+def split_grid(step: Step, batch: int, us: float, workers: int) -> GridSplit:
+    """Divide a step's grid for so many workers; us: microseconds of the whole step on one thread."""
     rows = step.rows_per_item * batch + (0 if step.rows_per_item else step.rows)
     if not rows or not step.columns:
-        return Cut((), (), True)
+        return GridSplit((), (), True)
     row_units, column_units = -(-rows // step.row_step), -(-step.columns // step.column_step)
     each = min(max(math.ceil(us / CHUNK_US / workers), 1), PIECES_PER_WORKER)
     wanted = min(workers * each, max(int(us / SHORTEST_US), 1))
@@ -77,8 +80,8 @@ def cut(step: Step, batch: int, us: float, workers: int) -> Cut:
     main_pieces = min(main, wanted)
     other_pieces = min(other, -(-wanted // main_pieces))
     row_pieces, column_pieces = (main_pieces, other_pieces) if by_rows else (other_pieces, main_pieces)
-    return Cut(_ranges(rows, step.row_step, row_units, row_pieces),
-               _ranges(step.columns, step.column_step, column_units, column_pieces), by_rows)
+    return GridSplit(_ranges(rows, step.row_step, row_units, row_pieces),
+                     _ranges(step.columns, step.column_step, column_units, column_pieces), by_rows)
 
 
 def _prefers_rows(step: Step, row_units: int, column_units: int, workers: int) -> bool:
@@ -89,27 +92,30 @@ def _prefers_rows(step: Step, row_units: int, column_units: int, workers: int) -
 
 
 def _ranges(extent: int, step: int, units: int, pieces: int) -> tuple[Range, ...]:
-    """0..extent in `pieces` nearly equal ranges that begin at multiples of step."""
+    """Divide 0..extent into `pieces` nearly equal ranges that begin at multiples of step."""
     bounds = [units * i // pieces * step for i in range(pieces)] + [extent]
     return tuple(zip(bounds, bounds[1:], strict=False))
 
 
 def most_chunks(segment: Segment, workers: int) -> int:
-    """A number of chunks that no batch size exceeds."""
-    # Twice what is wanted: that is rounded up to whole rows (or columns) of pieces.
+    """Return an upper bound of the number of chunks for any batch size."""
+    # Twice the number aimed at, which `split_grid` rounds up to whole rows (or columns) of pieces.
     return (segment.last - segment.first) * 2 * workers * PIECES_PER_WORKER
 
 
 def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: int, step_us: Sequence[float],
                   ticks_per_us: float) -> Schedule | None:
-    """The tables of a native segment; None if its steps are too short to be shared.
+    """Return the tables of a native segment; None if its steps are too short to be shared.
 
-    step_us: microseconds of each step of the plan at batch 1, on one thread.
+    Parameters
+    ----------
+    step_us : microseconds of each step of the plan at batch 1, on one thread.
+    ticks_per_us : rate of the emitted code's clock.
     """
     steps = program.machine.steps[segment.first:segment.last]
     times = [us * (1 + (batch - 1) * step.further_item if step.rows_per_item else 1)
              for us, step in zip(step_us[segment.first:segment.last], steps, strict=True)]
-    cuts = [cut(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
+    cuts = [split_grid(step, batch, us, workers) for step, us in zip(steps, times, strict=True)]
     if sum(us * (1 - 1 / min(len(c), workers)) for us, c in zip(times, cuts, strict=True) if c) < LEAST_SAVED_US:
         return None
     starts = np.cumsum([0, *map(len, cuts)])
@@ -132,15 +138,15 @@ def make_schedule(program: LoadedPlan, segment: Segment, batch: int, workers: in
 # ---- dependencies
 @dataclass(frozen=True)
 class _Waits:
-    """The chunks that a step waits for, as ranges of their numbers: for all of it, and for each of its chunks."""
+    """Chunks that a step waits for, as ranges of their numbers: for the whole step, and for each of its chunks."""
     stage: list[Range]
     chunks: list[list[Range]]
 
 
-def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], starts: Words) -> _Waits:
+def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[GridSplit], starts: Words) -> _Waits:
     step, own = steps[index], cuts[index]
     found = _Waits([], [[] for _ in range(len(own))])
-    for producer in (d - first for d in step.depends if d >= first):    # earlier segments are done when this one begins
+    for producer in (d - first for d in step.depends if d >= first):    # earlier segments are done already
         base = int(starts[producer])
         if not len(cuts[producer]):
             continue
@@ -148,22 +154,25 @@ def _waits(steps: Sequence[Step], index: int, first: int, cuts: Sequence[Cut], s
         if by_row is None:
             found.stage.append((base, base + len(cuts[producer])))
             continue
-        each = len(cuts[producer].columns)      # chunks of one range of the producer's rows
+        each = len(cuts[producer].columns)      # chunks in one range of the producer's rows
         for pairs, row in zip(found.chunks, _rows_of_chunks(own), strict=True):
             pairs += [(base + begin * each, base + end * each) for begin, end in by_row[row]]
     return found
 
 
-def _rows_of_chunks(c: Cut) -> list[int]:
-    """For each chunk, the number of its range of rows."""
+def _rows_of_chunks(c: GridSplit) -> list[int]:
+    """Return the number of the row range of each chunk."""
     rows = range(len(c.rows))
     return [r for r in rows for _ in c.columns] if c.by_rows else [r for _ in c.columns for r in rows]
 
 
-def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[list[Range]] | None:
-    """For each range of rows of `own` the ranges of the producer's rows that it reads; None: all, or it is unknown."""
+def _rows_of_producer(step: Step, own: GridSplit, producer: Step, its: GridSplit) -> list[list[Range]] | None:
+    """Return for each row range of `own` the producer's row ranges that it reads.
+
+    It is None if each reads all of them, or if footprints are unknown.
+    """
     if len(its.rows) == 1 or not (its.by_rows or len(its.columns) == 1):
-        return None         # its chunks of a range of rows do not follow each other
+        return None         # chunks of a row range are not consecutive
     pairs = [(read, write) for read in step.reads for write in producer.writes if read.buffer == write.buffer]
     if not pairs:
         return None
@@ -173,15 +182,15 @@ def _rows_of_producer(step: Step, own: Cut, producer: Step, its: Cut) -> list[li
 
 def rows_awaited(pairs: Sequence[tuple[Footprint, Footprint]], own: Sequence[Range],
                  its: Sequence[Range]) -> list[list[Range]]:
-    """For each range of rows of `own` the ranges of `its` that touch the same bytes.
+    """Return for each row range of `own` the ranges of `its` that access the same bytes.
 
-    pairs: (what rows of `own` touch, what rows of `its` do).
+    pairs: (footprint of rows of `own`, footprint of rows of `its`).
     """
     found: list[list[Range]] = [[] for _ in own]
     for read, write in pairs:
         begins, ends = _bytes(write, its)
         read_begins, read_ends = _bytes(read, own)
-        # Sorted, since strides are not negative; a running maximum, since a row may reach behind the next one.
+        # Sorted because strides are not negative; a running maximum because a row may extend past the next one's end.
         firsts = np.searchsorted(np.maximum.accumulate(ends), read_begins, "right")
         lasts = np.searchsorted(np.minimum.accumulate(begins[::-1])[::-1], read_ends, "left")
         for ranges, begin, end in zip(found, firsts.tolist(), lasts.tolist(), strict=True):
@@ -191,10 +200,10 @@ def rows_awaited(pairs: Sequence[tuple[Footprint, Footprint]], own: Sequence[Ran
 
 
 def _bytes(footprint: Footprint, rows: Sequence[Range]) -> tuple[Words, Words]:
-    """The first byte, and the one after the last, that each range of rows may touch."""
+    """Return the first byte, and the one after the last, that each row range may access."""
     bounds = np.array(rows, np.int64)
     (first_item, first), (last_item, last) = (divmod(r, footprint.period) for r in (bounds[:, 0], bounds[:, 1] - 1))
-    # A range over several items begins at its first row or at the next item, which may lie at the same address.
+    # A range over several items begins at its first row or at the next item, which may have a lower address.
     several = last_item > first_item
     steps_begin = np.minimum(first_item * footprint.item_stride + first // footprint.rows * footprint.stride,
                              np.where(several, (first_item + 1) * footprint.item_stride, np.iinfo(np.int64).max))
@@ -205,7 +214,10 @@ def _bytes(footprint: Footprint, rows: Sequence[Range]) -> tuple[Words, Words]:
 
 
 def _steps_awaited_at_the_end(plan: Plan, segment: Segment) -> set[int]:
-    """Steps that must be done when a segment ends: later segments or the caller read their results, or nobody does."""
+    """Return the steps that must be done when a segment ends.
+
+    Their results are read by later segments or by the caller, or by no step at all.
+    """
     awaited = {d for step in plan.machine.steps[segment.first:segment.last] for d in step.depends}
     later = {d for step in plan.machine.steps[segment.last:] for d in step.depends}
     outputs = {view.buffer for view in plan.machine.outputs}
@@ -219,7 +231,7 @@ def _steps_awaited_at_the_end(plan: Plan, segment: Segment) -> set[int]:
 
 def _stages(waits: Sequence[_Waits], ends: set[int], starts: Words, workers: int,
             chunks: Words) -> tuple[Words, Words]:
-    """The stage table, a row for each step and one that waits for the ends; and the pairs, of stages and of chunks."""
+    """Return the stage table, a row for each step and one that waits for `ends`, and the pairs of stages and chunks."""
     last = [(int(starts[i]), int(starts[i + 1])) for i in sorted(ends)]
     depends: list[Range] = []
     stages = words(len(waits) + 1, -(-(StageRow.PARTS + workers + 1) // LINE_WORDS) * LINE_WORDS)

@@ -1,4 +1,4 @@
-"""The CPU as a device: does a plan's code fit it, and what runs that code on one thread or several."""
+"""CPU as a device: checks that a plan's code fits it, and runs that code on one thread or several."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from engines.machine import cpu
 from engines.plan.plan import Plan
 
 
-class LoadedEngine:
-    """A plan made ready to run by so many threads."""
+class LoadedCpuEngine:
+    """Plan that is ready to run on so many threads."""
 
     def __init__(self, plan: Plan, threads: int, beside: LoadedPlan | None = None) -> None:
         self.program, self._threads = LoadedPlan(plan, threads, beside), threads
         if threads > 1:
-            # Imported here, for on one thread serving starts without it.
+            # Imported here because single-threaded serving starts faster without it.
             from engines.backends.llvm.runtime.workers import ParallelProgram
             self._shared = ParallelProgram(self.program, threads)
 
     @property
     def arena_bytes(self) -> int:
-        """Of one execution's buffers (one of T threads has T such arenas)."""
+        """Return the bytes of one arena. An execution on T threads has T arenas."""
         return (self.program.separate_layout if self._threads > 1 else self.program.shared_layout).total
 
     def execution(self, cpus: Sequence[int] | None) -> Execution:
@@ -32,14 +32,14 @@ class LoadedEngine:
 
 
 class CpuDevice:
-    """This machine's CPU."""
+    """CPU of this machine."""
 
     @property
     def name(self) -> str:
         return cpu.detect().model
 
     def at(self, number: int) -> CpuDevice:
-        """The same: it is one."""
+        """Return this device: there is only one CPU."""
         return self
 
     def mismatch(self, plan: Plan) -> str:
@@ -52,8 +52,8 @@ class CpuDevice:
             return f"made for '{part.target}', but this CPU ({machine.model}) lacks {missing}"
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedEngine:
-        return LoadedEngine(plan, threads, beside.program if isinstance(beside, LoadedEngine) else None)
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedCpuEngine:
+        return LoadedCpuEngine(plan, threads, beside.program if isinstance(beside, LoadedCpuEngine) else None)
 
 
 DEVICE: Device = CpuDevice()

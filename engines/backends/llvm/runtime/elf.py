@@ -1,9 +1,9 @@
-"""Loads relocatable ELF objects into this process, without LLVM or a linker: the code that execution.py runs.
+"""Loader of relocatable ELF objects into this process, without LLVM or a linker: the code that execution.py runs.
 
 An object that LLVM emits for a self-contained module (position-independent, small code model) needs little: its
-sections side by side in memory, a handful of relocations, and the addresses of its functions.
+sections next to each other in memory, a few relocations, and the addresses of its functions.
 
-Sources: the System V ABI, chapter 4 (object files); its AMD64 supplement, table 4.9; ELF for the Arm 64-bit
+References: the System V ABI, chapter 4 (object files); its AMD64 supplement, table 4.9; ELF for the Arm 64-bit
 Architecture (AAELF64), section 5.7.
 """
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SYMTAB, _RELA, _NOBITS = 2, 4, 8                   # sh_type
 _WRITE, _ALLOC = 1, 2                               # sh_flags
 _PAGE = 4096
 
-# Relocation types, by what they do: S is the symbol's address, A the addend, P the place that is patched.
+# Relocation types. Their results use S, the symbol's address, A, the addend, and P, the address that is patched.
 _X86_ABS64, _X86_PC32, _X86_PLT32, _X86_PC64 = 1, 2, 4, 24
 _ARM_ABS64, _ARM_PREL64, _ARM_PREL32 = 257, 260, 261
 _ARM_ADR_PAGE, _ARM_ADD_LOW = 275, 277
 _ARM_JUMP26, _ARM_CALL26 = 282, 283
-_ARM_LOAD_LOW = {278: 0, 284: 1, 285: 2, 286: 3, 299: 4}        # LDST{8,16,32,64,128}_ABS_LO12_NC: log2 of the size
+_ARM_LOAD_LOW = {278: 0, 284: 1, 285: 2, 286: 3, 299: 4}        # LDST{8,16,32,64,128}_ABS_LO12_NC -> log2 of the size
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Section:
     name: str
     type: int
     flags: int
-    offset: int         # in the object
+    offset: int         # offset in the object
     size: int
     link: int
     info: int
@@ -48,11 +48,11 @@ class _Symbol:
     name: str
     section: int        # 0: undefined
     value: int
-    bound: bool         # visible outside its object
+    bound: bool         # True if it is visible outside its object
 
 
 class _Object:
-    """A parsed object. Raises PlanCorruptError where it is none, PlanTargetError where it is for another machine."""
+    """Parsed object. Raises PlanCorruptError if it is invalid, PlanTargetError if it is for another machine."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -63,10 +63,12 @@ class _Object:
 
     def _check_header(self) -> None:
         if self.data[:6] != b"\x7fELF\x02\x01":
-            raise PlanCorruptError("an object of the code section is no little-endian 64-bit ELF; build the plan again")
+            raise PlanCorruptError("an object of the code section is not a little-endian 64-bit ELF file; build the "
+                                   "plan again")
         kind, machine = struct.unpack_from("<HH", self.data, 16)
         if kind != 1:
-            raise PlanCorruptError(f"an object of the code section has ELF type {kind}, not 1 (relocatable)")
+            raise PlanCorruptError(f"an object of the code section has ELF type {kind}, not 1 (relocatable); build the "
+                                   "plan again")
         here = platform.machine()
         if _MACHINES.get(machine) != _ALIASES.get(here, here):
             raise PlanTargetError(f"the code is for {_MACHINES.get(machine, f'ELF machine {machine}')}, but this is "
@@ -87,7 +89,7 @@ class _Object:
                 strings = self.sections[section.link].offset
                 table = self.data[section.offset:section.offset + section.size]
                 for name, info, _, index, value, _ in struct.iter_unpack("<IBBHQQ", table):
-                    bound = info >> 4 != 0      # only these are asked for by name
+                    bound = info >> 4 != 0      # only these are looked up by name
                     found.append(_Symbol(self._string(strings + name) if bound else "", index, value, bound))
         return found
 
@@ -98,7 +100,10 @@ class _Object:
         return self.data[at:end].decode()
 
     def _loaded(self) -> Iterator[tuple[int, _Section]]:
-        """The sections that running code needs. Nobody unwinds through kernels, so .eh_frame is not among them."""
+        """Yield the sections that running code needs.
+
+        Nothing unwinds through kernels, so .eh_frame is not among them.
+        """
         for index, section in enumerate(self.sections):
             if section.flags & _ALLOC and section.size and not section.name.startswith(".eh_frame"):
                 if section.flags & _WRITE or section.type == _NOBITS:
@@ -110,7 +115,7 @@ class _Object:
                 yield index, section
 
     def relocations(self, of: int) -> Iterator[tuple[int, int, _Symbol, int]]:
-        """(offset in the section, type, symbol, addend) of a loaded section."""
+        """Yield (offset in the section, type, symbol, addend) of a loaded section."""
         for section in self.sections:
             if section.type == _RELA and section.info == of:
                 for offset, info, addend in struct.iter_unpack(
@@ -119,19 +124,27 @@ class _Object:
 
 
 def functions_of(data: bytes) -> list[str]:
-    """The names that an object defines."""
+    """Return the names that an object defines."""
     return [symbol.name for symbol in _Object(data).symbols if symbol.bound and symbol.section]
 
 
 class LoadedCode:
-    """Objects in memory, ready to be called. The code lives as long as this does; so must whatever calls it.
+    """Objects in memory, ready to be called. The code is valid as long as this object lives.
 
     addresses: function name -> address. Local functions (micro-kernels) are not listed.
     """
 
     def __init__(self, objects: Sequence[bytes]) -> None:
-        """Raises PlanCorruptError (garbled, not self-contained), PlanTargetError (for another machine)."""
-        self._objects = tuple(objects)          # whose identities are a key of LoadedPlan's table
+        """Load objects.
+
+        Raises
+        ------
+        PlanCorruptError
+            An object is garbled or not self-contained.
+        PlanTargetError
+            An object is for another machine, or this system forbids executable memory.
+        """
+        self._objects = tuple(objects)          # keeps them, whose identities are a key of LoadedPlan's table
         try:
             self._load(objects)
         except (struct.error, IndexError, UnicodeDecodeError) as error:
@@ -141,7 +154,7 @@ class LoadedCode:
 
     def _load(self, objects: Sequence[bytes]) -> None:
         parsed = [_Object(bytes(data)) for data in objects]
-        layouts: list[dict[int, int]] = []       # for each object: section index -> offset in the mapping
+        layouts: list[dict[int, int]] = []       # section index -> offset in the mapping, for each object
         size = 0
         for item in parsed:
             layouts.append({})
@@ -185,10 +198,10 @@ class LoadedCode:
                                            "known to this loader; build the plan again")
 
     def _make_executable(self) -> None:
-        """Never writable and executable at once. On ARM, Linux also makes the instruction caches see new code here."""
+        """Make the code executable and read-only. On ARM, Linux also synchronises the instruction caches here."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(self._base), ctypes.c_size_t(len(self._map)), mmap.PROT_READ | mmap.PROT_EXEC):
-            raise PlanTargetError(f"this system does not let a process run code that it loads itself (mprotect: errno "
+            raise PlanTargetError(f"this system does not allow the process to make memory executable (mprotect: errno "
                                   f"{ctypes.get_errno()}); allow it for this process (SELinux: execmem)")
 
 

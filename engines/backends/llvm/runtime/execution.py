@@ -1,7 +1,7 @@
-"""Runs a plan's steps: the tables that emitted code reads, the memory they point into, and the executor of one thread.
+"""Loaded plans: the tables that emitted code reads, the memory that they point into, and the single-threaded executor.
 
-elf.py loads the code, expansion.py the constants that are computed; abi.py names the words of the tables; workers.py is
-the executor of several threads, which share the chunks that chunks.py cuts.
+elf.py loads the code, expansion.py the constants that are computed, abi.py names the words of the tables. workers.py is
+the executor of several threads, which share the chunks that chunks.py makes.
 """
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.by_item import ItemTables
 from engines.backends.llvm.runtime.elf import LoadedCode
 from engines.backends.llvm.runtime.expansion import expand
-from engines.backends.llvm.runtime.lending import Lendable, address_of
+from engines.backends.llvm.runtime.lending import ZeroCopyBuffers, address_of
 from engines.backends.llvm.runtime.segments import Segment, cut_at_item_major_runs, cut_before, segments_of
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.plan.arena import (
     Layout,
+    Layouts,
     Memory,
     MemoryPool,
     array_at,
-    halo_classes,
     on_cache_line,
     plan_memory,
-    rounded_up,
     write_halo,
 )
 from engines.plan.plan import (
     EXPANDED,
     SHARED,
     SHARED_EXPANDED,
-    Buffer,
     ExpandedConstant,
     Plan,
     TensorView,
@@ -49,25 +47,32 @@ from engines.plan.plan import (
 )
 from engines.plan.verification import verify
 
-_LAYOUTS = 64               # of the shapes of a model that are remembered
-
 Words = NDArray[np.int64]
 EmittedFunction = Callable[..., None]
 
 
 class LoadedPlan:
-    """A plan made ready to run: code loaded, tables filled. Read-only after that, and shared by every context."""
+    """Plan ready to run: code loaded, tables filled. It is read-only afterwards, and shared by all contexts."""
 
     def __init__(self, plan: Plan, threads: int = 1, beside: LoadedPlan | None = None) -> None:
-        """threads: that make the constants which the plan's file does not have. beside: the plan that has those which
-        both share. Raises PlanCorruptError, PlanTargetError."""
+        """Load a plan.
+
+        Parameters
+        ----------
+        threads : number of threads that compute expanded constants.
+        beside : for a specialisation, the loaded plan whose constants both share.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError
+        """
         self.plan, self.machine = plan if plan.of_template else verify(plan), plan.machine
         self._beside = _checked(plan, beside) if self.machine.shared else None
         # Plans of one model have code in common, and their contexts take turns.
         self._codes: WeakValueDictionary[tuple[int, ...], LoadedCode] = (
             self._beside._codes if self._beside else WeakValueDictionary())
         self._pool: MemoryPool | None = self._beside._pool if self._beside else MemoryPool() if plan.open else None
-        self._layouts: dict[Any, Layout] = self._beside._layouts if self._beside else {}
+        self._layouts: Layouts = self._beside._layouts if self._beside else Layouts()
         self._code = self._loaded_code()
         self._constants, self._constants_address = on_cache_line(self.machine.constants)
         self._expanded = expand(self.machine, self.kernel, self._constants_address, threads)
@@ -78,12 +83,12 @@ class LoadedPlan:
         self.serial_segments = tuple(part for segment in self.segments
                                      for part in cut_at_item_major_runs(segment, self.machine.item_major))
         operands = [operand for step in self.machine.steps for operand in step.operands]
-        # The constants count as four buffers more, after the others.
+        # The four kinds of constants are numbered as buffers after the others.
         more = {kind: len(self.machine.buffers) + i for i, kind in enumerate((None, EXPANDED, SHARED, SHARED_EXPANDED))}
         buffers = [more.get(o.buffer, o.buffer) for o in operands]
         self._operand_buffers = np.array(buffers, np.int64)
         self._operand_offsets = np.array([o.offset for o in operands], np.int64)
-        self.lendable = Lendable(plan, self._operand_buffers, self._operand_offsets)
+        self.zero_copy = ZeroCopyBuffers(plan, self._operand_buffers, self._operand_offsets)
 
     def _loaded_code(self) -> LoadedCode:
         key = tuple(map(id, self.machine.code))
@@ -97,17 +102,17 @@ class LoadedPlan:
         return self._pool.take(size) if self._pool else Memory(size).bytes
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
-        """An emitted function that takes i64s or addresses; a call releases the GIL."""
+        """Return an emitted function that takes i64s or addresses; a call releases the GIL."""
         prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * parameters)
         return prototype(self._address(name, user))
 
     @property
     def constant_addresses(self) -> tuple[int, int]:
-        """Of the constants, and of those computed from them."""
+        """Return the address of the constants, and of those computed from them."""
         return self._constants_address, self._expanded.address
 
     def kernel(self, item: ExpandedConstant) -> EmittedFunction:
-        """What makes a derived constant."""
+        """Return the kernel that computes an expanded constant."""
         return self.function(item.symbol, 5, f"a constant of '{item.name}'")
 
     def _address(self, symbol: str, user: str) -> int:
@@ -131,16 +136,15 @@ class LoadedPlan:
 
     @cached_property
     def one_item_bytes(self) -> dict[int, int]:
-        """Buffers that hold one item, for only one item-major run uses them -> bytes that an item of theirs takes."""
+        """Return {buffer: bytes of an item} of buffers that hold one item, as only one item-major run uses them."""
         return {footprint.buffer: footprint.item_stride for run in self.machine.item_major
                 for step in self.machine.steps[run.first:run.last] for footprint in step.writes
                 if run.keeps(self.machine.buffers[footprint.buffer])}
 
     @cached_property
     def item_strides(self) -> Words:
-        """Bytes from an item to the next, of each operand of the steps that may run item by item; 0 for those of
-        others."""
-        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.lendable.readers
+        """Return the item stride in bytes of each operand of steps that may run item by item; 0 for other steps."""
+        inside = {i for run in self.machine.item_major for i in range(run.first, run.last)} | self.zero_copy.readers
         strides = [stride if operand.buffer not in self.one_item_bytes else 0
                    for i, step in enumerate(self.machine.steps)
                    for operand, stride in zip(step.operands, item_strides(step) if i in inside else
@@ -148,9 +152,9 @@ class LoadedPlan:
         return np.array(strides, np.int64)
 
     @cached_property
-    def apart_segments(self) -> tuple[Segment, ...]:
-        """The serial segments for inputs whose items lie apart: what reads these runs item by item, too."""
-        readers = self.lendable.readers
+    def scattered_segments(self) -> tuple[Segment, ...]:
+        """Return the serial segments for inputs with scattered items: steps that read these run item by item too."""
+        readers = self.zero_copy.readers
         cuts = {step + behind for step in readers for behind in (0, 1)}
         return tuple(part for segment in self.serial_segments for part in (
             [segment] if segment.by_item else (replace(part, by_item=part.first in readers)
@@ -158,60 +162,49 @@ class LoadedPlan:
 
     @cached_property
     def shared_layout(self) -> Layout:
-        """Of a context of one thread: buffers share memory; those that only one item-major run uses hold one item."""
+        """Return the layout of a context of one thread.
+
+        Buffers share memory; those that only one item-major run uses hold one item.
+        """
         others, buffers = self.plan.batch_slots - 1, self.machine.buffers
         if others and self.one_item_bytes:
             buffers = tuple(replace(buffer, bytes=buffer.bytes - others * self.one_item_bytes.get(i, 0))
                             for i, buffer in enumerate(buffers))
-        if self.plan.of_template:
-            return self._layout_of(buffers)
-        return replace(plan_memory(buffers, self.machine.fills), one_item=frozenset(self.one_item_bytes))
-
-    def _layout_of(self, buffers: Sequence[Buffer]) -> Layout:
-        """Return a layout that serves shapes a little larger, too, as the next ones often are."""
-        sizes = tuple([rounded_up(buffer.bytes) for buffer in buffers])
-        key = sizes, tuple([(buffer.first, buffer.last) for buffer in buffers]), halo_classes(self.machine.fills)
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
-            rounded = [replace(buffer, bytes=size) for buffer, size in zip(buffers, sizes, strict=True)]
-            layout = self._layouts[key] = replace(plan_memory(rounded, self.machine.fills),
-                                                  one_item=frozenset(self.one_item_bytes))
-        return layout
+        plan = self._layouts.plan if self.plan.of_template else plan_memory
+        return replace(plan(buffers, self.machine.fills), one_item=frozenset(self.one_item_bytes))
 
     @cached_property
     def separate_layout(self) -> Layout:
-        """Of a context of several threads: every buffer has memory of its own."""
+        """Return the layout of a context of several threads, in which every buffer has its own memory."""
         return plan_memory(self.machine.buffers, self.machine.fills, reuse=False)
 
     def operand_table(self, bases: Sequence[int]) -> Words:
-        """The addresses of all operands of all steps, given that of each buffer."""
+        """Return the addresses of all operands of all steps, given the base address of each buffer."""
         shared = self._beside.constant_addresses if self._beside else (0, 0)
         every: Words = np.array([*bases, *self.constant_addresses, *shared], np.int64)
         return every[self._operand_buffers] + self._operand_offsets
 
 
 def _checked(plan: Plan, beside: LoadedPlan | None) -> LoadedPlan:
-    """The plan whose constants are shared, if it is the one that was meant."""
+    """Return `beside`, the plan whose constants are shared, if it is the right one."""
     if beside is None:
-        raise PlanTargetError(f"{plan.name}: a specialisation, which runs beside the plan of its model; load that")
+        raise PlanTargetError(f"{plan.name}: a specialisation cannot be loaded alone; load the plan of its model")
     machine = beside.machine
     if (len(machine.constants), machine.expanded_bytes) != plan.machine.shared:
-        raise PlanCorruptError(f"{plan.name}: a specialisation of another plan than the one it is loaded beside; build "
+        raise PlanCorruptError(f"{plan.name}: this specialisation does not belong to the plan it is loaded with; build "
                                "the plan again")
     return beside
 
 
 def words(*shape: int) -> Words:
-    """A zeroed table of i64 that begins on a cache line, in memory that nothing moves."""
+    """Return a zeroed table of i64 that begins on a cache line, in memory that is never moved."""
     return np.ndarray(shape, np.int64, Memory(int(np.prod(shape)) * WORD).bytes)
 
 
 class Arena:
-    """The buffers of one context, and the operand table that points into them.
+    """Buffers of one context, and the operand table that points into them.
 
-    With `inputs`, the buffers of the plan's inputs are those of that arena: one place to write them, many to run in.
+    With `inputs`, the buffers of the plan's inputs are those of that other arena: several arenas read the same inputs.
     """
 
     def __init__(self, program: LoadedPlan, layout: Layout, inputs: Arena | None = None) -> None:
@@ -224,15 +217,15 @@ class Arena:
                  for i, owner in enumerate(map(self._owner, range(len(layout.offsets))))]
         self._operands = program.operand_table(bases)
         self.operands: int = self._operands.ctypes.data     # address of the operand table
-        self._words = self._operands.data                    # ... which is quicker to write one by one
-        self._lent: list[tuple[int, int]] = []              # operands that are elsewhere, and their own addresses
+        self._words = self._operands.data                    # memoryview: faster for single writes
+        self._redirected: list[tuple[int, int]] = []              # (redirected operand, its own address)
 
     @cached_property
     def items(self) -> ItemTables:
-        """For what runs item by item."""
+        """Return the tables for steps that run item by item."""
         program = self._program
         return ItemTables(program.steps, self._operands, program.item_strides, program.plan.batch_slots,
-                          program.lendable)
+                          program.zero_copy)
 
     @property
     def bytes(self) -> int:
@@ -242,24 +235,24 @@ class Arena:
         return self._inputs if self._inputs is not None and buffer in self._borrowed else self
 
     def array(self, view: TensorView, batch: int) -> Array:
-        """The tensor as it lies in memory: [batch, *shape], or shape if it has no batch axis."""
+        """Return the tensor as a view of the buffer: [batch, *shape], or shape if it has no batch axis."""
         owner = self._owner(view.buffer)
         return array_at(owner._bytes, owner._layout.offsets[view.buffer], view, batch)
 
-    def lend(self, view: TensorView, array: Array) -> bool:
-        """Let an array stand in for the buffer of an input or output. False: it cannot."""
-        places, begin = self._program.lendable.places.get(view.buffer), address_of(array)
+    def redirect(self, view: TensorView, array: Array) -> bool:
+        """Make an array replace the buffer of an input or output. Returns False if it cannot."""
+        places, begin = self._program.zero_copy.places.get(view.buffer), address_of(array)
         if places is None or begin is None:
             return False
         for operand, offset in places:
-            self._lent.append((operand, self._words[operand]))
+            self._redirected.append((operand, self._words[operand]))
             self._words[operand] = begin + offset
         return True
 
-    def take_back(self) -> None:
-        """Every tensor lies in its own buffer again."""
-        while self._lent:
-            operand, address = self._lent.pop()
+    def restore(self) -> None:
+        """Make every operand point into its own buffer again."""
+        while self._redirected:
+            operand, address = self._redirected.pop()
             self._words[operand] = address
 
     def prepare(self, batch: int) -> None:
@@ -274,13 +267,13 @@ class Arena:
 
 
 class SerialExecution:
-    """One thread, one arena whose buffers share memory. inputs: of another arena, where inputs are."""
+    """Execution on one thread, in one arena whose buffers share memory; inputs: another arena to read inputs from."""
 
     def __init__(self, program: LoadedPlan, inputs: Arena | None = None) -> None:
         self._program = program
         self._arena = Arena(program, program.shared_layout, inputs)
-        self._apart = False         # whether items of inputs are lent
-        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # of each batch, and `_apart`
+        self._scattered = False         # True if items of inputs are redirected
+        self._calls: dict[tuple[int, bool], tuple[Callable[[], None], ...]] = {}    # key: (batch, `_scattered`)
 
     def input(self, view: TensorView, batch: int) -> Array:
         self._arena.prepare(batch)
@@ -290,7 +283,7 @@ class SerialExecution:
         return self._arena.array(view, batch)
 
     def run(self, batch: int) -> None:
-        for call in self._calls.get((batch, self._apart)) or self._prepared(batch, self._apart):
+        for call in self._calls.get((batch, self._scattered)) or self._prepared(batch, self._scattered):
             call()
 
     def ready(self, batch: int) -> Callable[[], None]:
@@ -298,33 +291,35 @@ class SerialExecution:
         return calls[0] if len(calls) == 1 else partial(self.run, batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
-        return self._arena.lend(view, array)
+        return self._arena.redirect(view, array)
 
     def takes(self, view: TensorView, array: Array | None = None) -> bool:
-        return self._program.lendable.takes(view, array)
+        return self._program.zero_copy.takes(view, array)
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
-        # Asked first: the tables are made of the addresses that stand there, which another input's may be lent ones.
-        begin = self._program.lendable.address(view, array)
+        # Check before `items` is used: it copies the operand table, which must not hold redirected addresses then.
+        begin = self._program.zero_copy.address(view, array)
         if begin is not None:
-            self._arena.items.lend(view, first, begin, array.nbytes)
-            self._apart = True
+            self._arena.items.redirect(view, first, begin, array.nbytes)
+            self._scattered = True
         return begin is not None
 
     def take_back(self) -> bool:
-        self._arena.take_back()
-        if self._apart:
-            self._arena.items.take_back()
-            self._apart = False
+        self._arena.restore()
+        if self._scattered:
+            self._arena.items.restore()
+            self._scattered = False
         return True
 
-    def _prepared(self, batch: int, apart: bool = False) -> tuple[Callable[[], None], ...]:
-        """Halos written, and the spans as calls. apart: items of inputs are lent."""
+    def _prepared(self, batch: int, scattered: bool = False) -> tuple[Callable[[], None], ...]:
+        """Write the halos, and return the segments as calls. scattered: items of inputs are redirected."""
         self._arena.prepare(batch)
         program = self._program
-        segments = program.apart_segments if apart else program.serial_segments if batch > 1 else program.segments
-        calls = self._calls[batch, apart] = tuple(call_of(program, self._arena, segment, batch)
-                                                  for segment in segments)
+        segments = program.serial_segments if batch > 1 else program.segments
+        if scattered:
+            segments = program.scattered_segments
+        calls = self._calls[batch, scattered] = tuple(call_of(program, self._arena, segment, batch)
+                                                      for segment in segments)
         return calls
 
     def show(self, batch: int, show: Show) -> None:
@@ -339,12 +334,14 @@ class SerialExecution:
         return time_steps(self._program, self._arena, self._program.serial_segments, batch, repeats)
 
     def close(self) -> None:
-        """Nothing to stop: the memory goes with the last view of it."""
+        """Do nothing: the memory is freed with its last view."""
 
 
 def call_of(program: LoadedPlan, arena: Arena, segment: Segment, batch: int) -> Callable[[], None]:
-    """A segment on this thread: a call whose arguments ctypes need not convert again, for a small network takes little
-    longer than that."""
+    """Return a segment as a call on this thread, with arguments that ctypes need not convert at each call.
+
+    The conversions would take about as long as a small network.
+    """
     if segment.fallback is not None:
         return segment.fallback.ready(lambda view: arena.array(view, batch), batch)
     if segment.by_item:
@@ -362,11 +359,11 @@ def run_segment(program: LoadedPlan, arena: Arena, segment: Segment, batch: int)
 
 def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], batch: int, repeats: int,
                fallbacks: bool = True) -> list[float]:
-    """Seconds of each step of the spans, the least of `repeats`: they run in order, each timed alone, less the cost of
-    a call.
+    """Measure the CPU time of each step of the segments on this thread, in seconds.
 
-    It is CPU time of this thread. Without `fallbacks` those are left out, and take 0 s: the reference may refuse what
-    lies in an arena at rest.
+    The steps run in order, each timed alone; the result is the least of `repeats`, less the cost of a call. Without
+    `fallbacks`, fallback steps are skipped and take 0 s: the reference may reject the contents of an arena that holds
+    no request.
     """
     def seconds(call: Callable[[], None]) -> float:
         start = thread_seconds()
@@ -389,5 +386,5 @@ def time_steps(program: LoadedPlan, arena: Arena, segments: Sequence[Segment], b
 
 @cache
 def libc() -> Any:
-    """This process's C library."""
+    """Return the C library of this process."""
     return ctypes.CDLL(None, use_errno=True)

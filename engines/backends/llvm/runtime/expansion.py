@@ -1,6 +1,6 @@
-"""Constants that are computed from others when a plan is loaded (execution.py): its file holds only the smaller ones.
+"""Constants that are computed from smaller ones when a plan is loaded (execution.py), so that its file is smaller.
 
-The kernels that expand them lie in the plan's code, which elf.py loads; as many threads as the engine has run them.
+The kernels that expand them are part of the plan's code, which elf.py loads; they run on all threads of the engine.
 """
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ import numpy as np
 from engines.plan.arena import Memory
 from engines.plan.plan import ExpandedConstant, MachinePart
 
-PIECE = 1 << 20         # bytes that a thread computes before it takes the next piece
+PIECE = 1 << 20         # bytes of a work item
 
 Kernel = Callable[..., None]
 
 
 def expand(machine: MachinePart, kernel: Callable[[ExpandedConstant], Kernel], constants: int,
            threads: int = 1) -> Memory:
-    """Memory with a plan's expanded constants in it, computed by so many threads.
+    """Compute a plan's expanded constants.
 
-    kernel: the emitted function of each, which releases the GIL. constants: the address of the plan's constants.
+    Parameters
+    ----------
+    kernel : return the emitted function of a constant, which releases the GIL.
+    constants : address of the plan's constants.
+    threads : number of threads that compute.
+
+    Returns
+    -------
+    Memory
+        The expanded constants, each at its offset.
     """
     memory = Memory(machine.expanded_bytes)
     pieces = [piece for item in machine.expanded for piece in _pieces(item, kernel(item), constants, memory.address)]
-    if threads == 1:        # and no thread is started
+    if threads == 1:        # without starting a thread
         for piece in pieces:
             piece()
         return memory
@@ -37,7 +46,7 @@ def expand(machine: MachinePart, kernel: Callable[[ExpandedConstant], Kernel], c
 
 
 def _pieces(item: ExpandedConstant, kernel: Kernel, constants: int, memory: int) -> Iterator[Callable[[], None]]:
-    """A constant's grid, cut along its columns, then its rows, into pieces of about PIECE bytes."""
+    """Yield a constant's grid, divided along its columns, then its rows, into pieces of about PIECE bytes."""
     operands = np.array([constants + item.source, memory + item.offset], np.int64)
     count = -(-item.bytes // PIECE)
     columns = min(count, item.columns)

@@ -1,8 +1,8 @@
-"""Inputs that are read where their caller has them, and outputs that are written where he gets them: nothing is copied.
+"""Zero-copy inputs and outputs: kernels read and write the caller's arrays.
 
-Steps find tensors by the operand table. While an array is lent, the words that point into the tensor's buffer point
-into the array; so the buffer must be that tensor and nothing else. The items of an input may lie apart from each other
-where the steps that read it run for one item after the other (by_item.py).
+Steps find tensors by the operand table. For a zero-copy array, the words that point into the tensor's buffer are made
+to point into the array; so the buffer must hold that tensor and nothing else. The items of an input may be scattered if
+the steps that read it run for one item after the other (by_item.py).
 """
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from engines.plan.arena import PAGE, ChangingArray
 from engines.plan.plan import SLACK, MachinePart, Operand, Plan, Step, TensorView, runs_by_item
 
 Words = NDArray[np.int64]
-Places = tuple[tuple[int, int], ...]        # (an operand's number, how many bytes from the buffer's beginning it lies)
-# Families of problems whose kernels compute with the values that they read, and nothing else. In others a value decides
-# where memory is touched or how often: an index, a count, an order. Those check it, and read it again.
-CALM = frozenset({"contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool",
-                  "product", "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce",
-                  "halo_fill"})
+Places = tuple[tuple[int, int], ...]        # (number of an operand, its byte offset in the buffer)
+# Families of problems whose kernels use the values that they read for arithmetic only. In other families values decide
+# on addresses or loop counts (an index, a count, an order); these check a value, and then read it again.
+VOLATILE_SAFE = frozenset({
+    "contraction", "blocked_product", "rounded_product", "depthwise", "pointwise", "pool", "global_pool", "product",
+    "integer_product", "permute", "take", "resize", "softmax", "norm", "lrn", "reduce", "halo_fill"})
 
 
-class Lendable:
-    """The buffers of a plan that arrays may stand in for."""
+class ZeroCopyBuffers:
+    """Buffers of a plan that zero-copy arrays may replace."""
 
     def __init__(self, plan: Plan, buffers: Words, offsets: Words) -> None:
-        """buffers, offsets: of each operand of the operand table."""
+        """Prepare the analysis of a plan.
+
+        buffers, offsets: buffer number and byte offset of each operand of the operand table.
+        """
         self._plan, self._buffers, self._offsets = plan, buffers, offsets
 
     @cached_property
     def places(self) -> dict[int, Places]:
-        """Of each such buffer, the operands that lie in it."""
+        """Return the operands in each buffer that an array may replace."""
         machine = self._plan.machine
         if machine.item_major or any(step.fallback for step in machine.steps):
-            return {}           # these find tensors by other tables, too
+            return {}           # item-major runs and fallbacks find tensors by other tables too
         return {view.buffer: self._places(view.buffer) for view in (*machine.inputs, *machine.outputs)
                 if self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)}
 
     @cached_property
     def items(self) -> dict[int, Places]:
-        """Of each input's buffer whose items arrays may stand in for, the operands that lie in it."""
+        """Return the operands in each input's buffer whose items arrays may replace."""
         machine = self._plan.machine
         return {view.buffer: self._places(view.buffer) for view in machine.inputs
                 if view.batched and self._is_alone(view) and _is_all(view, machine, self._plan.batch_slots)
@@ -52,31 +55,33 @@ class Lendable:
                 and all(_reads_by_item(step, view) for step in machine.steps)}
 
     @cached_property
-    def calm(self) -> frozenset[int]:
-        """Those of them that others may write while they are read: at worst, the answer is none. No step that reads one
-        takes its values for more than operands; see CALM."""
+    def volatile_safe(self) -> frozenset[int]:
+        """Return the buffers of `items` that another process may write during a run without harm to this one.
+
+        The result of the run is then undefined. All steps that read such a buffer are of families in VOLATILE_SAFE.
+        """
         steps = self._plan.machine.steps
         return frozenset(buffer for buffer in self.items if all(
-            step.tactic.partition(":")[0] in CALM
+            step.tactic.partition(":")[0] in VOLATILE_SAFE
             for step in steps if any(operand.buffer == buffer for operand in step.operands)))
 
     def takes(self, view: TensorView, array: Array | None) -> bool:
-        """See TakesItems."""
+        """Return True if the items of an input may be replaced, by this array if it is given; see TakesItems."""
         return view.buffer in self.items and (array is None or self.address(view, array) is not None)
 
     def address(self, view: TensorView, array: Array) -> int | None:
-        """Of an array that may be items of an input; None: it may not."""
-        buffers = self.calm if isinstance(array, ChangingArray) else self.items
+        """Return the address of an array that may replace items of an input, or None if it may not."""
+        buffers = self.volatile_safe if isinstance(array, ChangingArray) else self.items
         return address_of(array) if view.buffer in buffers else None
 
     @cached_property
     def readers(self) -> frozenset[int]:
-        """The steps that read those."""
+        """Return the steps that read the buffers of `items`."""
         return frozenset(i for i, step in enumerate(self._plan.machine.steps)
                          if any(operand.buffer in self.items for operand in step.operands))
 
     def _is_alone(self, view: TensorView) -> bool:
-        """Whether no other input or output lies in its buffer."""
+        """Return True if no other input or output is in its buffer."""
         machine = self._plan.machine
         return sum(view.buffer == other.buffer for other in (*machine.inputs, *machine.outputs)) == 1
 
@@ -86,7 +91,7 @@ class Lendable:
 
 
 def _is_all(view: TensorView, machine: MachinePart, slots: int) -> bool:
-    """Whether a buffer is one tensor, item by item, in one piece."""
+    """Return True if a buffer holds one tensor only, item by item, contiguously."""
     stride = memory_dtype(view.dtype).itemsize
     for extent, given in zip(reversed(view.shape), reversed(view.strides), strict=True):
         if extent != 1 and given != stride:
@@ -99,9 +104,10 @@ def _is_all(view: TensorView, machine: MachinePart, slots: int) -> bool:
 
 
 def _reads_by_item(step: Step, view: TensorView) -> bool:
-    """Whether a step does not read an input, or reads it so that each item may lie elsewhere.
+    """Return True if a step does not read an input, or can read each of its items from a different place.
 
-    A step of so many weights that reading them for each item costs what the copy of an item would is not worth it.
+    It is False for steps with many weights, which would be read again for each item at a higher cost than copying the
+    item.
     """
     if step.fallback and any(not isinstance(tensor, str) and tensor.buffer == view.buffer
                              for tensor in step.fallback.inputs):
@@ -115,9 +121,12 @@ def _reads_by_item(step: Step, view: TensorView) -> bool:
 
 
 def address_of(array: Array) -> int | None:
-    """Where an array begins, aligned or not, for kernels expect nothing of addresses. None: they cannot work in it, for
-    its elements are not in one piece, or SLACK behind them, which is read too, may not be there: it is if it is on the
-    page of the last one, or if the array says so."""
+    """Return the address of an array that kernels can use in place, or None.
+
+    None means that the array is not contiguous, or that the SLACK bytes past its end, which kernels may read, may be
+    unmapped. They are mapped if they are on the page of the last byte, or if the array guarantees it. No alignment is
+    needed.
+    """
     if not array.flags.c_contiguous:
         return None
     if isinstance(array, ChangingArray) and array.address:

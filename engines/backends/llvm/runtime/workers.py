@@ -1,14 +1,13 @@
-"""A context of several threads: a pool of the caller and helper threads that sleep until it wakes them.
+"""Executions on several threads: a pool of the caller and helper threads, which sleep until it wakes them.
 
-chunks.py cuts the work, abi.py says what the tables hold, execution.py has the arenas. What makes it hold up when
-another process takes a core is in the emitted code (../codegen/executor.py): late chunks are run again, so nobody waits
+chunks.py divides the work, abi.py defines the tables, execution.py has the arenas. The emitted code
+(../codegen/executor.py) tolerates that another process takes a core: late chunks are run again, so that nobody waits
 for a thread that is not running.
 
-A late helper may be in the arena of an earlier request for as long as the system likes. So there is one arena more than
-there are helpers, and a request runs in one where nobody is; inputs are read from one place, which helpers never
-write; outputs are copied out. Arrays that are lent for a run are kept while any helper may be late in it, and outputs
-among them are then not the caller's: he is given copies. After a fork the child has no helpers: it runs alone, and
-correctly.
+A late helper may stay in the arena of an earlier request for an unknown time. So there is one arena more than there are
+helpers, and a request runs in one without helpers; inputs are read from one arena, where helpers never write; outputs
+are copied out. Zero-copy arrays of a run are kept alive while any helper may be late in it, and zero-copy outputs are
+then replaced by copies. After a fork the child has no helpers: it runs alone, with correct results.
 """
 from __future__ import annotations
 
@@ -53,13 +52,13 @@ from engines.plan.plan import TensorView
 
 _log = logging.getLogger(__name__)
 
-SPIN_US = 50.0          # a helper's wait before it sleeps: less than this between requests costs no wake-up (6-7 us)
+SPIN_US = 50.0          # time that a helper spins before it sleeps; requests within it cost no wake-up (6-7 us)
 CALIBRATION_RUNS = 3
-LOOKS = 8               # for helpers that are about to leave a run that is done: as many microseconds
+LOOKS = 8               # polls, about 1 us each, for helpers that are about to leave a finished run
 
 
 class ParallelProgram:
-    """What the contexts of one engine and one number of workers share: chunk tables, and the times behind them."""
+    """Chunk tables, and the step times behind them, shared by the contexts of one engine and number of workers."""
 
     def __init__(self, program: LoadedPlan, workers: int) -> None:
         if sys.platform != "linux":
@@ -73,7 +72,7 @@ class ParallelProgram:
 
     @cached_property
     def ticks_per_us(self) -> float:
-        """The rate of the emitted code's clock, measured over 5 ms."""
+        """Return the rate of the emitted code's clock in ticks per microsecond, measured over 5 ms."""
         ticks, out = self.program.function("ticks", 1), words(2)
         start = time.perf_counter()
         ticks(out.ctypes.data)
@@ -89,14 +88,17 @@ class ParallelProgram:
                     self.program, arena, self.program.segments, 1, CALIBRATION_RUNS, fallbacks=False)]
 
     def worth_sharing(self, batch: int) -> bool:
-        """Whether helpers take part in a run of so many items."""
+        """Return True if helpers take part in a run of so many items."""
         found = self._worth.get(batch)
         if found is None:
             found = self._worth[batch] = any(self.schedules(batch))
         return found
 
     def schedules(self, batch: int) -> tuple[Schedule | None, ...]:
-        """The tables of each segment; None if the caller runs it alone: a fallback, or steps too short to be shared."""
+        """Return the tables of each segment.
+
+        None for those that the caller runs alone: fallbacks, and steps that are too short.
+        """
         found = self._schedules.get(batch)
         if found is None:
             assert self._step_us is not None, "calibrate first"
@@ -109,11 +111,16 @@ class ParallelProgram:
 
 
 class ParallelExecution:
-    """One context: `workers` - 1 helper threads, as many arenas as workers. Batches that are not worth sharing run on
-    the caller, in an arena of its own beside these."""
+    """One context: `workers` - 1 helper threads, and as many arenas as workers.
+
+    Batches that are too small to share run on the caller, in a further arena.
+    """
 
     def __init__(self, shared: ParallelProgram, cpus: Sequence[int] | None = None) -> None:
-        """cpus: one for each worker, the caller first, to keep the helpers on; None: wherever the caller is not."""
+        """Make the arenas and start the helpers.
+
+        cpus: the CPU of each worker, the caller first, to pin the helpers to; None: any CPU but the caller's.
+        """
         self._shared, self._program = shared, shared.program
         program, workers = shared.program, shared.workers
         first = Arena(program, program.separate_layout)
@@ -122,21 +129,21 @@ class ParallelExecution:
         first.prepare(1)
         shared.calibrate(first)
 
-        # Each segment has its own: a helper that is late in one must not see its rows change under it.
+        # One for each segment: the rows of a segment must not change while a late helper is in it.
         self._statuses = [[words(most_chunks(s, workers), STATUS_WORDS) for s in program.segments] for _ in self.arenas]
         self.runs = [words(len(program.segments), RUN_WORDS) for _ in self.arenas]
-        self._calls: list[tuple[int, Sequence[Callable[[], None]]]] = [(0, ())] * workers   # of each arena for a batch
+        self._calls: list[tuple[int, Sequence[Callable[[], None]]]] = [(0, ())] * workers   # (batch, calls) by arena
         self._epochs = count(1)
         self._pool = WorkerPool(program, workers, shared.ticks_per_us, len(self.arenas), cpus,
                           (self.arenas, self._statuses, self.runs, shared))
-        self._inside = self.workers[1:, WorkerRow.INSIDE]       # of each helper the run in which it may be
+        self._inside = self.workers[1:, WorkerRow.INSIDE]       # hazard pointer of each helper
         self._run_chunks = program.function("run_chunks", 2)
         self._free_arena = partial(program.function("free_arena", 1), ctypes.c_int64(self._pool.control.ctypes.data))
         slots = program.plan.batch_slots
         self._outputs = {view.name: np.empty_like(first.array(view, slots)) for view in program.machine.outputs}
-        self._chosen: int | None = None             # the arena of the next run, if it is known
-        self._lent: dict[str, Array] = {}           # to that arena
-        self._kept: list[dict[str, Array]] = []     # by earlier runs, while helpers were late
+        self._next_arena: int | None = None             # arena of the next run, if it has been chosen
+        self._zero_copy: dict[str, Array] = {}           # zero-copy arrays of that run
+        self._retained: list[dict[str, Array]] = []     # zero-copy arrays of earlier runs in which helpers may be late
 
     def input(self, view: TensorView, batch: int) -> Array:
         self.arenas[0].prepare(batch)
@@ -161,46 +168,46 @@ class ParallelExecution:
         for call in calls:
             call()
         for view in self._program.machine.outputs:
-            if view.name not in self._lent:
+            if view.name not in self._zero_copy:
                 np.copyto(self.output(view, batch), self.arenas[index].array(view, batch))
-        if not self._lent:
-            self._chosen = None
+        if not self._zero_copy:
+            self._next_arena = None
 
     def ready(self, batch: int) -> Callable[[], None]:
         return partial(self.run, batch) if self._shared.worth_sharing(batch) else self._alone.ready(batch)
 
     def lend(self, view: TensorView, array: Array) -> bool:
         if not view.batched and self._program.plan.batch_slots > 1:
-            return False            # it does not say how many items are run
+            return False            # its shape does not tell the batch size
         if not self._shared.worth_sharing(array.shape[view.batch_axis] if view.batched else 1):
             return self._alone.lend(view, array)
-        # What is not NumPy's memory may be unmapped under a late helper, whoever has a reference to the array.
-        if not _is_numpys(array) or not self.arenas[self._pick_arena()].lend(view, array):
+        # Memory that NumPy does not own may be unmapped while a late helper uses it, even if the array is referenced.
+        if not _is_numpys(array) or not self.arenas[self._pick_arena()].redirect(view, array):
             return False
-        self._lent[view.name] = array
+        self._zero_copy[view.name] = array
         return True
 
     def take_back(self) -> bool:
         self._alone.take_back()
-        if not self._lent:
+        if not self._zero_copy:
             return True
-        assert self._chosen is not None
-        self.arenas[self._chosen].take_back()
-        self._kept.append(self._lent)
-        self._chosen, self._lent = None, {}
+        assert self._next_arena is not None
+        self.arenas[self._next_arena].restore()
+        self._retained.append(self._zero_copy)
+        self._next_arena, self._zero_copy = None, {}
         helpers_left = any(not self._inside.any() for _ in range(LOOKS))
         if helpers_left:
-            self._kept.clear()
+            self._retained.clear()
         return helpers_left
 
     def _pick_arena(self) -> int:
-        if self._chosen is None:
+        if self._next_arena is None:
             self._free_arena()
-            self._chosen = int(self._pool.control[ControlRow.FREE])
-        return self._chosen
+            self._next_arena = int(self._pool.control[ControlRow.FREE])
+        return self._next_arena
 
     def _prepared(self, index: int, batch: int) -> Sequence[Callable[[], None]]:
-        """Halos written, and the segments as calls, in an arena where no helper is."""
+        """Write the halos, and return the segments as calls, in an arena without helpers."""
         arena = self.arenas[index]
         arena.prepare(batch)
         segments = enumerate(zip(self._program.segments, self._shared.schedules(batch), strict=True))
@@ -213,13 +220,13 @@ class ParallelExecution:
         row = self._run_row(arena, segment, schedule)
         publish = partial(self._run_chunks, *map(ctypes.c_int64, (self._pool.control.ctypes.data, row.ctypes.data)))
 
-        def run(epochs: Iterator[int] = self._epochs) -> None:      # it does not hold the execution, which holds it
+        def run(epochs: Iterator[int] = self._epochs) -> None:      # no reference to self, to avoid a cycle
             row[RunRow.EPOCH] = next(epochs)
             publish()
         return run
 
     def _run_row(self, arena: int, segment: int, schedule: Schedule) -> Words:
-        """The RunRow of a segment in an arena but for the epoch; nobody reads it until it is published."""
+        """Fill the RunRow of a segment in an arena, except for the epoch; nobody reads it until it is published."""
         row: Words = self.runs[arena][segment]
         row[RunRow.ARENA], row[RunRow.WORKERS] = arena, self._shared.workers
         row[RunRow.CHUNKS], row[RunRow.STATUS] = schedule.chunks.ctypes.data, self._statuses[arena][segment].ctypes.data
@@ -233,36 +240,36 @@ class ParallelExecution:
 
     @property
     def workers(self) -> Words:
-        """What each worker, the caller first, is doing and has done: [workers, WORKER_WORDS], see WorkerRow."""
+        """Return the state and counters of each worker, the caller first: [workers, WORKER_WORDS], see WorkerRow."""
         return self._pool.workers
 
     def close(self) -> None:
-        """Stop the helpers; from then on the caller runs alone."""
+        """Stop the helpers; afterwards the caller runs alone."""
         self._pool.close()
 
 
 def _is_numpys(array: Array) -> bool:
-    """Whether an array, or that which it is a view of, has its memory from NumPy."""
+    """Return True if NumPy owns the memory of an array, or of the array that it is a view of."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array.flags.owndata
 
 
 class WorkerPool:
-    """The helper threads of one context, and the control block through which emitted code talks to them."""
+    """Helper threads of one context, and the control block through which emitted code talks to them."""
 
     def __init__(self, program: LoadedPlan, workers: int, ticks_per_us: float, arenas: int, cpus: Sequence[int] | None,
-                 keep: object) -> None:
-        """keep: what a late helper may still read or write; it must outlive the threads."""
+                 keep_alive: object) -> None:
+        """Start the helpers. keep_alive: objects that a late helper may access, which must outlive the threads."""
         self.control = words(CONTROL_WORDS + workers * WORKER_WORDS)
         self.workers = self.control[CONTROL_WORDS:].reshape(workers, WORKER_WORDS)
         self.control[ControlRow.WORKERS], self.control[ControlRow.ARENAS] = workers, arenas
         self.control[ControlRow.SYSCALL] = ctypes.cast(libc().syscall, ctypes.c_void_p).value or 0
         self.control[ControlRow.SPIN] = round(SPIN_US * ticks_per_us)
-        self._cpus = os.sched_getaffinity(0)        # of the thread that makes the context; helpers inherit it
+        self._cpus = os.sched_getaffinity(0)        # affinity of this thread, which helpers inherit
         self._cpu = -1
         help_ = program.function("help", 2)
-        self._threads = [threading.Thread(target=_live, args=(help_, self.control, number, (program, keep)),
+        self._threads = [threading.Thread(target=_help, args=(help_, self.control, number, (program, keep_alive)),
                                           daemon=True, name=f"{program.plan.name}-helper-{number}")
                          for number in range(1, workers)]
         for thread in self._threads:
@@ -271,13 +278,16 @@ class WorkerPool:
             for thread, cpu in zip(self._threads, cpus[1:], strict=True):
                 self._move(thread, {cpu})
             self._cpus = set()
-        # A pool that is forgotten, or alive when the interpreter ends, stops before its memory is freed.
+        # Stop a pool that is garbage, or alive when the interpreter exits, before its memory is freed.
         self._finalizer = weakref.finalize(self, _stop, program.function("stop_helpers", 1), self.control,
-                                           self._threads, (program, keep))
+                                           self._threads, (program, keep_alive))
 
     def keep_off_this_cpu(self) -> None:
-        """Let helpers use every CPU but the caller's: Linux may wake one there, and it would wait for milliseconds."""
-        if not self._cpus:      # pinned, or not to be moved
+        """Let helpers use every CPU but the caller's.
+
+        Linux may wake one there, where it would wait for milliseconds.
+        """
+        if not self._cpus:      # pinned, or setting the affinity failed
             return
         cpu = libc().sched_getcpu()
         others = self._cpus - {cpu}
@@ -287,27 +297,27 @@ class WorkerPool:
                 self._move(thread, others)
 
     def _move(self, thread: threading.Thread, cpus: set[int]) -> None:
-        # A thread of before a fork is not alive in the child, and its id may be somebody else's.
+        # After a fork the parent's threads do not run in the child, and their ids may belong to other threads.
         if not thread.is_alive() or thread.native_id is None:
             return
         try:
             os.sched_setaffinity(thread.native_id, cpus)
         except OSError as error:
-            _log.warning("helper threads go wherever the system puts them, for it refuses to be told (%s)", error)
+            _log.warning("cannot set the CPU affinity of helper threads (%s); they run on any CPU", error)
             self._cpus = set()
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _live(help_: EmittedFunction, control: Words, number: int, keep: object) -> None:
-    """A helper's thread. `keep` is in its frame, so that nothing it may touch is freed before it returns."""
+def _help(help_: EmittedFunction, control: Words, number: int, keep_alive: object) -> None:
+    """Run a helper. `keep_alive` is in its frame, so that nothing it may access is freed before it returns."""
     help_(control.ctypes.data, number)
 
 
-def _stop(stop: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep: object) -> None:
-    """`keep` holds the code that runs here: the helpers may be gone, and all that they held, before it returns."""
+def _stop(stop: EmittedFunction, control: Words, threads: Sequence[threading.Thread], keep_alive: object) -> None:
+    """Stop the helpers. `keep_alive` holds the code that runs here, which the helpers may release before it returns."""
     stop(control.ctypes.data)
     for thread in threads:
-        if thread is not threading.current_thread():    # garbage may be collected on any thread
+        if thread is not threading.current_thread():    # the garbage collector may run on any thread, helpers too
             thread.join()

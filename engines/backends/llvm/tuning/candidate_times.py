@@ -1,6 +1,6 @@
-"""What candidates take alone, by turns with their rivals: out of the timing cache, or measured.
+"""Times of candidates alone, measured in turns with others of their problem, or read from the timing cache.
 
-Timing is not to be disturbed: all that is to be timed is compiled before, on every processor; then nothing is compiled.
+All candidates are compiled before, on every processor, so that no compilation disturbs the timing.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Constants = Mapping[str, Any]
 
 
 class Report:
-    """Counts towards a progress, so many steps for each problem."""
+    """Progress counter with so many steps for each problem."""
 
     def __init__(self, progress: Progress | None, problems: int, steps: int) -> None:
         self._progress, self._done, self._of = progress, 0, problems * steps
@@ -33,8 +33,10 @@ class Report:
 
 
 class CandidateTimes:
-    """Those of one processor. batches: the sizes of batches that are timed; the first is for kernels to which the batch
-    makes no difference, all are for those that it does."""
+    """Times of candidates on one processor.
+
+    batches: the batch sizes for timing. Kernels that are not divided by batch are timed with the first only.
+    """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, code: CandidateCode) -> None:
         self._isa, self._cache, self._processor, self._code = isa, cache, processor, code
@@ -44,7 +46,7 @@ class CandidateTimes:
     def find(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
              candidates: Mapping[Problem, Sequence[Candidate]],
              report: Report) -> dict[Problem, dict[Candidate, Times]]:
-        """Those of each candidate for each problem."""
+        """Return the times of each candidate for each problem, one for each batch size."""
         known = {problem: {one: self._known(one) for one in some} for problem, some in candidates.items()}
         missing = {problem: [one for one, found in times.items() if found is None] for problem, times in known.items()}
         missing = {problem: some for problem, some in missing.items() if some}
@@ -60,7 +62,7 @@ class CandidateTimes:
         return self.batches if candidate.kernel.by_batch else self.batches[:1]
 
     def _known(self, candidate: Candidate) -> Times | None:
-        """What the cache has, if it has all."""
+        """Return the times in the cache, or None if one is missing."""
         found = [self._cache.get(self._key(candidate, items)) for items in self._sizes(candidate)]
         known = tuple(time_us for time_us in found if time_us is not None)
         return known if len(known) == len(found) else None
@@ -70,7 +72,7 @@ class CandidateTimes:
 
     def _measured(self, problem: Problem, candidates: Sequence[Candidate], constants: Constants,
                   code: Mapping[Candidate, bytes]) -> dict[Candidate, Times]:
-        """Those of candidates on batches of zeros, which the cache takes."""
+        """Measure candidates on batches of zeros, and store the times in the cache."""
         loaded = LoadedCode(list(dict.fromkeys(code[one] for one in candidates)))
         sizes = {one: self._sizes(one) for one in candidates}
         most = max(map(max, sizes.values()))

@@ -1,7 +1,7 @@
-"""Candidates for problems, and their machine code: each by itself as a plan has it, or with its rivals to be timed.
+"""Candidates for problems, and their machine code: compiled alone, as in a plan, or together with others to be timed.
 
-A problem's tactics are one module when they are timed, so that those that differ in their outer loops only share what
-is inside.
+To be timed, all tactics of a problem are compiled as one module, in which those that differ only in their outer loops
+share micro-kernels.
 """
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from engines.version import COMPILER_VERSION
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel cut by one of its tactics: what is compiled and timed."""
+    """Kernel and tactic for a problem: the unit that is compiled and timed."""
     kernel: Kernel[Any]
     tactic: Any
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that was taken for a problem, and its machine code.
+    """Candidate that was chosen for a problem, and its machine code.
 
-    symbol: unique to the kernel, the tactic and the instruction set. time_us: for one item, 0 if nothing was timed.
-    further_item: the share of that time which each further item of a batch takes, as far as a larger one was timed.
-    told: the table of a general kernel, which it reads behind its other operands.
+    symbol: unique to the kernel, the tactic and the instruction set.
+    time_us: microseconds for one item, 0 if it was not timed.
+    further_item: time of each further item of a batch relative to that, if a larger batch was timed.
+    told: values of the run-time numbers of a symbolic kernel, its last operand.
     """
     kernel: Kernel[Any]
     tactic: Any
@@ -43,26 +44,29 @@ class Choice:
 
 
 def packing(one: Candidate | Choice) -> Any:
-    """What decides how a problem's constants are packed."""
+    """Return a key of how the constants of a candidate's problem are packed."""
     return type(one.kernel), one.kernel.packing(one.tactic)
 
 
 class CandidateCode:
-    """Compiles candidates for one instruction set, each once."""
+    """Compiler of candidates for one instruction set; each is compiled once."""
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self.made: dict[str, bytes] = {}                    # by other sessions, by symbol
-        self._alone: dict[Candidate, bytes] = {}            # each by itself
-        self._beside: dict[Candidate, bytes] = {}           # with that of its rivals
+        self.made: dict[str, bytes] = {}                    # symbol -> code from other sessions
+        self._alone: dict[Candidate, bytes] = {}            # code of each candidate alone
+        self._beside: dict[Candidate, bytes] = {}           # code of each candidate with the others of its problem
 
     def take_over(self, objects: Iterable[bytes]) -> None:
-        """What other sessions compiled."""
+        """Reuse the code that other sessions compiled."""
         self.made |= {name: code for code in objects for name in functions_of(code)}
 
     def alone(self, pool: CompilerPool, candidates: Collection[Candidate],
               done: Callable[[], None] = lambda: None) -> Mapping[Candidate, bytes]:
-        """Return the code of each candidate by itself. done() is called for each, compiled now or before."""
+        """Return the code of each candidate alone.
+
+        done is called for each candidate, whether it is compiled now or was before.
+        """
         self._alone |= {one: self.made[symbol] for one in candidates
                         if self.made and (symbol := self.symbol(one)) in self.made}
         missing = [one for one in dict.fromkeys(candidates) if one not in self._alone]
@@ -74,7 +78,7 @@ class CandidateCode:
 
     def beside(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
                done: Callable[[], None]) -> Mapping[Candidate, bytes]:
-        """The code of rivals, those of a group as one, if it is not there yet. done() is called for each group."""
+        """Return the code of candidates, those of a group in one module. done() is called for each group."""
         missing = [some for some in groups if any(one not in self._beside for one in some)]
         for _ in range(len(groups) - len(missing)):
             done()
@@ -86,12 +90,12 @@ class CandidateCode:
         return f"{candidate.kernel.problem.family}_{self.digest(candidate)[:16]}"
 
     def digest(self, candidate: Candidate) -> str:
-        """Of all that its code is made of."""
+        """Return a digest of all that decides on the code of a candidate."""
         text = repr((COMPILER_VERSION, self._isa.name, candidate))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _text(self, candidates: Sequence[Candidate]) -> str:
-        """The module of some candidates for one problem."""
+        """Return the module of some candidates for one problem."""
         module = Module()
         for candidate in candidates:
             candidate.kernel.emit(module, self.symbol(candidate), self._isa, candidate.tactic)

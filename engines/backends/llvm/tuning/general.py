@@ -1,11 +1,11 @@
-"""Kernels that take numbers at run time: compiled once for problems that differ in some numbers only.
+"""Symbolic kernels: compiled once for problems that differ in some numbers only, which they take at run time.
 
-A model's layers at 77 tokens and at 78 are the same problems but for a few extents and strides. A general kernel is
-written with Extents in the place of these (engines/codegen/extents.py): it reads them from a table, the last of its
-operands, and its guards say for which numbers it holds. So plans for other shapes are made without compiling.
+The layers of a model at 77 tokens and at 78 are equal problems except for a few extents and strides. A symbolic
+("general") kernel is written with Extents in their place (engines/codegen/extents.py): it reads them from a table, the
+last of its operands, and its guards tell for which numbers it is valid. So plans for other shapes need no compilation.
 
-Which numbers differ is found out, not declared: they are those in which two problems differ that are spelled with the
-same words. A build spells the model's problems at two shapes.
+Nothing declares which numbers differ: they are those in which two problems differ that are spelled with equal words. A
+build spells the model's problems at two shapes.
 """
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ Numbers = tuple[int, ...]
 
 
 class Spelling(NamedTuple):
-    """A kernel as words and the numbers of its problem between them, in order."""
+    """Text of a kernel with blanks in place of its problem's numbers, and these numbers in order."""
     words: str
     numbers: Numbers
 
 
 class Found(NamedTuple):
-    """A general kernel for a problem: the tactic by which it was written, and the numbers that its table has here."""
+    """Symbolic kernel that fits a problem.
+
+    tactic: the one it was written for; table: the values of its run-time numbers for this problem.
+    """
     general: GeneralKernel
     tactic: Any
     table: Numbers
 
 
 class GeneralKernels:
-    """Those of one model, by their words."""
+    """Symbolic kernels of one model, by their words."""
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
         self._kernels: dict[str, list[GeneralKernel]] = {}
-        self._met: dict[str, dict[Numbers, set[int]]] = {}      # by words: what problems there were, in which graphs
+        self._met: dict[str, dict[Numbers, set[int]]] = {}      # words -> numbers of a problem -> graphs that have it
         self._graphs = 0
-        self.code: dict[str, bytes] = {}                    # by symbol
+        self.code: dict[str, bytes] = {}                    # symbol -> code
 
     @property
     def known(self) -> tuple[GeneralKernel, ...]:
@@ -60,21 +63,23 @@ class GeneralKernels:
         return next(one for one in self.known if one.symbol == symbol)
 
     def add(self, kernels: Iterable[GeneralKernel], code: Mapping[str, bytes]) -> None:
-        """Those of a plan, with its code by symbol."""
+        """Add the symbolic kernels of a plan; code: symbol -> code."""
         for one in kernels:
             if one.symbol in code:
                 self._kernels.setdefault(one.words, []).append(one)
                 self.code[one.symbol] = code[one.symbol]
 
     def meet(self, kernels: Iterable[Kernel[Any]]) -> None:
-        """There is a graph of problems that these kernels may solve."""
+        """Record the problems of a graph, given the kernels that may solve them."""
         self._graphs += 1
         for words, numbers in map(spelling, kernels):
             self._met.setdefault(words, {}).setdefault(numbers, set()).add(self._graphs)
 
     def find(self, kernel: Kernel[Any], tactics: Iterable[Any], told: Set[int] = frozenset()) -> list[Found]:
-        """Those that hold for the kernel's problem, by tactics of the classes of these; told: the numbers, by their
-        places, that they must take at run time."""
+        """Return the symbolic kernels that are valid for a problem, with tactics of the classes of `tactics`.
+
+        told: positions of the numbers that the kernel must take at run time.
+        """
         words, numbers = spelling(kernel)
         fitting = [one for one in self._kernels.get(words, ()) if _fits(one, numbers)
                    and all(one.numbers[place] is None for place in told)]
@@ -87,8 +92,15 @@ class GeneralKernels:
 
     def make(self, wanted: Sequence[tuple[Kernel[Any], Any]], pool: CompilerPool,
              done: Callable[[], None] = lambda: None, open_numbers: Sequence[Set[int]] = ()) -> list[Found]:
-        """One for each kernel and tactic, compiled; what is known of other numbers tells which of them it is told.
-        open_numbers: for each, the places of those that it must be told."""
+        """Compile a symbolic kernel for each kernel and tactic.
+
+        Numbers that differ between the problems met so far are taken at run time.
+
+        Parameters
+        ----------
+        wanted : kernels and tactics.
+        open_numbers : for each of them, positions of further numbers that it must take at run time.
+        """
         traces: list[Trace] = []
         symbols: list[str] = []
         leaves = [self._leaves(spelling(kernel)) for kernel, _ in wanted]
@@ -108,7 +120,7 @@ class GeneralKernels:
 
     def _texts(self, wanted: Iterable[tuple[Kernel[Any], Any]], leaves: Sequence[frozenset[int]], traces: list[Trace],
                symbols: list[str]) -> Iterator[str]:
-        """The modules, one after the other; what is said of each is appended."""
+        """Yield the module of each kernel, and append its trace and symbol to the lists."""
         for (kernel, tactic), told in zip(wanted, leaves, strict=True):
             said = repr((COMPILER_VERSION, self._isa.name, kernel, tactic, sorted(told)))
             symbols.append(f"{kernel.problem.family}_general_{hashlib.sha256(said.encode()).hexdigest()[:16]}")
@@ -118,8 +130,11 @@ class GeneralKernels:
             yield module.text()
 
     def _leaves(self, one: Spelling) -> frozenset[int]:
-        """The numbers that may be others: those that are in the problem of another graph that differs in the fewest
-        (one of the same graph is another layer), and that some general kernel for problems of these words is told."""
+        """Return the positions of the numbers that a kernel should take at run time.
+
+        They are those in which the nearest problem of another graph differs (one of the same graph is another layer),
+        and those that an existing symbolic kernel with these words takes.
+        """
         met = self._met.get(one.words, {})
         here = met.get(one.numbers, set())
         others = [_differences(one.numbers, numbers) for numbers, graphs in met.items() if not graphs & here]
@@ -137,15 +152,17 @@ def _fits(one: GeneralKernel, numbers: Numbers) -> bool:
 
 
 def counted_numbers(problem: Problem) -> frozenset[int]:
-    """The places of the numbers of a problem that are counted."""
+    """Return the positions of the symbolic numbers of a problem."""
     return frozenset(place for place, number in enumerate(_numbers(problem)) if is_counted(number))
 
 
 def told(one: GeneralKernel, kernel: Kernel[Any]) -> Numbers:
-    """The table of a general kernel that was found for the values of a problem whose numbers are counted; that its
-    guards hold is guarded."""
+    """Return the table of a symbolic kernel for a problem with symbolic numbers, and guard that its own guards hold.
+
+    Raises Pinned if the kernel is not valid for the problem.
+    """
     numbers = tuple(_numbers(kernel.problem))
-    if not _fits(one, numbers):     # no assert: what is asked here are guards, which python -O would leave out
+    if not _fits(one, numbers):     # not an assert: the comparisons record guards, which python -O would drop
         raise Pinned(f"{one.symbol} does not hold for what it was found for")
     return _told(one, numbers)
 
@@ -155,7 +172,10 @@ def _told(one: GeneralKernel, numbers: Numbers) -> Numbers:
 
 
 def _tactic(text: str, classes: Mapping[str, type]) -> Any:
-    """What repr() wrote: Tile(rows=1, cols=6); None: a tactic of another class, or one of more than numbers."""
+    """Parse the repr() of a tactic: Tile(rows=1, cols=6).
+
+    None: its class is not in `classes`, or it has more than numbers.
+    """
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     try:
@@ -171,21 +191,22 @@ def _differences(numbers: Numbers, others: Numbers) -> frozenset[int]:
 
 
 def told_kernel(kernel: Kernel[Any], trace: Trace, leaves: frozenset[int]) -> Kernel[Any]:
-    """The same kernel with extents in the place of some of its problem's numbers: to be emitted, nothing else."""
+    """Return the kernel with Extents in place of some of its problem's numbers; it can only be emitted."""
     numbers = iter([Extent(trace, number, leaf(i)) if i in leaves else number
                     for i, number in enumerate(spelling(kernel).numbers)])
     return type(kernel)(_mapped(kernel.problem, lambda number: next(numbers)), kernel.items)
 
 
-# ---- words and numbers
+# ---- spelling
 @lru_cache(1 << 12)
 def spelling(kernel: Kernel[Any]) -> Spelling:
+    """Return the spelling of a kernel."""
     problem = _mapped(kernel.problem, lambda number: _Blank())
     return Spelling(f"{type(kernel).__name__} {kernel.items} {problem!r}", tuple(_numbers(kernel.problem)))
 
 
 def _numbers(problem: Problem) -> list[int]:
-    """The numbers of a problem, in order."""
+    """Return the numbers of a problem, in order."""
     numbers: list[int] = []
     _mapped(problem, numbers.append)
     return numbers
@@ -197,13 +218,13 @@ class _Blank:
 
 
 def _mapped(value: Any, number: Callable[[int], Any]) -> Any:
-    """A problem with each of its numbers replaced."""
+    """Return a problem with each of its numbers replaced."""
     if isinstance(value, int) and not isinstance(value, bool):
         return number(value)
     if isinstance(value, tuple):
         return tuple(_mapped(one, number) for one in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copy = object.__new__(type(value))      # what its fields must be is checked of the numbers that it stands for
+        copy = object.__new__(type(value))      # skips __post_init__: the original's fields have been checked
         for field in dataclasses.fields(value):
             object.__setattr__(copy, field.name, _mapped(getattr(value, field.name), number))
         return copy

@@ -1,17 +1,17 @@
-"""Choosing in place: tactics that are near each other alone are timed again inside the network, which decides.
+"""Tuning in place: tactics whose times alone are close are timed again inside the network.
 
-A kernel that is timed alone was the last to use its weights and inputs, so they are in the nearest caches. Inside a
-network all other layers ran since: weights come from the last level of cache or from memory, inputs lie where the step
-before left them. What a tactic does about that (weights asked for ahead, fewer bytes of them, another order of blocks)
-is not to be seen alone.
+A kernel that is timed alone was the last to use its weights and inputs, so they are in L1 or L2. Inside a network all
+other layers ran in between: weights come from the last level of cache or from memory, and inputs are where the step
+before left them. Times alone do not show how a tactic copes with that (prefetched weights, fewer bytes of them, another
+order of blocks).
 
-So the rivals of every call become steps of their own, on the same buffers, in one trial plan. A run takes one of each,
-in order, and every step is timed; all problems are judged at once, and it takes some dozens of runs, however many
-problems there are. The runs with one choice follow each other, and the first does not count: what the others find in
-the caches is what the same choice left there.
+So the close candidates ("rivals") of every call become steps of their own, on the same buffers, in one trial plan. A
+run executes one of each in order, and times every step. All problems are judged at once, within some dozens of runs.
+Runs with one choice follow each other, and the first does not count, so that each choice finds the caches as it left
+them.
 
-A time in place is a sample of a few runs on a machine that has other things to do; one alone is the least of many, but
-not the whole truth. So the two are put together, each weighed by how sure it is.
+A time in place is a sample of a few runs on a busy machine; a time alone is the least of many, but biased. The two are
+combined, weighted by their errors.
 """
 from __future__ import annotations
 
@@ -32,33 +32,38 @@ from engines.machine.clock import thread_seconds
 from engines.plan.plan import Buffer, Plan
 from engines.version import COMPILER_VERSION
 
-LEAST_SHARE = 0.002         # of all kernels' time: less is not worth a trial
-MOST_RUN = 1.0              # seconds of the network: of what runs longer, times alone tell enough
-MOST_RIVALS = (2, 6)        # of a problem: where a run takes seconds, and else
-MOST_BYTES = 1 << 30        # of constants packed as no plan will have them
-RUNS = 2                    # with one choice after the other, of which the first does not count
-ROUNDS = (3, 200)           # of all choices: at least, at most
-LEAST_ERROR = 0.003         # of a time in place: two copies of one network differ by so much
-REFINEMENTS = 3             # of the estimate of how fast each run was
-SECONDS = 4.0               # that the rounds may take, where they are more than the least
+LEAST_SHARE = 0.002         # least share of all kernels' time that is worth a trial
+MOST_RUN = 1.0              # seconds of a run above which times alone suffice
+MOST_RIVALS = (2, 6)        # candidates of a problem, if a run takes seconds, and otherwise
+MOST_BYTES = 1 << 30        # most bytes of constants in packings of the trial only
+RUNS = 2                    # runs with one choice, of which the first does not count
+ROUNDS = (3, 200)           # least and most rounds over all choices
+LEAST_ERROR = 0.003         # least relative error of a time in place: two copies of one network differ by as much
+REFINEMENTS = 3             # iterations of the estimate of each run's speed
+SECONDS = 4.0               # time limit of the rounds beyond the least number
 
 Choices = Mapping[Problem, Sequence[Choice]]
 Run = dict[int, float]      # seconds of the steps of one run, by their numbers
 
 
 class Trial(NamedTuple):
-    """A plan in which every call has its rivals as steps that follow each other."""
+    """Plan in which the candidates of every call are consecutive steps."""
     plan: Plan
-    rivals: Sequence[range]         # the steps of each call
-    problems: Sequence[Problem | None]      # and its problem; None: the reference runs it
+    rivals: Sequence[range]         # steps of each call
+    problems: Sequence[Problem | None]      # problem of each call; None for a fallback
 
 
 def settled(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: Tuner, items: int,
             make_trial: Callable[[Choices], Trial], progress: Progress | None = None) -> dict[Problem, Choice]:
-    """The choices, each with its time inside the network; of rivals those that are the fastest there.
+    """Return the choices with their times inside the network; among close candidates, the fastest there.
 
-    uses: the network, as the problems of its calls in order. items: of the batch that it is timed with. Times go into
-    the tuner's cache, by network: another build of it is a lookup.
+    Parameters
+    ----------
+    uses : problems of the network's calls, in order.
+    items : batch size for timing.
+    make_trial : return a trial plan for candidates.
+
+    Times are stored in the tuner's cache by network, so that another build of it needs no trial.
     """
     if sum(choices[problem].time_us for problem in uses) * items > MOST_RUN * 1e6:
         return dict(choices)
@@ -82,7 +87,7 @@ def settled(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: T
 
 def _rivals(choices: Mapping[Problem, Choice], uses: Sequence[Problem], tuner: Tuner,
             items: int) -> dict[Problem, list[Candidate]]:
-    """Of each problem; only the choice, where its share of the time is not worth more."""
+    """Return the close candidates of each problem; only the choice itself if its share of the time is too small."""
     times = {problem: choice.time_us * uses.count(problem) for problem, choice in choices.items()}
     whole = sum(times.values())
     most = int(SECONDS / max(whole * items / 1e6 * RUNS * ROUNDS[0], 1e-9))
@@ -106,7 +111,7 @@ def _mean(times: Sequence[Estimate]) -> Estimate:
 
 
 class _Key:
-    """Names a candidate's time inside one network."""
+    """Cache key of a candidate's time inside one network."""
 
     def __init__(self, tuner: Tuner, uses: Sequence[Problem], items: int) -> None:
         network = hashlib.sha256(repr(uses).encode()).hexdigest()
@@ -118,9 +123,9 @@ class _Key:
 
 
 def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[Buffer, ...]:
-    """Buffers whose lifetimes count calls, counting the steps that stand for each call instead.
+    """Convert buffer lifetimes from numbers of calls to numbers of the steps of a trial.
 
-    A tensor that no call touches, such as the states of a layer of which only the last is wanted, lives at the end.
+    A tensor that no call accesses, such as the states of a layer of which only the last is used, is alive at the end.
     """
     end = rivals[-1].stop if rivals else 0
     starts, stops = [*(steps.start for steps in rivals), end], [*(steps.stop - 1 for steps in rivals), end]
@@ -132,7 +137,7 @@ def trial_buffers(buffers: Sequence[Buffer], rivals: Sequence[range]) -> tuple[B
 
 
 def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -> list[Estimate]:
-    """Microseconds of each step inside the network; 0 for one that the reference runs."""
+    """Return the microseconds of each step inside the network; 0 for fallbacks."""
     program = LoadedPlan(trial.plan)
     arena = Arena(program, program.shared_layout)
     arena.prepare(items)
@@ -149,7 +154,7 @@ def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -
         return seconds
 
     ways = max(map(len, native))
-    run(0)      # touches the memory
+    run(0)      # warm-up: maps the memory
     rounds = int(SECONDS / max(sum(run(0).values()) * RUNS * ways, 1e-9))
     rounds = min(max(rounds, ROUNDS[0]), ROUNDS[1])
     counted: list[Run] = []
@@ -165,15 +170,15 @@ def times_in_place(trial: Trial, items: int, progress: Progress | None = None) -
 
 
 def typical(runs: Sequence[Run]) -> dict[int, Estimate]:
-    """What each step takes in a run of median speed.
+    """Estimate the time of each step in a run of median speed.
 
-    A core's clock, and what its neighbours leave of the caches, make one run slower than the next, and with it all of
-    its steps: time = speed of the run * cost of the step. So each run's speed is taken out, as the median over its
-    steps of how far they are from their own costs.
+    The clock rate and the caches that other processes leave make a run slower than the next, and all of its steps with
+    it: time = speed of the run * cost of the step. Each run's speed is estimated as the median of its steps' ratios to
+    their costs, and divided out.
     """
     cost = _medians(runs, [1.0] * len(runs))
     for _ in range(REFINEMENTS):
-        # of a run during which the clock stood still, no speed is known
+        # A clock that stood still during a run gives no speed.
         speeds = [statistics.median(run[step] / cost[step].value for step in run) or 1.0 for run in runs]
         cost = _medians(runs, speeds)
     return cost
@@ -188,7 +193,7 @@ def _medians(runs: Sequence[Run], speeds: Sequence[float]) -> dict[int, Estimate
 
 
 def _median(seconds: Sequence[float]) -> Estimate:
-    """With the standard error of a median, by the median distance from it, as if they were normally distributed."""
+    """Return the median and its standard error, estimated from the median distance as for a normal distribution."""
     middle = max(statistics.median(seconds), 1e-9)
     distance = statistics.median(abs(value - middle) for value in seconds)
     return Estimate(middle, max(1.25 * 1.48 * distance / math.sqrt(len(seconds)), LEAST_ERROR * middle))

@@ -1,12 +1,12 @@
 """Item-major runs: steps that run for one item of the batch after the other, so that tensors between them stay in L2.
 
-Their tensors for all items do not fit the second-level cache, but those of one item do.
+They serve steps whose tensors fit L2 for one item, but not for all items.
 
-A batch goes through a network step by step, so that weights are read once; early layers of a network of images have few
-weights and large tensors, and what one step hands on is out of the cache before the next one reads it. Item by item, it
-is also written where the item before was, in memory that the cache has. Whether reading the weights anew costs more is
-timed, as tactics are, and kept in the same cache: of two times their difference. For other shapes of the same model
-nothing is timed: what gained at the usual shape is done again.
+A batch usually goes through a network step by step, so that weights are read once. Early layers of image networks have
+few weights and large tensors; the output of a step has left the cache before the next step reads it. Item by item, an
+output is also written to memory that is in the cache, where the previous item was. Whether reading the weights again
+costs more is measured, and the time saved is stored in the timing cache. For other shapes of a model nothing is timed:
+runs that gained at the usual shape are used again.
 """
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import Buffer, ItemMajorRun, MachinePart, Plan, Step, runs_by_item
 from engines.version import COMPILER_VERSION
 
-ITEMS = 8                       # of the batch that is timed
-WINDOW = 6                      # steps of a piece of a run; neighbours are joined where both gain
-LEAST_BYTES = 1 << 20           # that a run reads and writes for an item: less, and the items fit a cache together
-MOST_BYTES = 64 << 20           # that a step reads and writes for an item: more, and no cache holds what it hands on
-MOST_CONSTANTS = 256 << 10      # bytes of a step's weights: more, and reading them for each item is no gain
+ITEMS = 8                       # batch size for timing
+WINDOW = 6                      # steps in a window of a run; adjacent windows are joined if both gain
+LEAST_BYTES = 1 << 20           # least traffic of a run for one item; with less, all items fit a cache together
+MOST_BYTES = 64 << 20           # most traffic of a step for one item; with more, no cache holds its output
+MOST_CONSTANTS = 256 << 10      # most bytes of a step's weights; with more, reading them for each item costs too much
 ROUNDS = 3
-GAIN = 0.97                     # of the time; less is noise
+GAIN = 0.97                     # relative time that counts as a gain over noise
 
 
 def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside: LoadedPlan | None = None) -> Plan:
-    """beside: what the plan shares constants with.
+    """Return the plan with the item-major runs that save most, timed on this machine.
 
-    The plan with the item-major runs that save most when they are timed on this machine, `processor` by name.
+    Of adjacent steps that may form a run, the whole sequence is tried, and windows of a few steps. A window that is
+    timed alone finds its inputs in the cache, which hides what a longer run saves between windows; but parts of a
+    longer run may be slower in it.
 
-    Of neighbouring steps that may join, all together are tried, and windows of a few of them. A window that is timed
-    alone finds its inputs in the cache already, which hides what a longer run saves between windows; but a longer run
-    may have parts that are slower so.
+    Parameters
+    ----------
+    processor : name of this machine's CPU, for the cache.
+    beside : the loaded plan that this one shares constants with.
     """
     if plan.max_batch < ITEMS or _is_watched(plan.machine):
         return plan
@@ -55,8 +58,11 @@ def with_item_major_runs(plan: Plan, cache: TimingCache, processor: str, beside:
 
 
 def item_major_as_in(usual: MachinePart, machine: MachinePart, max_batch: int) -> MachinePart:
-    """The machine part of a model at some shape with the item-major runs of that at its usual shape, where their steps
-    follow each other here, too, and move as much. Steps that are not there (borders) part no run."""
+    """Return the machine part with the item-major runs of the model's usual shape.
+
+    Steps of a usual run form a run here if they are adjacent and move as many bytes. Steps that the usual shape lacks
+    (borders) do not interrupt a run.
+    """
     steps, before = machine.steps, usual.steps
     known = {step.name for step in before}
     inside = {step.name for run in usual.item_major for step in before[run.first:run.last]}
@@ -70,13 +76,13 @@ def item_major_as_in(usual: MachinePart, machine: MachinePart, max_batch: int) -
 
 
 def _is_watched(machine: MachinePart) -> bool:
-    """Whether outputs are only shown, for all items between two steps: in a run there is room for one item of them."""
+    """Return True if outputs are only shown between two steps, for all items: a run holds one item of them."""
     made = (machine.buffers[view.buffer] for view in machine.outputs)
     return any(buffer.first >= 0 and buffer.last < len(machine.steps) for buffer in made)
 
 
 def run_item_major(plan: Plan, runs: Sequence[ItemMajorRun]) -> Plan:
-    """The plan with these item-major runs, and buffers that live as long as they need."""
+    """Return the plan with these item-major runs, and with buffer lifetimes extended accordingly."""
     return replace(plan, machine=_run_by_item(plan.machine, runs))
 
 
@@ -92,7 +98,7 @@ def _run_by_item(machine: MachinePart, runs: Sequence[ItemMajorRun]) -> MachineP
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
-    """Neighbours that can run item by item and have few weights, as many as there are."""
+    """Yield the longest sequences of steps that can run item by item and have few weights."""
     def may_join(index: int) -> bool:
         step = steps[index]
         return (bool(step.symbol) and runs_by_item(step) and step.constant_bytes <= MOST_CONSTANTS
@@ -105,7 +111,7 @@ def _runs(steps: Sequence[Step]) -> Iterator[ItemMajorRun]:
 
 
 def _windows(run: ItemMajorRun) -> list[ItemMajorRun]:
-    """A run in pieces of up to WINDOW steps, one step being none."""
+    """Divide a run into windows of up to WINDOW steps; windows of a single step are left out."""
     starts = range(run.first, run.last, WINDOW)
     return [ItemMajorRun(start, min(start + WINDOW, run.last)) for start in starts if start + 1 < run.last]
 
@@ -115,7 +121,7 @@ def _moves_much(steps: Sequence[Step], run: ItemMajorRun) -> bool:
 
 
 def _joined(runs: Sequence[ItemMajorRun]) -> list[ItemMajorRun]:
-    """Neighbours as one."""
+    """Join adjacent runs."""
     joined: list[ItemMajorRun] = []
     for run in runs:
         if joined and joined[-1].last == run.first:
@@ -126,7 +132,7 @@ def _joined(runs: Sequence[ItemMajorRun]) -> list[ItemMajorRun]:
 
 def _saved(plan: Plan, windows: Mapping[ItemMajorRun, Sequence[ItemMajorRun]], cache: TimingCache,
            processor: str, beside: LoadedPlan | None) -> dict[ItemMajorRun, float]:
-    """Microseconds that runs, and their windows, save item by item; 0 where that is not more than noise."""
+    """Return the microseconds that each run and window saves item by item; 0 if the gain is not above the noise."""
     runs = list(windows)
     pieces = [window for run in runs for window in windows[run] if window != run]
     saved = {run: cache.get(_key(plan, run, processor)) for run in (*runs, *pieces)}
@@ -148,7 +154,7 @@ def _key(plan: Plan, run: ItemMajorRun, processor: str) -> str:
 
 
 class _Way:
-    """A plan in memory of its own, to be timed."""
+    """Loaded plan with its own memory, to be timed."""
 
     def __init__(self, plan: Plan, by_item: bool, beside: LoadedPlan | None) -> None:
         self._program, self._by_item = LoadedPlan(plan, beside=beside), by_item
@@ -161,7 +167,7 @@ class _Way:
 
 
 def _difference(by_step: _Way, by_item: _Way, run: ItemMajorRun) -> float:
-    """Microseconds by which the second way is faster, by the fastest runs of both, taken in turns; 0 for noise."""
+    """Return the microseconds by which `by_item` is faster, from the fastest runs of both in turns; 0 for noise."""
     rounds = [(by_step.seconds(run), by_item.seconds(run)) for _ in range(ROUNDS)]
     before, after = (min(seconds) for seconds in zip(*rounds, strict=True))
     return (before - after) * 1e6 if after < GAIN * before else 0.0

@@ -15,13 +15,13 @@ from engines.backends.llvm.tuning.candidates import Candidate
 from engines.ir.content import EqualArrays
 from engines.lowering.problems.problem import Problem
 
-LEAST_BYTES = 1 << 12       # of weights: smaller ones may be stored in any number of layouts
-TOLERANCE = 1.03            # times the least time of a problem: a common layout may cost so much
-COST_TOLERANCE = 1.1        # times the least cost, which is wrong by as much
+LEAST_BYTES = 1 << 12       # weights below this size may be stored in any number of layouts
+TOLERANCE = 1.03            # most time with a common layout, relative to the least time of a problem
+COST_TOLERANCE = 1.1        # most cost with a common layout, relative to the least cost, whose error is as large
 
 
 def sharing_problems(calls: Iterable[tuple[Problem, Mapping[str, Any]]]) -> list[tuple[Problem, ...]]:
-    """Return the groups of two and more different problems that have calls with equal weights.
+    """Return the groups of at least two different problems that have calls with equal weights.
 
     calls: the problem and the constants of each.
     """
@@ -34,7 +34,7 @@ def sharing_problems(calls: Iterable[tuple[Problem, Mapping[str, Any]]]) -> list
 
 
 def layout(one: Candidate) -> Any:
-    """Return what decides, with the weights, how a candidate packs them; comparable between problems."""
+    """Return a key that, together with the weights, decides how a candidate packs them; comparable between problems."""
     anywhere = one.kernel.packing_anywhere(one.tactic)
     return type(one.kernel), one.kernel.packing(one.tactic) if anywhere is None else anywhere
 
@@ -46,9 +46,10 @@ def with_common_layouts(taken: Mapping[Problem, Candidate], groups: Iterable[Seq
 
     Parameters
     ----------
-    taken : the candidate of each problem
-    scores : times or costs of the candidates of each problem; the least is the best
-    tolerance : times the score of the candidate that was taken
+    taken : candidate of each problem.
+    groups : problems that share weights.
+    scores : times or costs of the candidates of each problem; the least is the best.
+    tolerance : most score of a replacement, relative to that of the candidate taken.
     """
     result = dict(taken)
     for group in groups:
@@ -65,7 +66,7 @@ def with_common_layouts(taken: Mapping[Problem, Candidate], groups: Iterable[Seq
 
 def _best_of_layouts(taken: Candidate, scores: Mapping[Candidate, float], tolerance: float
                      ) -> dict[Any, tuple[float, Candidate]]:
-    """Return the best candidate of each layout and its score in that of `taken`, for the layouts within tolerance."""
+    """Return the best candidate of each layout within tolerance, with its score relative to that of `taken`."""
     best = {layout(taken): (1.0, taken)}
     if least := scores.get(taken, 0.0):
         for one, score in scores.items():

@@ -1,19 +1,19 @@
-"""Tactics for problems that nobody has timed: by their cost, corrected by what was timed for the nearest problem.
+"""Tactics for problems that were not timed: by their cost, corrected by times of the nearest problem.
 
-A model's kernels at one length and at another solve problems that differ in some extents and strides only. Written as
-text, they have the same words, and other numbers:
+The kernels of a model at two lengths solve problems that differ in some extents and strides only. As text they have
+equal words and different numbers:
 
     distance = sum over the numbers of |log((a + 1) / (b + 1))|
 
-So the layer itself at another length is nearer than any other layer: its channels and taps are the same numbers. As far
-as a tactic's time was from its cost there, it is here:
+So a layer at another length is nearer than any other layer, because its channels and taps are equal. The ratio of time
+to cost of a tactic there is used here:
 
     estimate = cost here * (time there / cost there) ** trust
 
-The cost knows that 77 rows are twelve tiles of six and one of five, where 128 are 32 of four; the time there, what a
-tile of six is worth on this machine. A tactic that was not timed there is corrected as the nearest one is, and its
-flags count as numbers: where only tiles without prefetch were timed, since another kernel won, the same tile with it is
-what its cost says.
+The cost tells that 77 rows are twelve tiles of six and one of five, and that 128 are 32 of four; the time tells how
+fast a tile of six is on this machine. A tactic that was not timed there gets the correction of the nearest one. Flags
+count as numbers: if only tiles without prefetch were timed, since another kernel won, a tile with prefetch gets their
+correction.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from functools import lru_cache
 _NUMBER, _NUMBER_OR_FLAG = re.compile(r"\d+(?:\.\d+)?"), re.compile(r"\d+(?:\.\d+)?|False|True")
 _FLAGS = {"False": 0.0, "True": 1.0}
 
-Said = tuple[str, tuple[float, ...]]        # the words of a text, and its numbers
-Corrections = Mapping[str, float]           # time / cost by tactic, as repr() writes it
+Said = tuple[str, tuple[float, ...]]        # words of a text, and its numbers
+Corrections = Mapping[str, float]           # repr() of a tactic -> time / cost
 
 
 class Timed:
-    """What was timed: corrections by kernel, as repr() writes it. Those of kernels for one problem compare."""
+    """Corrections by kernel, as repr() writes it. Corrections of kernels for one problem are comparable."""
 
     def __init__(self, corrections: Mapping[str, Corrections]) -> None:
         self._by_words: dict[str, list[tuple[tuple[float, ...], Corrections]]] = {}
@@ -43,7 +43,7 @@ class Timed:
         return bool(self._by_words)
 
     def of(self, kernel: object) -> Corrections:
-        """Those of the nearest kernel with the same words; {} if there is none."""
+        """Return the corrections of the nearest kernel with equal words; {} if there is none."""
         text = repr(kernel)
         if text not in self._nearest:
             self._nearest[text] = self._found(*_said(text))
@@ -55,7 +55,7 @@ class Timed:
 
 
 def correction(tactic: object, known: Corrections) -> float:
-    """That of the tactic, or of the one with the same words and the nearest numbers and flags; infinity if none has."""
+    """Return the correction of the tactic, or of the nearest one with equal words; infinity if there is none."""
     words, numbers = _said(repr(tactic), _NUMBER_OR_FLAG)
     alike = [(_distance(numbers, others), factor) for text, factor in known.items()
              for theirs, others in [_said(text, _NUMBER_OR_FLAG)] if theirs == words]

@@ -1,13 +1,13 @@
-"""What one core of this machine does at best, measured by the smallest kernels that can ask for it.
+"""Peak performance of one core of this machine, measured by minimal kernels.
 
-    products(arithmetic)    a loop of nothing but the inner step of a contraction, operands in registers; and of the
-                            products of a matrix unit, where there is one: the better of the two is the peak
-    reads                   a loop of nothing but loads, over buffers that fit a level of the memory
-    additions               a chain, each waiting for the one before: one a cycle on every core, so it tells its clock
+    products(arithmetic)    a loop of inner steps of a contraction, with operands in registers; and of products of a
+                            matrix unit, if there is one: the better of the two is the peak
+    reads                   a loop of loads, over buffers that fit one level of the memory hierarchy
+    additions               a dependency chain of additions, one a cycle on every core, which gives the clock rate
 
-They are measured when they are asked for, in a fraction of a second, and kept nowhere: a core's clock and its
-neighbours move every figure by tens of percent within minutes, and a plan may run on another machine than the one that
-built it. A share of a peak says something only if both were taken on the same machine at the same time.
+They are measured on demand, in a fraction of a second, and not stored: the clock and the load of other cores change
+every figure by tens of percent within minutes, and a plan may run on another machine than the one that built it. A
+share of a peak is meaningful only if both were measured on one machine at about the same time.
 """
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from engines.machine.cpu import CpuInfo, detect
 from engines.plan.roofline import Level, Peaks
 
 PRECISIONS = ("int8", "int16", "fp32", "bf16", "fp16")
-CHAINS = 10                 # independent sums: more than an instruction's latency times its throughput on today's cores
-TILE_CHAINS = 4             # registers of sums of a matrix unit: more do not fit beside their operands
-TURNS = 100_000             # of the loop of products for one call, so that the call itself costs nothing
-STREAMS = 8                 # vectors that a turn of the loop of reads loads
-READ_BYTES = 1 << 24        # at least, for one call: the same
-MOST_BYTES = 1 << 28        # of the buffer that stands for main memory
-ADDITIONS = 16              # in a turn of the chain, whose own counter runs beside them
-USUAL_CACHES = (("L1d", 32 << 10), ("L2", 512 << 10), ("L3", 8 << 20))      # where the system does not say
-ROUNDS, TURN_SECONDS = 8, 0.004     # in which each loop is called without a pause
+CHAINS = 10                 # independent sums: more than latency times throughput of an instruction on current cores
+TILE_CHAINS = 4             # accumulator registers of a matrix unit; the others hold operands
+TURNS = 100_000             # iterations of the loop of products in one call, so that the call itself is negligible
+STREAMS = 8                 # vectors that one iteration of the loop of reads loads
+READ_BYTES = 1 << 24        # least bytes of one call, so that the call itself is negligible
+MOST_BYTES = 1 << 28        # most bytes of the buffer for main memory
+ADDITIONS = 16              # additions in an iteration of the chain, whose counter runs in parallel
+USUAL_CACHES = (("L1d", 32 << 10), ("L2", 512 << 10), ("L3", 8 << 20))      # if the system does not tell
+ROUNDS, TURN_SECONDS = 8, 0.004     # rounds, and the time of each loop in a round
 
 
 @dataclass(frozen=True, eq=False)
 class _Loop:
-    """What is measured: a call, and how much it does."""
+    """Measured loop: a call, and the work that it does."""
     call: Callable[[], None]
     work: float                 # multiply-accumulates, bytes or additions
 
 
 def measure_peaks(clock: Callable[[], float] = thread_seconds) -> Peaks:
-    """This machine's, one core's: a second, or a unit of whatever else `clock` counts."""
+    """Measure the peaks of one core of this machine, per second or per unit of another `clock`."""
     cpu = detect()
     isa = best_isa(cpu.features)
     ways = {precision: [arithmetic_for(precision, isa)] for precision in PRECISIONS}
@@ -73,10 +73,10 @@ def measure_peaks(clock: Callable[[], float] = thread_seconds) -> Peaks:
 
 
 def _rates(loops: Sequence[_Loop], clock: Callable[[], float]) -> dict[_Loop, float]:
-    """How much each does in a unit of the clock at best, all measured in turns.
+    """Return the best rate of each loop per unit of the clock, all measured in turns.
 
-    A turn begins with a call that is not counted: it brings what the loop reads into its level, and the core to its
-    clock. The least time is that of a call that no neighbour disturbed.
+    A turn begins with an uncounted call, which loads the data into their cache level and raises the core's clock. The
+    shortest call is the one that other processes disturbed least.
     """
     least = dict.fromkeys(loops, math.inf)
     for _ in range(ROUNDS):
@@ -93,7 +93,10 @@ def _rates(loops: Sequence[_Loop], clock: Callable[[], float]) -> dict[_Loop, fl
 
 # ---- arithmetic
 def emit_products(module: Module, name: str, isa: Isa, arithmetic: Arithmetic) -> None:
-    """rows: turns of a loop, each adding CHAINS products to sums of their own. Operands: pixels, weights, sums."""
+    """Emit a loop that adds CHAINS products to independent sums in each iteration.
+
+    The rows of the grid are iterations; the operands are pixels, weights and sums.
+    """
     f, (x, w, y), (begin, end, _, _) = begin_kernel(module, name, 3)
     weights = arithmetic.weights(isa, w)
     pixel = dict(enumerate(arithmetic.pixel(isa, x)))
@@ -108,7 +111,7 @@ def emit_products(module: Module, name: str, isa: Isa, arithmetic: Arithmetic) -
 
 
 def _opaque(isa: Isa, value: Value) -> Value:
-    """The value, in the same register, but LLVM cannot know it: else a product that never changes is made once."""
+    """Return the value, opaque to LLVM, which would otherwise compute an invariant product once."""
     register = "w" if (isa.triple or platform.machine()).startswith("aarch64") else "v"
     f = value.f
     ints = f.cast("bitcast", value, isa.ints, "opaque")
@@ -117,7 +120,7 @@ def _opaque(isa: Isa, value: Value) -> Value:
 
 
 class _Paired(Int8):
-    """The products of paired weights (contraction/pairing.py), where a machine has them beside those of dot4."""
+    """Products of paired weights (contraction/pairing.py), on machines that have them in addition to dot4."""
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         return (address.f.load(vector(isa.bytes, I8), address, isa.bytes, "pixel"),)
@@ -135,7 +138,7 @@ PAIRED = _Paired("uint8", "int8", 4)
 
 
 def _products(isa: Isa, arithmetic: Arithmetic) -> _Loop:
-    """TURNS turns, on zeros."""
+    """Return a loop of TURNS iterations on zeros."""
     module = Module()
     emit_products(module, "products", isa, arithmetic)
     sizes = isa.bytes, arithmetic.weight_bytes(isa), CHAINS * isa.bytes
@@ -144,7 +147,7 @@ def _products(isa: Isa, arithmetic: Arithmetic) -> _Loop:
 
 
 def emit_tile_products(module: Module, name: str, unit: MatrixUnit, precision: str) -> None:
-    """rows: turns of a loop of a product to each of four registers, of two left and two right operands."""
+    """Emit a loop of products into four registers, from two left and two right operands; grid rows are iterations."""
     f, _, (begin, end, _, _) = begin_kernel(module, name, 0)
     tiles, instruction = Tiles(f, unit), unit.product(precision)
     tiles.configure(dict.fromkeys(range(unit.registers), (unit.rows, unit.row_bytes)))
@@ -155,7 +158,7 @@ def emit_tile_products(module: Module, name: str, unit: MatrixUnit, precision: s
 
 
 def _tile_products(isa: Isa, precision: str) -> _Loop:
-    """TURNS turns, on zeros."""
+    """Return a loop of TURNS products on zeros."""
     assert isa.matrix is not None
     module = Module()
     emit_tile_products(module, "tile_products", isa.matrix, precision)
@@ -164,7 +167,7 @@ def _tile_products(isa: Isa, precision: str) -> _Loop:
 
 
 class _Kernel:
-    """A kernel of a module, loaded to be measured."""
+    """Kernel of a module, loaded to be measured."""
 
     def __init__(self, module: Module, name: str, isa: Isa) -> None:
         self._code = LoadedCode([compile_object(module.text(), isa)])
@@ -177,7 +180,11 @@ class _Kernel:
 
 # ---- memory
 def emit_reads(module: Module, name: str, isa: Isa) -> None:
-    """rows: how often; columns: bytes to read, a multiple of STREAMS vectors. Operands: what is read, a result."""
+    """Emit a loop of reads.
+
+    Rows of the grid are passes, columns are the bytes to read, a multiple of STREAMS vectors. The operands are the
+    memory to read and a result.
+    """
     f, (x, y), (begin, end, column_begin, column_end) = begin_kernel(module, name, 2)
     sums = {v: f.constant(0, vector(isa.lanes, "i32")) for v in range(STREAMS)}
     for _ in f.range("pass", begin, end, sum=sums):
@@ -189,8 +196,11 @@ def emit_reads(module: Module, name: str, isa: Isa) -> None:
 
 
 def _reads(isa: Isa, cpu: CpuInfo) -> Mapping[tuple[str, float], _Loop]:
-    """By name and size. Each cache by a buffer that is too large for the one below and has room to spare in this one,
-    which other cores may share; main memory by one of four times the largest cache's size."""
+    """Return a loop for each (name, size) of a memory level.
+
+    A cache is measured by a buffer that exceeds the level below and fills at most half of this one, which other cores
+    may share; main memory by a buffer of four times the largest cache's size.
+    """
     module = Module()
     emit_reads(module, "reads", isa)
     kernel = _Kernel(module, "reads", isa)
@@ -201,7 +211,7 @@ def _reads(isa: Isa, cpu: CpuInfo) -> Mapping[tuple[str, float], _Loop]:
         sizes[name.removesuffix("d"), float(size)], below = min(size // 2, 4 * below), size
     sizes["DRAM", math.inf] = min(4 * caches[-1][1], MOST_BYTES)
     step, result = STREAMS * isa.bytes, aligned(np.zeros(STREAMS * isa.bytes, np.uint8))
-    memory = aligned(np.ones(max(sizes.values()), np.uint8))        # ones: zeroed pages may all be one page
+    memory = aligned(np.ones(max(sizes.values()), np.uint8))        # ones, because zeroed pages may share one page
 
     def loop(size: int) -> _Loop:
         passes, size = max(1, READ_BYTES // size), size - size % step
@@ -212,9 +222,10 @@ def _reads(isa: Isa, cpu: CpuInfo) -> Mapping[tuple[str, float], _Loop]:
 
 # ---- the clock
 def emit_additions(module: Module, name: str) -> None:
-    """rows: turns of a loop of ADDITIONS additions of a number to an address. Operands: the number, the sum.
+    """Emit a loop of ADDITIONS dependent additions of a number to an address; grid rows are iterations.
 
-    Of two registers: a core may do away with the addition of a constant. And hidden from LLVM, which would multiply.
+    The operands are the number and the sum. Both are registers, since a core may eliminate additions of constants; and
+    the sum is opaque to LLVM, which would use a multiplication otherwise.
     """
     f, (x, y), (begin, end, _, _) = begin_kernel(module, name, 2)
     number, at = f.load(I64, x, 8, "number"), {"sum": y}

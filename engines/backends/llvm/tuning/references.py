@@ -1,4 +1,4 @@
-"""The time of steps that no kernel runs: the reference is run on one item, so that a build can tell what it costs."""
+"""Times of fallback steps: the reference runs on one item, so that a build can report what it costs."""
 from __future__ import annotations
 
 import warnings
@@ -12,13 +12,15 @@ from engines.errors import PlanError
 from engines.machine.clock import thread_seconds
 from engines.plan.plan import Plan, Step
 
-SECONDS = 5.0       # of all of them together: what is left then stays untimed
-AGAIN = 0.05        # seconds: what takes less is timed twice, for the first run also imports and allocates
+SECONDS = 5.0       # limit for all steps together; the remaining steps are not timed
+AGAIN = 0.05        # seconds; shorter steps are timed twice, because the first run also imports and allocates
 
 
 def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
-    """The plan with the time of each step that the reference runs; 0 of one that refuses an arena at rest, as it lies
-    there before a first input."""
+    """Return the plan with the time of each fallback step.
+
+    The time is 0 for a step that rejects the initial contents of an arena, without any input.
+    """
     steps = list(plan.machine.steps)
     if not any(step.fallback for step in steps):
         return plan
@@ -34,7 +36,7 @@ def with_reference_times(plan: Plan, beside: LoadedPlan | None = None) -> Plan:
 
 
 def _timed(program: LoadedPlan, arena: Arena, index: int, step: Step) -> tuple[float, Step]:
-    """The seconds that timing took, and the step with its time."""
+    """Return the seconds that timing took, and the step with its time."""
     segment, = (segment for segment in program.segments if segment.first == index)
     call = call_of(program, arena, Segment(index, index + 1, segment.fallback), 1)
     spent: list[float] = []

@@ -1,4 +1,4 @@
-"""Times calls of kernels alone, side by side, on memory of their own."""
+"""Timing of kernels alone, in turns, on memory of their own."""
 from __future__ import annotations
 
 import itertools
@@ -14,20 +14,20 @@ from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 from engines.machine.clock import thread_seconds
 
-TIMING_SECONDS = 0.004      # spent on timing one tactic, in rounds among its rivals
+TIMING_SECONDS = 0.004      # time for one tactic, in rounds with the others
 ROUNDS = 3
-ABANDON_RATIO = 1.5         # times the fastest tactic's first runs: a slower one is timed no further
-PART_MACS, PART_BYTES = 1 << 30, 1 << 28    # of the work that one call is timed for: it takes some 20 ms
-CONSTANTS_OF_PART = 8       # times its bytes are the part's least
-CLOCK_US = 1e-3             # the least that is a time: some clocks stand still for a moment
+ABANDON_RATIO = 1.5         # tactics slower than this multiple of the fastest one's first runs are dropped
+PART_MACS, PART_BYTES = 1 << 30, 1 << 28    # work of one timed call, about 20 ms
+CONSTANTS_OF_PART = 8       # least ratio of a part's bytes to those of its constants
+CLOCK_US = 1e-3             # least time that counts, because some clocks stand still for a moment
 
 C = TypeVar("C")
-Part = Callable[[], float]      # does a part of the work, and says which share it was
-Times = tuple[float, ...]       # microseconds of a tactic, for a batch of each size that it is timed with
+Part = Callable[[], float]      # does a part of the work, and returns its share
+Times = tuple[float, ...]       # microseconds of a tactic, for each batch size that it is timed with
 
 
 def call_of(function: Any, arrays: list[Array], grid: Grid, items: int, parts: int = 1) -> Part:
-    """A call of a kernel for a batch: for all of it, or for a part of its rows and, when called again, the next."""
+    """Return a call of a kernel for a batch: for all of its rows, or for one of `parts`, the next one in each call."""
     table = np.array([array.ctypes.data for array in arrays], np.int64)
     address, keep = table.ctypes.data, (arrays, table)
     rows = items * grid.rows_per_item
@@ -42,14 +42,17 @@ def call_of(function: Any, arrays: list[Array], grid: Grid, items: int, parts: i
 
 
 def parts_of(problem: Problem, items: int, constant_bytes: int) -> int:
-    """Into how many parts a batch is cut to be timed: where all takes long, a part tells as much. But each part reads
-    all constants, which must stay little beside the rest."""
+    """Return the number of parts that a batch is divided into for timing.
+
+    If the whole takes long, a part suffices. But each part reads all constants, which must be a small share of its
+    bytes.
+    """
     work = max(problem.macs * items // PART_MACS, problem.bytes * items // PART_BYTES)
     return max(1, min(work, problem.bytes * items // (CONSTANTS_OF_PART * max(constant_bytes, 1))))
 
 
 def aligned(array: Array) -> Array:
-    """A flat copy that begins on a cache line: numpy's own buffers need not."""
+    """Return a flat copy that begins on a cache line, which NumPy's own buffers may not."""
     array = np.ascontiguousarray(array).reshape(-1)
     raw = np.zeros(array.nbytes + 192, np.uint8)
     start = -raw.ctypes.data % 64
@@ -59,18 +62,20 @@ def aligned(array: Array) -> Array:
 
 
 def memory_of(view: View, items: int) -> Array:
-    """Room for so many items of a view, halo and slack included, from element 0 on: there is more before it where an
-    axis runs backwards."""
+    """Return zeroed memory for so many items of a view, halo and slack included, from element 0 on.
+
+    An axis that runs backwards has its elements before that.
+    """
     begin, end = view.reach
     return aligned(np.zeros((items - 1) * view.item + end - begin + 256, np.uint8))[-begin:]
 
 
 def measure(calls: Mapping[Any, Part]) -> dict[Any, float]:
-    """{name: call} -> {name: microseconds of its fastest run}, the calls taken in turns; of what does a part of the
-    work, those that all of it would take.
+    """Return the microseconds of the fastest run of each call, measured in turns.
 
-    The fastest run, because everything that disturbs a measurement makes it longer; in CPU time, for a slow kernel may
-    never have the core to itself. Calls that are far behind after two runs are left at that.
+    A call that does a part of the work counts with the time of all of it. The fastest run counts, because every
+    disturbance makes a run longer. It is CPU time, because a slow kernel may never have the core to itself. Calls that
+    are far behind after two runs are not timed further.
     """
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
@@ -96,16 +101,20 @@ def _seconds_of_all(call: Part) -> float:
 
 
 def seconds_of(call: Callable[[], None]) -> float:
-    """CPU time of one call on this thread; infinite where the clock stood still, as a virtual
-    machine's may for a moment: the least is looked for."""
+    """Return the CPU time of one call on this thread; infinity if the clock stood still.
+
+    A virtual machine's clock may stand still for a moment, and callers look for the least time.
+    """
     begin = thread_seconds()
     call()
     return thread_seconds() - begin or math.inf
 
 
 def mean_ratios(times: Mapping[C, Times], least_of: Mapping[C, Times] | None = None) -> dict[C, float]:
-    """Each one's time to the least, of `least_of` if given; of several batches the mean, so that each counts alike
-    however long it takes."""
+    """Return the time of each candidate relative to the least, of `least_of` if given.
+
+    For several batch sizes it is the mean of the ratios, so that each size has equal weight.
+    """
     fastest = [max(min(of_batch), CLOCK_US) for of_batch in zip(*(least_of or times).values(), strict=True)]
     return {one: sum(max(us, CLOCK_US) / unit for us, unit in zip(found, fastest, strict=True)) / len(fastest)
             for one, found in times.items()}

@@ -1,6 +1,6 @@
-"""Kernels for problems: compiled once each, their tactics timed alone on this machine, the fastest taken.
+"""Tuner: compiles kernels for problems, times their tactics alone on this machine, and takes the fastest.
 
-Those that are near the fastest are its rivals: in_place.py times them again inside the network. All problems of a
+Candidates whose times are close to the fastest are timed again inside the network (in_place.py). All problems of a
 graph are timed together (candidate_times.py).
 """
 from __future__ import annotations
@@ -26,36 +26,36 @@ from engines.lowering.problems.problem import Problem
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel
 
-MAX_COST_RATIO = 1.3        # times the least cost: tactics beyond it are not timed
-NEAR = 1.1                  # times the least time: noise, inputs from afar
-FAR_BYTES = 8e3             # of constants that a microsecond brings from afar, at worst
-GAIN = 0.99                 # of the time inside the network; less is noise
-DOUBT = 0.03                # of a time alone: how far it usually is from that in a network
-TRUST = 0.5                 # in times of another problem, to that in costs: both are wrong by a tenth
-COPY = 1.03                 # times the time: what packs weights otherwise than a plan that has them is to gain that
+MAX_COST_RATIO = 1.3        # tactics above this multiple of the least cost are not timed
+NEAR = 1.1                  # times within this multiple of the least are close: noise, and inputs from outer caches
+FAR_BYTES = 8e3             # bytes of constants that outer caches or memory deliver in a microsecond, at worst
+GAIN = 0.99                 # relative time inside the network below which a candidate replaces the first one
+DOUBT = 0.03                # typical relative difference between a time alone and one in a network
+TRUST = 0.5                 # weight of times of another problem against costs: both have errors of about a tenth
+COPY = 1.03                 # penalty on the time of tactics that need another copy of the weights
 
 
 class Estimate(NamedTuple):
-    """A number and its standard error."""
+    """Number and its standard error."""
     value: float
     error: float
 
     def with_(self, other: Estimate) -> Estimate:
-        """The best estimate that both make together: each weighs by how sure it is."""
+        """Return the mean of two estimates, weighted by the inverses of their variances."""
         ours, theirs = self.error ** -2, other.error ** -2
         return Estimate((self.value * ours + other.value * theirs) / (ours + theirs), (ours + theirs) ** -0.5)
 
 
 class Tuner:
-    """Chooses and compiles; equal problems share a kernel. `timing` off takes the tactic of least cost (cost.py).
+    """Compiler and chooser of kernels; equal problems share one.
 
-    short_lived: for plans that run a few times, as calibration's trials. Packing weights is then most of the work, so
-    only tactics whose packing is a permutation count.
+    Without `timing` it takes the tactic of least cost (cost.py). short_lived: for plans that run a few times, such as
+    calibration's trials. Packing weights then dominates, so only tactics whose packing is a permutation are considered.
     """
 
     def __init__(self, isa: Isa, cache: TimingCache, processor: str, timing: bool = True,
                  short_lived: bool = False, code: CandidateCode | None = None) -> None:
-        """code: what another tuner of the build compiles, too."""
+        """Make a tuner. code: compiled candidates that it shares with another tuner of the build."""
         self.isa, self.cache, self.processor, self.timing, self.short_lived = isa, cache, processor, timing, short_lived
         self._choices: dict[Problem, Choice] = {}
         self._alone: dict[Problem, dict[Candidate, Times]] = {}
@@ -64,32 +64,41 @@ class Tuner:
         self._timed = Timed({})
         self.generals = GeneralKernels(isa)
         self._batches_of: dict[Problem, tuple[int, ...]] = {}
-        self._sharing: dict[tuple[Problem, ...], None] = {}     # groups of problems that share weights
+        self._sharing: dict[tuple[Problem, ...], None] = {}     # groups of problems that share weights (a set in order)
 
     @property
     def timed(self) -> int:
-        """Tactics measured, not found in the cache."""
+        """Return the number of tactics that were measured rather than found in the cache."""
         return self._times.measured
 
     def digest(self, one: Candidate) -> str:
-        """Of all that its code is made of."""
+        """Return a digest of all that decides on the code of a candidate."""
         return self.code.digest(one)
 
     def take_over(self, corrections: Mapping[str, Mapping[str, float]], objects: Iterable[bytes],
                   generals: Iterable[GeneralKernel] = ()) -> None:
-        """From sessions that compiled the same model for other shapes: their `corrections`, their code, and what of it
-        is general."""
+        """Reuse results of sessions that compiled the model for other shapes.
+
+        Parameters
+        ----------
+        corrections : their `corrections`.
+        objects : their compiled code.
+        generals : the symbolic kernels in that code.
+        """
         self._timed = Timed(corrections)
         self.code.take_over(objects)
         self.generals.add(generals, self.code.made)
 
     def choose(self, wanted: Mapping[Problem, Constants], progress: Progress | None = None,
                batches: Sequence[int] = (1,), sharing: Iterable[tuple[Problem, ...]] = ()) -> dict[Problem, Choice]:
-        """The kernel, the tactic and the code for each problem. The constants: any values of the right shapes, to time.
+        """Return the kernel, the tactic and the code for each problem.
 
-        progress(done, of, what) is called as kernels are compiled and timed. batches: the sizes of batches that are
-        timed; the first is for kernels to which the batch makes no difference, all are for those that it does. sharing:
-        groups of problems that share weights, which are packed in few layouts.
+        Parameters
+        ----------
+        wanted : problems, each with constants of the right shapes to time with; their values do not matter.
+        progress : progress(done, of, what) is called as kernels are compiled and timed.
+        batches : batch sizes to time with. Kernels that are not divided by batch are timed with the first only.
+        sharing : groups of problems that share weights, which are packed in few layouts.
         """
         self._times.batches = tuple(batches)
         self._sharing |= dict.fromkeys(sharing)
@@ -111,9 +120,17 @@ class Tuner:
 
     def general(self, wanted: Iterable[Problem], batches: Sequence[int] = (1,),
                 others: Callable[[], Iterable[Problem]] = lambda: ()) -> dict[Problem, Choice]:
-        """A kernel for each problem of which the code is there: its own, or one that is told its numbers. Where there
-        is none, one is compiled that is told what differs from other problems, those of the model at other numbers
-        among them, for all that come later."""
+        """Return a kernel for each problem, compiling only what is missing.
+
+        A kernel is used if its code exists, either for the problem's own numbers or as a symbolic kernel. A missing one
+        is compiled as a symbolic kernel, so that later shapes can use it too.
+
+        Parameters
+        ----------
+        wanted : problems.
+        batches : batch sizes that tactics are chosen for.
+        others : return the model's problems at other shapes, which show the numbers to take at run time.
+        """
         self._times.batches, wanted = tuple(batches), list(wanted)
         found = {problem: self._without_compiling(problem) for problem in dict.fromkeys((*self._choices, *wanted))}
         missing = [self._usual(problem) for problem, choice in found.items() if choice is None]
@@ -126,7 +143,7 @@ class Tuner:
             one.kernel.problem: self._told(one.kernel, general) for one, general in zip(missing, made, strict=True)}
 
     def counted(self, wanted: Sequence[Problem], batches: Sequence[int] = (1,)) -> list[Choice]:
-        """The same for problems in some of whose numbers extents are counted: each of those is told."""
+        """Return a kernel for each problem with symbolic numbers, which takes those at run time."""
         self._times.batches = tuple(batches)
         known = {structure(problem): problem for problem in wanted}
         places = {key: counted_numbers(problem) for key, problem in known.items()}
@@ -142,16 +159,19 @@ class Tuner:
         return [counted[structure(problem)] for problem in wanted]
 
     def _counted(self, choice: Choice, problem: Problem) -> Choice:
-        """The choice for the values of a problem as one for the problem."""
+        """Convert the choice for the current values of a problem to one for the symbolic problem."""
         if choice.told is None:
             return choice
         kernel = type(choice.kernel)(problem, choice.kernel.items)
-        if not kernel.applies(self.isa):    # no assert: what is asked here are guards, which python -O would leave out
+        if not kernel.applies(self.isa):    # not an assert: the comparisons record guards, which python -O would drop
             raise Pinned("the kernel does not solve what its problem is now")
         return replace(choice, kernel=kernel, told=told(self.generals.named(choice.symbol), kernel))
 
     def _without_compiling(self, problem: Problem, open_numbers: Set[int] = frozenset()) -> Choice | None:
-        """open_numbers: the places of numbers that the kernel must be told."""
+        """Return the best choice whose code exists, or None.
+
+        open_numbers: positions of the numbers that the kernel must take at run time.
+        """
         if problem in self._choices and not open_numbers:
             return self._choices[problem]
         own: list[Candidate] = []
@@ -174,7 +194,7 @@ class Tuner:
         return Choice(kernel, one.tactic, symbol, self.generals.code[symbol], 0.0, 1.0, one.table)
 
     def survey(self, wanted: Mapping[Problem, Constants]) -> dict[Problem, dict[Candidate, float]]:
-        """Microseconds of every candidate for each problem, of the hopeless too: what costs are compared with."""
+        """Return the microseconds of every candidate for each problem, hopeless ones too, to compare costs with."""
         self._batches_of |= dict.fromkeys(wanted, self._times.batches)
         every = {problem: self._candidates(problem) for problem in wanted}
         with compiler_pool(self.isa) as pool:
@@ -182,10 +202,11 @@ class Tuner:
         return {problem: {one: us for one, (us, *_) in times.items()} for problem, times in found.items()}
 
     def rivals(self, problem: Problem, most: int) -> list[Candidate]:
-        """The candidate taken, then those that may be faster than it inside a network, where constants come from afar.
+        """Return the candidate taken, then those that may be faster than it inside a network.
 
-        A time alone is the least; the most is that with all constants waited for. Who takes longer at best than another
-        does at worst is no rival. The nearest of each packing of the constants come first.
+        In a network constants come from outer caches. So a time alone is the best case, and the worst case adds the
+        time to fetch all constants. A candidate is excluded if its best case is slower than another one's worst case.
+        The closest candidate of each packing of the constants comes first.
         """
         alone = self._alone[problem]
         taken, packings = self._least(alone), dict[Any, Candidate]()
@@ -198,8 +219,10 @@ class Tuner:
         return list(dict.fromkeys((taken, *packings.values(), *near)))[:most]
 
     def alone(self, problem: Problem, one: Candidate) -> Estimate:
-        """A rival's time to that of the candidate taken, as far as times alone tell: the less, the more it waits for
-        constants."""
+        """Estimate a close candidate's time relative to that of the one taken, from times alone.
+
+        The more it waits for constants, the larger is the error of the estimate.
+        """
         scores, found = self._scores(self._alone[problem]), self._alone[problem][one]
         waits = self.constant_bytes(one) / FAR_BYTES / max(found[0], CLOCK_US)
         return Estimate(scores[one] / min(scores.values()), DOUBT + waits / 2)
@@ -209,7 +232,7 @@ class Tuner:
 
     def trials(self, rivals: Mapping[Problem, Sequence[Candidate]],
                progress: Progress | None = None) -> dict[Problem, list[Choice]]:
-        """The rivals as choices that can be run; those of a problem have their code in common."""
+        """Return the close candidates as choices that can be run; those of a problem share one module."""
         report = Report(progress, len(rivals), steps=1)
         with compiler_pool(self.isa) as pool:
             code = self.code.beside(pool, list(rivals.values()), lambda: report("compiled"))
@@ -217,8 +240,10 @@ class Tuner:
                 for problem, some in rivals.items()}
 
     def settle(self, found: Mapping[Problem, Mapping[Candidate, float]]) -> dict[Problem, Choice]:
-        """The fastest of rivals, by their microseconds inside the network, for a batch of the first size; the one that
-        was taken by its time alone where they are alike."""
+        """Choose among close candidates by their microseconds inside the network, for a batch of the first size.
+
+        The candidate taken by its time alone stays if the gain is below the noise.
+        """
         times = {problem: {one: (us, *self._alone[problem][one][1:]) for one, us in in_place.items()}
                  for problem, in_place in found.items()}
         taken = {}
@@ -233,7 +258,7 @@ class Tuner:
         return {problem: self._choice(one, times[problem][one], code[one]) for problem, one in taken.items()}
 
     def _with_common_layouts(self, taken: Mapping[Problem, Candidate]) -> dict[Problem, Candidate]:
-        """Return the candidates, those of problems that share weights in as few layouts as their times allow."""
+        """Return the candidates with as few layouts of shared weights as their times allow."""
         shared = {problem for group in self._sharing for problem in group if problem in taken}
         if self.timing:
             scores = {problem: self._scores(self._alone[problem]) for problem in shared}
@@ -250,7 +275,7 @@ class Tuner:
         return Choice(candidate.kernel, candidate.tactic, symbol, code, found[0] / batches[0], further)
 
     def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: Report) -> None:
-        """The likely candidates for each problem, and refinements of the fastest."""
+        """Time the likely candidates for each problem, then refinements of the fastest."""
         likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
         times = self._times.find(pool, wanted, likely, report)
         refined = {problem: [one for one in self._refinements(self._least(found)) if one not in found]
@@ -259,12 +284,12 @@ class Tuner:
             self._alone[problem] = times[problem] | more
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
-        """Every tactic of every kernel that solves the problem on this machine."""
+        """Return every tactic of every kernel that solves the problem on this machine."""
         return [Candidate(kernel, tactic) for kernel in kernels_for(problem, self._times.batches[-1])
                 for tactic in kernel.tactics(self.isa)]
 
     def _scores(self, times: Mapping[Candidate, Times]) -> dict[Candidate, float]:
-        """Times alone, as far as they tell those inside a network: the least is the candidate to take."""
+        """Return times alone, corrected for the network; the least is the candidate to take."""
         return {one: ratio * one.kernel.unseen(self.isa, one.tactic) for one, ratio in mean_ratios(times).items()}
 
     def _least(self, times: Mapping[Candidate, Times]) -> Candidate:
@@ -275,7 +300,7 @@ class Tuner:
         return [Candidate(best.kernel, tactic) for tactic in best.kernel.refinements(self.isa, best.tactic)]
 
     def _usual(self, problem: Problem) -> Candidate:
-        """The fastest by its cost and what was timed for the nearest problem; else the cheapest, refined."""
+        """Return the fastest by cost and by times of the nearest problem; without such times the cheapest, refined."""
         candidates = self._candidates(problem)
         if self._timed and (likely := self._likely(candidates)):
             return likely
@@ -284,21 +309,24 @@ class Tuner:
         return self._cheapest([best, *self._refinements(best)])[0]
 
     def _likely(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The fastest, refined; None: nothing near was timed."""
+        """Return the fastest by `_estimate`, refined; None if nothing near was timed."""
         best = min(candidates, key=self._estimate)
         if self._estimate(best) == math.inf:
             return None
         return min((best, *self._refinements(best)), key=self._estimate)
 
     def _estimate(self, one: Candidate) -> float:
-        """Its cost, as what was timed of the nearest problem corrects it; infinity: nothing near was timed."""
+        """Return the cost, corrected by times of the nearest problem; infinity if none was timed."""
         corrected = math.pow(correction(one.tactic, self._timed.of(one.kernel)), TRUST) if self._timed else 1.0
         return (one.kernel.cost(self.isa, one.tactic) or 1.0) * corrected
 
     def corrections(self, choices: Mapping[Problem, Choice]) -> dict[str, dict[str, float]]:
-        """By kernel and tactic, as repr() writes them: the time, in the fastest one's of the problem, by the cost. What
-        was taken is the fastest, whatever else was so alone; what packs weights otherwise has to gain by it, for it
-        needs another copy of them."""
+        """Return {kernel: {tactic: relative time / cost}}, with kernels and tactics as repr() writes them.
+
+        The time is relative to that of the fastest candidate of the problem. The one taken counts as the fastest, even
+        if another was faster alone. Tactics that pack weights in another layout get a penalty, for they need a copy of
+        them.
+        """
         found: dict[str, dict[str, float]] = {}
         for problem, choice in choices.items():
             scores = self._scores(self._alone[problem])
@@ -311,10 +339,10 @@ class Tuner:
         return found
 
     def _cheapest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that by their cost may be the fastest, the cheapest first.
+        """Return the candidates whose cost allows that they are the fastest, the cheapest first.
 
-        Costs of one kernel's tactics compare well with each other, less so with those of another kernel (Winograd's and
-        a direct one): the likely ones of each kernel are kept.
+        Costs compare well between tactics of one kernel, and less well between kernels (Winograd's and a direct one).
+        So the likely tactics of each kernel are kept.
         """
         costs = {one: one.kernel.cost(self.isa, one.tactic) for one in candidates}
         limits: dict[Kernel[Any], float] = {}

@@ -30,5 +30,5 @@ def test_architectures_differ_in_clock_pause_and_system_call() -> None:
 
 
 def test_an_architecture_without_a_scheduler_is_named() -> None:
-    with pytest.raises(ConfigError, match="no scheduler for riscv64; known: x86_64, aarch64"):
+    with pytest.raises(ConfigError, match="no executor for riscv64; supported architectures: x86_64, aarch64"):
         scheduler_text(replace(AVX2, triple="riscv64-unknown-linux-gnu"))

@@ -9,7 +9,7 @@ import pytest
 
 from calibration.workflow import Calibration
 from engines import build_engine
-from engines.backends.llvm.constants import TAIL, Constants
+from engines.backends.llvm.constants import TAIL, PackedConstants
 from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.layouts import layout, with_common_layouts
 from engines.ir.content import EqualArrays
@@ -98,8 +98,9 @@ def test_a_head_on_images_of_five_sizes_has_its_weights_in_two_layouts_at_most()
 
 
 def test_each_layout_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, pack = [], Constants._pack
-    monkeypatch.setattr(Constants, "_pack", lambda self, call, choice: packed.append(call) or pack(self, call, choice))
+    packed, pack = [], PackedConstants._pack
+    monkeypatch.setattr(PackedConstants, "_pack",
+                        lambda self, call, choice: packed.append(call) or pack(self, call, choice))
     built(chain("MatMul", {"w": WEIGHT}, repeated("w")))
     assert len(packed) == 1
 

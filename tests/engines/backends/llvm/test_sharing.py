@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from engines import build_engine
-from engines.backends.llvm.constants import TAIL, Constants
+from engines.backends.llvm.constants import TAIL, PackedConstants
 from engines.compiler.specialise import Specialiser
 from tests.engines.compiler.open_models import node, random
 from tests.engines.compiler.small_models import small_model
@@ -13,8 +13,9 @@ def test_what_the_first_plan_does_not_have_is_packed_once_for_all_others(monkeyp
     """8 rows take a tile that is narrower than the one of 128."""
     model = small_model([node("MatMul", "x w", "y")], {"x": ["N", "T", 64]}, ["y"], {"w": random(64, 40)})
     plan = build_engine(model, cache=False, timing=False, target="avx2").plan
-    packed, pack = [], Constants._pack
-    monkeypatch.setattr(Constants, "_pack", lambda self, call, choice: packed.append(call) or pack(self, call, choice))
+    packed, pack = [], PackedConstants._pack
+    monkeypatch.setattr(PackedConstants, "_pack",
+                        lambda self, call, choice: packed.append(call) or pack(self, call, choice))
     specialiser = Specialiser(plan)
     plans = [specialiser.plan({"T": rows}) for rows in (8, 7, 8)]
     own = [len(one.machine.constants) - TAIL for one in plans]

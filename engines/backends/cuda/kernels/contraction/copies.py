@@ -86,7 +86,7 @@ class Copies:
         size = min(grain, self.depth.size) if self.depth.ragged else grain
         type_ = f"i{8 * size}"
         pieces = {i: f.constant(0, type_) for i in range(CHUNK // size)}
-        with f.chosen(taken.compare("ne", 0), pieces):
+        with f.when_carrying(taken.compare("ne", 0), pieces):
             for i in pieces:
                 there = taken.compare("ugt", i * size)
                 # Where it is not there, the first piece is read in its place.

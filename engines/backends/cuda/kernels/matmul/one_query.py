@@ -36,7 +36,7 @@ from engines.backends.cuda.kernels.access import (
 from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, mean_of, words_of_column
 from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import seen, share, taken_off
+from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT, I32, vector
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View
@@ -141,7 +141,7 @@ class OneQuery:
 
     def bytes_below(self, peak: Value) -> tuple[Value, Columns]:
         """INT8: the sum of p, and the sums of p * v of the lane's columns; where `first` is, those of all keys."""
-        zero, top = self.f.constant(0, I32), taken_off(peak)
+        zero, top = self.f.constant(0, I32), softmax_shift(peak)
         sums = dict.fromkeys(range(-1, self._columns), zero)
         for keys in self._keys("sums", sums=sums):
             scores = self._scores(keys)
@@ -161,7 +161,7 @@ class OneQuery:
             values = [self._row(self.cut.v, 2, key) for key in keys]
             scores, before = self._scores(keys), peak[""]
             peak[""] = self._largest([before, *scores])
-            top = taken_off(peak[""])
+            top = softmax_shift(peak[""])
             less, powers = self._power(before, top), [self._power(x, top) for x in scores]
             sums.update({n: value * less for n, value in sums.items()})
             for p, row in zip(powers, values, strict=True):
@@ -169,12 +169,12 @@ class OneQuery:
                 for n, value in enumerate(row):
                     sums[n] = self.gpu.fma(p, value, sums[n])
         largest = self._over_groups(self.gpu.larger, peak[""])
-        less = self._power(peak[""], taken_off(largest))
+        less = self._power(peak[""], softmax_shift(largest))
         total, *columns = (self._over_groups(lambda a, b: a + b, value * less) for value in sums.values())
         if self.cut.warps == 1:
             return largest, total, columns
         of_all = self._of_all_warps(largest)
-        less = self._power(largest, taken_off(of_all))
+        less = self._power(largest, softmax_shift(of_all))
         return of_all, *self._over_warps(total * less, [value * less for value in columns])
 
     def _power(self, x: Value, top: Value) -> Value:
@@ -343,13 +343,13 @@ class OneQuery:
               there: Value) -> None:
         """base: what y's address is a multiple of."""
         problem, f, gpu, width = self.problem, self.f, self.gpu, self.problem.y.shape[-1]
-        part = share(peak, gpu.to_float(total) if self.integers else total)
+        part = softmax_scale(peak, gpu.to_float(total) if self.integers else total)
         step = together([(problem.y, base)], width, self.cut.v.each)
         for place, some in self._pieces(columns):
             for n in range(0, len(some), step):
                 column = place + n
                 with f.when(there & self.first & column.below(width)):
-                    means = [mean_of(gpu, problem, x, part, seen(peak), self.zeros[2]) for x in some[n:n + step]]
+                    means = [mean_of(gpu, problem, x, part, is_unmasked(peak), self.zeros[2]) for x in some[n:n + step]]
                     numbers = load_constants(f, constants, column, step, problem.program.constants, width)
                     results = run_program(gpu, problem.program, means, [], numbers)
                     at = y + offset_in(problem.y, self.row) + wide(column) * problem.y.strides[-1]

@@ -21,7 +21,7 @@ from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeak
 from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.query_tiles import mean_of
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import seen, share, taken_off
+from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
 from engines.codegen.types import ELEMENTS, FLOAT
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
@@ -117,13 +117,13 @@ class JoinedByThread(ProgramKernel[JoinedAttention]):
             at = sums_at + (row * problem.y.shape[-1] + wide(channel)) * 4
             found = [f.load(element, totals_at + row * 4, 4, "total"), *load_stored(problem.sums, at, self.each)]
             if not problem.integers:
-                less = power(gpu, whole, f.load(FLOAT, peaks_at + row * 4, 4, "peak"), taken_off(peak))
+                less = power(gpu, whole, f.load(FLOAT, peaks_at + row * 4, 4, "peak"), softmax_shift(peak))
                 found = [value * less for value in found]
             acc.update({n: before + more for (n, before), more in zip(acc.items(), found, strict=True)})
         total, *columns = acc.values()
-        part = share(peak, gpu.to_float(total) if problem.integers else total)
+        part = softmax_scale(peak, gpu.to_float(total) if problem.integers else total)
         v_zero = f.load(FLOAT, numbers + 12, 4, "number")
-        means = [mean_of(gpu, whole, value, part, seen(peak), v_zero) for value in columns]
+        means = [mean_of(gpu, whole, value, part, is_unmasked(peak), v_zero) for value in columns]
         self.finish(operands, pixel, channel, means, (), 4)
 
 

@@ -35,7 +35,7 @@ from engines.backends.cuda.kernels.access import (
 )
 from engines.backends.cuda.kernels.matmul.powers import MAGIC_BITS, converts_by_adding, power
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import seen, share, taken_off
+from engines.codegen.row_formulas import is_unmasked, softmax_scale, softmax_shift
 from engines.codegen.types import ELEMENTS, FLOAT, I16, I32
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import STORED
@@ -117,7 +117,7 @@ class QueryTile:
             for (row, _), x in self._scores(block).items():
                 peaks[row] = self.gpu.larger(peaks[row], x)
         peaks = {row: self._together(self.gpu.larger, peak) for row, peak in peaks.items()}
-        tops = {row: taken_off(peak) for row, peak in peaks.items()}
+        tops = {row: softmax_shift(peak) for row, peak in peaks.items()}
         for block in self._blocks("again", True, acc=acc, total=totals):
             self._add(totals, acc, self._scores(block), tops, block)
         self._finish(peaks, totals, acc, there)
@@ -159,7 +159,7 @@ class QueryTile:
         totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
         for row, query in enumerate(self.queries):
             total = self.gpu.to_float(totals[row]) if self.integers else totals[row]
-            part, there_is = share(peaks[row], total), seen(peaks[row])
+            part, there_is = softmax_scale(peaks[row], total), is_unmasked(peaks[row])
             with f.when(there & query.below(self.problem.queries)):
                 for n, e in acc:
                     if e // 2 == row:

@@ -28,7 +28,7 @@ from engines.backends.cuda.kernels.matmul import query_tiles
 from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, QUERIES, Block, QueryTile, Rows, Scores, Sums
 from engines.codegen.ir_builder import Function, Value
-from engines.codegen.row_formulas import taken_off
+from engines.codegen.row_formulas import softmax_shift
 from engines.codegen.types import I32
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View
@@ -105,7 +105,7 @@ class SharedTile(QueryTile):
         for row, before in peaks.items():
             peak = reduce(self.gpu.larger, [x for found in scores for (of, _), x in found.items() if of == row])
             peaks[row] = self.gpu.larger(before, self._together(self.gpu.larger, peak))
-            tops[row] = taken_off(peaks[row])
+            tops[row] = softmax_shift(peaks[row])
             less = power(self.gpu, self.problem, before, tops[row])
             totals[row] = totals[row] * less
             acc.update({(n, e): value * less for (n, e), value in acc.items() if e // 2 == row})

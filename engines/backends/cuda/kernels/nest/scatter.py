@@ -19,7 +19,7 @@ from engines.backends.cuda.kernels.nest.nest import by_turns, unravelled
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Frame
 from engines.codegen.nest.order import Cut, Loops
-from engines.codegen.nest.results import apart, update
+from engines.codegen.nest.results import independent_loops, update
 from engines.codegen.types import I32, I64
 from engines.lowering.nest.program import ITEM
 from engines.lowering.problems.nest import Scatter
@@ -30,18 +30,18 @@ ENOUGH = 1 << 10        # threads for an item
 @solves(Scatter)
 class ScatterByThreads(GpuKernel[Scatter]):
     @cached_property
-    def apart(self) -> dict[int, int]:
-        return apart(self.problem)
+    def independent_loops(self) -> dict[int, int]:
+        return independent_loops(self.problem)
 
     @property
     def parts(self) -> list[int]:
         """How many there are along each loop apart."""
-        return [self.problem.loops[loop] for loop in self.apart]
+        return [self.problem.loops[loop] for loop in self.independent_loops]
 
     @cached_property
     def free(self) -> list[int]:
         """The axes of y that lie within a part."""
-        return [axis for axis in range(len(self.problem.y.shape)) if axis not in self.apart.values()]
+        return [axis for axis in range(len(self.problem.y.shape)) if axis not in self.independent_loops.values()]
 
     @cached_property
     def shape(self) -> list[int]:
@@ -71,7 +71,7 @@ class ScatterByThreads(GpuKernel[Scatter]):
         with f.when(thread.below(rows)):
             item, (*indices, mine) = unravelled(thread, [*self.parts, self.sharers])
             *sources, y = (address + item * view.item for address, view in zip(addresses, views, strict=True))
-            along = dict(zip(self.apart, indices, strict=True))
+            along = dict(zip(self.independent_loops, indices, strict=True))
             self._copy(f, sources[0], y, along, mine)
             loops = Loops(problem.program, problem.sources, problem.loops, len(problem.loops), Cut())
             code, wanted = Code(f, self.gpu, loops), problem.program.needed(problem.program.results)
@@ -86,7 +86,8 @@ class ScatterByThreads(GpuKernel[Scatter]):
         """The thread's elements of x."""
         source, target = self.problem.sources[0], self.problem.y
         for loop, index in along.items():
-            x, y = x + index * source.strides[self.apart[loop]], y + index * target.strides[self.apart[loop]]
+            axis = self.independent_loops[loop]
+            x, y = x + index * source.strides[axis], y + index * target.strides[axis]
         for i in f.range("element", mine, f.constant(math.prod(self.shape), I64), self.sharers):
             number = f.cast("trunc", i, I32, "number")
             here, there = (address + pixel_offset(number, self.shape, [view.strides[axis] for axis in self.free], 0)
@@ -99,7 +100,7 @@ class ScatterByThreads(GpuKernel[Scatter]):
             return
         number = mine.like(0)
         for axis, extent in zip(self.free, self.shape, strict=True):
-            place = code.found(frame, self.problem.program.results[1 + axis], (0, 0))
+            place = code.value_at(frame, self.problem.program.results[1 + axis], (0, 0))
             assert isinstance(place, Value), "an index of lanes, where there are none"
             number = number * extent + place
         with code.f.when(number.remainder(self.sharers).compare("eq", mine)):

@@ -15,9 +15,9 @@ from engines.backends.cuda.codegen.module import across, barrier, shared
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Copy, Parts
 from engines.codegen.nest.order import Loops
-from engines.codegen.nest.values import Found
+from engines.codegen.nest.values import LaneValue
 from engines.codegen.types import I1, I32, I64
-from engines.codegen.words import Words
+from engines.codegen.words import Primitives
 
 SLOT = 16               # bytes of shared memory for what a warp found, and where
 
@@ -31,9 +31,9 @@ class Share(NamedTuple):
 class CodeTogether(Code):
     """Writes them. warps: of the threads of an element."""
 
-    def __init__(self, f: Function, words: Words, loops: Loops, shares: Mapping[int, Share], warps: int,
+    def __init__(self, f: Function, machine: Primitives, loops: Loops, shares: Mapping[int, Share], warps: int,
                  thread: Value) -> None:
-        super().__init__(f, words, loops)
+        super().__init__(f, machine, loops)
         self.shares, self.warps, self.thread = shares, warps, thread
 
     def _parts(self, loop: int, acc: dict[object, Value] | None, bounds: tuple[Value, Value] | None) -> Parts:
@@ -44,8 +44,8 @@ class CodeTogether(Code):
         for turn in self.f.range(f"loop {loop}", share.first, end, share.step, acc={} if acc is None else acc):
             yield turn, 1
 
-    def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> Found:
-        operation, place = self.loops.program.operations[one], self._place_of(one, copy)
+    def _end(self, one: int, copy: Copy, acc: dict[object, Value]) -> LaneValue:
+        operation, place = self.loops.program.operations[one], self._accumulator_of(one, copy)
         how, kind = str(operation.what), self.loops.program.operations[operation.args[0]].kind
         pair = acc[one, place], acc.get((one, place, "where"))
         for distance in (16, 8, 4, 2, 1):

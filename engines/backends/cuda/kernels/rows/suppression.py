@@ -66,11 +66,11 @@ class SuppressionByBlock(GpuKernel[Suppression]):
                 self._begin(row, floor, thread)
                 state = {"rows": f.constant(0, I64), "going": f.constant(1, I32)}
                 for _turn in f.range("turn", f.constant(0, I64), wanted, state=state):
-                    with f.chosen(state["going"].compare("ne", 0), state):
+                    with f.when_carrying(state["going"].compare("ne", 0), state):
                         best = self._best(row, thread)
                         any_left = best["place"].compare("ne", NOWHERE)
                         state["going"] = f.cast("zext", any_left, I32, "going")
-                        with f.chosen(any_left, state):
+                        with f.when_carrying(any_left, state):
                             with f.when(thread.compare("eq", 0)):
                                 self._write(rows, found["rows"] + state["rows"], (batch, kind, wide(best["place"])))
                             self._cover(of_batch, best["place"], share, thread)
@@ -103,7 +103,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
         for first, at in self._words(thread, best=best):
             alive = f.load(I32, at, 4, "alive")
             for box, bit in self._boxes(first, best=best):
-                with f.chosen((alive & bit).compare("ne", 0), best):
+                with f.when_carrying((alive & bit).compare("ne", 0), best):
                     score = self._score(scores, box)
                     key = f.select(score.compare("oeq", score), key_of(score), bit.like(LOWEST + 1))   # NaN comes last
                     one = {"key": key, "place": box}
@@ -123,7 +123,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
         for first, at in self._words(thread):
             state = {"alive": f.load(I32, at, 4, "alive")}
             for box, bit in self._boxes(first, state=state):
-                with f.chosen((state["alive"] & bit).compare("ne", 0), state):
+                with f.when_carrying((state["alive"] & bit).compare("ne", 0), state):
                     gone = box.compare("eq", place) | covers(taken, self._box(boxes, box), overlap)
                     state["alive"] = state["alive"] ^ f.select(gone, bit, bit.like(0))
             f.store(state["alive"], at, 4)

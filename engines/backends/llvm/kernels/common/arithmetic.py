@@ -1,12 +1,12 @@
-"""The inner step of a contraction, one table per arithmetic: what one turn of the K loop reads and accumulates.
+"""Inner step of a contraction for each precision: what one iteration of the K loop loads and accumulates.
 
     int8   4 bytes of u8 x 4 of s8 -> int32      exact
     fp32   1 float32 -> float32
-    bf16   2 bfloat16 -> float32 where the machine has vdpbf16ps; else 1 bfloat16 widened to float32
-    fp16   1 float16 widened to float32; fp32 may have int8 weights, widened likewise
+    bf16   2 bfloat16 -> float32 on machines with vdpbf16ps; else 1 bfloat16 widened to float32
+    fp16   1 float16 widened to float32; fp32 may have int8 weights, which are widened too
     int16  2 int16 -> int32                      exact while the caller keeps sums below 2**31
 
-A step reads `step_bytes` of a pixel, the same for all lanes, and `step_bytes` of weights for each lane.
+A step reads `step_bytes` of a pixel, which all lanes share, and `step_bytes` of weights for each lane.
 """
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from engines.lowering.epilogue.program import store_meaning
 from engines.lowering.problems.view import SIZES
 
 Operand = tuple[Value, ...]
-LONG_PASS = 48      # products, of some hundred instructions: a loop's own four are no matter beside them
-MOST_TURNS = 4
+LONG_PASS = 48      # products (about a hundred instructions) in a loop body that make the loop's own four negligible
+MOST_TURNS = 4      # upper limit of unrolling
 
 
 @dataclass(frozen=True)
 class Arithmetic(ABC):
-    dtype: str                  # of x as stored
+    """Element types and instructions of a contraction's inner step."""
+    dtype: str                  # stored dtype of x
     weights_dtype: str
-    elements: int = 1           # of x in a step
-    exact: ClassVar[bool] = False           # integers: sums are int32
-    exact_end: ClassVar[bool] = False       # what lies behind a run must not be read, though its weights be zero
+    elements: int = 1           # elements of x in a step
+    exact: ClassVar[bool] = False           # True for integers: accumulators are int32
+    exact_end: ClassVar[bool] = False       # True if elements past a run must not be used, even with zero weights
 
     @property
     def step_bytes(self) -> int:
@@ -49,40 +50,42 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def pixel(self, isa: Isa, address: Value) -> Operand:
-        """One step of one pixel, in every lane."""
+        """Load one step of a pixel into every lane."""
 
     def last_pixel(self, isa: Isa, address: Value) -> Operand:
-        """The same where the run ends inside the step, if it has an `exact_end`."""
+        """Load the last step of a run, without the elements past its end if `exact_end`."""
         return self.pixel(isa, address)
 
     @abstractmethod
     def weights(self, isa: Isa, address: Value) -> Operand:
-        """One step of weights, each lane its own."""
+        """Load one step of weights, a different one in each lane."""
 
     def weight_bytes(self, isa: Isa) -> int:
-        """Of one step of one vector of couts."""
+        """Return the bytes of one step of weights for one vector of output channels."""
         return isa.lanes * self.elements * SIZES[self.weights_dtype]
 
     @abstractmethod
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
+        """Return acc + the dot products of the pixel and the weights in each lane."""
         ...
 
     def finish(self, isa: Isa, acc: Value) -> Value:
-        """The accumulator as float32."""
+        """Convert the accumulator to float32."""
         return isa.to_float(acc) if self.exact else acc
 
     def store_weights(self, weights: NDArray[Any]) -> NDArray[Any]:
-        """Weights in the dtype that they are multiplied in."""
+        """Convert weights to the dtype in which they are stored."""
         if self.exact:
             return np.asarray(weights, self.weights_dtype)
         return store_meaning(self.weights_dtype, np.asarray(weights, np.float32))
 
     def ready(self, isa: Isa, weights: NDArray[Any]) -> NDArray[Any]:
-        """[..., lanes, elements] stored weights -> the same in the order and form that `weights` loads."""
+        """Convert stored weights [..., lanes, elements] to the order and form that `weights` loads."""
         return weights
 
 
 class Int8(Arithmetic):
+    """Products of u8 and s8 by the machine's dot4."""
     exact = True
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
@@ -102,8 +105,11 @@ class Int8(Arithmetic):
 
 
 class Quads(Int8):
-    """Weights as bytes on every machine: where dot4 wants them wider, the loads widen them, for more instructions and
-    fewer bytes. For weights that a kernel reads once for each time that they come from beyond the caches."""
+    """INT8 products with weights stored as bytes on every machine.
+
+    If dot4 needs wider weights, the loads widen them: more instructions, fewer bytes. Kernels that read each weight
+    once from beyond the caches gain by it.
+    """
 
     def weights(self, isa: Isa, address: Value) -> Operand:
         return isa.spread(address.f.load(vector(isa.bytes, I8), address, isa.bytes, "weights"))
@@ -116,7 +122,7 @@ class Quads(Int8):
 
 
 class PairedQuads(Quads):
-    """By paired_dot, where the caller keeps every sum of two neighbours' products within 16 bits."""
+    """INT8 products by paired_dot; the caller keeps every sum of two neighbouring products within 16 bits."""
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         words = address.f.splat(address.f.load(I32, address, hint="word"), isa.lanes)
@@ -130,8 +136,10 @@ class PairedQuads(Quads):
 
 
 class SignedQuads(PairedQuads):
-    """Both factors signed bytes from -127 to 127, on machines with paired_dot and vpsignb. The first one's sign goes to
-    the second: then it has 7 bits, and no sum of two products saturates."""
+    """Products of signed bytes from -127 to 127, on machines with paired_dot and vpsignb.
+
+    The sign of x moves to the weight. |x| then has 7 bits, so that no sum of two products saturates.
+    """
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         quads, = super().pixel(isa, address)
@@ -144,8 +152,8 @@ class SignedQuads(PairedQuads):
 
 
 class Pairs(Arithmetic):
-    """Two elements of 16 bits a lane, which are loaded as a word."""
-    element: ClassVar[str]      # LLVM's type
+    """Base class of steps of two 16-bit elements a lane, which are loaded as a 32-bit word."""
+    element: ClassVar[str]      # LLVM type
 
     def _pairs(self, isa: Isa, words: Value) -> Operand:
         return (words.f.cast("bitcast", words, vector(2 * isa.lanes, self.element), "pairs"),)
@@ -158,6 +166,7 @@ class Pairs(Arithmetic):
 
 
 class Int16(Pairs):
+    """Products of int16 by the machine's dot2."""
     exact, element = True, I16
 
     def dot(self, isa: Isa, acc: Value, pixel: Operand, weights: Operand) -> Value:
@@ -165,7 +174,7 @@ class Int16(Pairs):
 
 
 class BytePairs(Int16):
-    """By weights that are bytes in memory: the loads widen them."""
+    """Products of int16 and weights that are stored as bytes; the loads widen them."""
 
     def weights(self, isa: Isa, address: Value) -> Operand:
         stored = address.f.load(vector(2 * isa.lanes, I8), address, 2 * isa.lanes, "weights")
@@ -173,11 +182,11 @@ class BytePairs(Int16):
 
 
 class PairsOfBfloat(Pairs):
-    """vdpbf16ps: two products a lane."""
+    """Products of bfloat16 by vdpbf16ps, two a lane."""
     exact_end, element = True, "bfloat"
 
     def last_pixel(self, isa: Isa, address: Value) -> Operand:
-        """One element and a zero: behind it may lie a NaN, and NaN times a zero weight is NaN."""
+        """Load one element and a zero: an element past the end may be NaN, and NaN times a zero weight is NaN."""
         one = address.f.cast("zext", address.f.load(I16, address, hint="element"), I32, "word")
         return self._pairs(isa, address.f.splat(one, isa.lanes))
 
@@ -187,7 +196,7 @@ class PairsOfBfloat(Pairs):
 
 
 class Widened(Arithmetic):
-    """float32 arithmetic on any stored float: the loads widen."""
+    """Products in float32 of any stored float; the loads widen."""
 
     def pixel(self, isa: Isa, address: Value) -> Operand:
         one = address.f.load(ELEMENTS[self.dtype], address, hint="element")
@@ -215,18 +224,18 @@ _BY_PRECISION = {"int8": INT8, "int16": INT16, "fp32": FP32, "fp16": Widened("fl
 
 
 def arithmetic_for(precision: str, isa: Isa, weights: str = "") -> Arithmetic:
-    """The step for a precision; weights: how they are kept in memory, where that is narrower."""
+    """Return the arithmetic of a precision; weights: their stored dtype, if it is narrower."""
     if weights:
         return replace(_BY_PRECISION[precision], weights_dtype=weights)
     return _PAIRS if precision == "bf16" and isa.bf16 else _BY_PRECISION[precision]
 
 
 def k_turns(f: Function, count: int, products: int, **carried: dict[Any, Value]) -> Iterator[None]:
-    """The turns of a K loop, each of so many products: several of short ones in a pass, for a pass takes instructions
-    of its own. A core that has another thread beside this one issues half as many, and then they take time from the
-    products.
+    """Emit a K loop of `count` iterations with `products` products each, unrolled if they are few.
 
-    Each turn loads for itself: LLVM would load for several first, and run out of registers.
+    A loop has four instructions of its own. On a core that runs two threads they take issue slots from the products.
+    The memory barrier between unrolled iterations keeps LLVM from hoisting their loads, which would exhaust the
+    registers.
     """
     together = 1 if isinstance(count, Extent) else min(max(LONG_PASS // max(products, 1), 1), MOST_TURNS)
     for turns, passes in ((together, count // together), (count % together, 1)):
@@ -240,14 +249,15 @@ def k_turns(f: Function, count: int, products: int, **carried: dict[Any, Value])
 
 def add_step(arithmetic: Arithmetic, isa: Isa, acc: dict[tuple[int, int], Value], x: Value, pixels: Mapping[int, int],
              w: Value, load_weights: Callable[[Value], list[Operand]], last: bool = False) -> None:
-    """One step of each pixel meets one step of weights: acc[pixel, vector] += x[pixel] * w[vector].
+    """Accumulate one step: acc[pixel, vector] += x[pixel] * w[vector].
 
-    pixels: bytes from x to each. load_weights: a step of all vectors from an address. last: the run ends in this step.
+    pixels: the byte offset of each pixel from x. load_weights: load a step of all vectors from an address. last: the
+    run ends in this step.
     """
     weights = load_weights(w)
     for number, (p, offset) in enumerate(pixels.items()):
         pixel = (arithmetic.last_pixel if last else arithmetic.pixel)(isa, x + offset)
-        if number and len(weights[0]) > 1:      # too wide to keep: each pixel's products load them
+        if number and len(weights[0]) > 1:      # too many registers to keep; reload for each pixel
             weights = load_weights(hidden(w))
         for v, operand in enumerate(weights):
             acc[p, v] = arithmetic.dot(isa, acc[p, v], pixel, operand)

@@ -1,7 +1,7 @@
-"""The channels of a pixel on their way through an epilogue program.
+"""Epilogue programs on the channels of a pixel.
 
-Every family that works along the innermost axis does the same four things for a pixel: load the operands, load the
-constants of the panel, run the program, store. A *panel* is as many channels as four vectors hold.
+Every family that vectorises the innermost axis does four things for a pixel: load the operands, load the constants of
+the panel, run the program, store. A *panel* is as many channels as four vectors hold.
 """
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ PANEL = 4           # vectors
 
 
 def panels_between(f: Function, begin: Value, end: Value, channels: int, width: int) -> Iterator[tuple[Value, int]]:
-    """(first channel, how many) of the panels begin..end - 1, known at run time, of `width` channels but for the
-    last."""
+    """Yield (first channel, number of channels) of panels begin..end - 1, which are run-time numbers.
+
+    Each panel has `width` channels, except that the last one may have fewer.
+    """
     whole, tail = divmod(channels, width)
     if whole:
         for panel in f.range("panel", begin, end.at_most(whole)):
@@ -33,19 +35,19 @@ def panels_between(f: Function, begin: Value, end: Value, channels: int, width: 
 
 
 def panels(isa: Isa, channels: int, packed: bool, width: int = 0) -> list[list[list[int]]]:
-    """For each panel [vector][lane] -> channel, as kernel.pack_channels takes them."""
+    """Return for each panel [vector][lane] -> channel, the form that kernel.pack_channels expects."""
     width = width or PANEL * isa.lanes
     return [[[start + channel for channel in row] for row in Lanes(isa, min(width, channels - start), packed).order()]
             for start in range(0, channels, width)]
 
 
 def pack_panels(isa: Isa, constants: Mapping[str, Any], channels: int, packed: bool, width: int = 0) -> Array:
-    """"program", a sequence of float32 [1] or [channels] -> [panel][constant][vector][lane]."""
+    """Pack constants["program"], float32 arrays [1] or [channels], as [panel][constant][vector][lane]."""
     return pack_channels(constants["program"], channels, panels(isa, channels, packed, width))
 
 
 def load_channels(lanes: Lanes, view: View, address: Value) -> list[Value]:
-    """Channels of a pixel as float32; a stride of 0 repeats one element, a gap is read element by element."""
+    """Load the channels of a pixel as float32. A stride of 0 broadcasts one element; other gaps are gathered."""
     f, isa, element, stride = address.f, lanes.isa, ELEMENTS[view.dtype], view.strides[-1]
     if stride == view.size or lanes.channels == 1 and not lanes.packed:
         return lanes.load(view.dtype, address)
@@ -63,7 +65,7 @@ def load_channels(lanes: Lanes, view: View, address: Value) -> list[Value]:
 
 
 def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], addresses: Sequence[Value]) -> None:
-    """Pixels of float32 channels to their addresses; where the view has gaps, element by element."""
+    """Store pixels of float32 channels to their addresses; if the view has gaps, element by element."""
     if view.strides[-1] == view.size or lanes.channels == 1:
         lanes.store(view.dtype, pixels, addresses)
         return
@@ -78,12 +80,12 @@ def store_channels(lanes: Lanes, view: View, pixels: Sequence[Sequence[Value]], 
 
 
 def load_constants(lanes: Lanes, address: Value, count: int) -> list[list[Value]]:
-    """[vector][constant] of a panel; `address`: of the panel, packed by kernel.pack_channels."""
+    """Load the constants of a panel as [vector][constant]; address: the panel, packed by kernel.pack_channels."""
     return [load_vector(lanes, address, count, v) for v in range(lanes.vectors)]
 
 
 def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]:
-    """The constants of one vector of a panel."""
+    """Load the constants of one vector of a panel."""
     f, isa = address.f, lanes.isa
     return [f.load(isa.floats, address + (c * lanes.vectors + v) * isa.bytes, isa.bytes, "constant")
             for c in range(count)]
@@ -91,8 +93,10 @@ def load_vector(lanes: Lanes, address: Value, count: int, v: int) -> list[Value]
 
 def run_program(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Value] | None,
                 operands: Sequence[Sequence[Value]], constants: Sequence[Sequence[Value]]) -> list[Value]:
-    """The program on each vector of a pixel, or on vectors of several. operands: [operand][vector]; constants:
-    [vector][constant]."""
+    """Run the program on each vector of a pixel, or on vectors of several pixels.
+
+    operands: [operand][vector]; constants: [vector][constant].
+    """
     def one(v: int) -> Value:
         return program.run(lanes.isa, accumulator[v] if accumulator else None, [operand[v] for operand in operands],
                            constants[v])
@@ -101,7 +105,7 @@ def run_program(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Va
     if not program.long:
         return [one(v) for v in values]
     f, results = (accumulator or operands[0])[0].f, []
-    with f.interleaved(2 if lanes.isa.registers <= 16 else 4) as begin:     # each keeps about four registers
+    with f.interleaved(2 if lanes.isa.registers <= 16 else 4) as begin:     # each strand needs about four registers
         for v in values:
             begin()
             results.append(one(v))
@@ -110,6 +114,6 @@ def run_program(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Va
 
 def finish_pixel(lanes: Lanes, program: EpilogueProgram, accumulator: Sequence[Value], operands: Sequence[View],
                  addresses: Sequence[Value], constants: Sequence[Sequence[Value]]) -> list[Value]:
-    """The program on a pixel's accumulator, a vector of channels each; addresses: of the operands."""
+    """Run the program on a pixel's accumulator, one vector of channels each; addresses: those of the operands."""
     others = [load_channels(lanes, view, address) for view, address in zip(operands, addresses, strict=True)]
     return run_program(lanes, program, accumulator, others, constants)

@@ -1,18 +1,18 @@
-"""The matrix product by weights of four bits: they are made floats on their way to registers.
+"""Matrix product with 4-bit weights, which are dequantised on their way into registers.
 
     for block of K: scale, offset of each cout
       for k, k + 1: a byte holds the weights of both
         w = scale * q + offset;   acc[pixel] += x[pixel] * w           for all pixels of the tile
 
-Where the rows were rounded by the same blocks, both are bytes, and a block's sum is exact:
+If x is quantised in the same blocks, both factors are bytes, and the sum over a block is exact:
 
     for block of K: scale of each cout, scale and sum of the row's block
       for eight of K: four bytes hold the weights of all, those of the first four in the lower bits
         sum[pixel] += x[pixel] * q                              by four, in int32
       acc[pixel] += scales * (sum[pixel] - 8 * sum of x)        or offset * sum of x apart
 
-A product of few rows takes as long as its weights take to read; with more rows, what a weight costs here is shared by
-the pixels of a tile. The loops around are those of tiled.py.
+A product of few rows is bound by the memory bandwidth of its weights; with more rows, the pixels of a tile share the
+cost of dequantising. The outer loops are those of tiled.py.
 """
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ from engines.ir.rounding import HEAD
 from engines.lowering.problems.convolution import BlockedProduct, RoundedProduct
 from engines.lowering.problems.problem import Array
 
-UNPACKING = 5           # instructions that make floats of a vector of bytes: widen, mask, shift, twice convert
-EIGHT = 8               # of K in four bytes of weights, and in as many of x
-TOGETHER = 4            # such steps in a turn of the loop
-# Of a block's sums and those of all: two accumulators for each vector of a pixel.
+UNPACKING = 5           # instructions to convert a vector of bytes to floats: widen, mask, shift, two conversions
+EIGHT = 8               # elements of K in four bytes of weights
+TOGETHER = 4            # steps of EIGHT in an iteration of the loop
+# (pixels, vectors). Each vector of a pixel has two accumulators: the sum of a block, and the sum of all blocks.
 ROUNDED_TILES = ((1, 4), (2, 4), (4, 2), (6, 2), (2, 2), (3, 2), (4, 1), (6, 1), (12, 1), (1, 2))
 
 
 @solves(BlockedProduct)
 class BlockedKernel(TiledContraction):
-    """Weights are packed [panel][block]: [vector][lane] scales, offsets where they are given, then
-    [pair of k][vector][lane] bytes."""
+    """Product of a float x and 4-bit weights.
+
+    Weights are packed [panel][block]: [vector][lane] scales, [vector][lane] offsets unless the weights are centred,
+    then [pair of k][vector][lane] bytes.
+    """
     problem: BlockedProduct
     packing_is_permutation = False
 
@@ -54,13 +57,13 @@ class BlockedKernel(TiledContraction):
 
     @property
     def blocks(self) -> list[int]:
-        """How many of K each of them has."""
+        """Return the length along K of each quantisation block."""
         depth, block = self.problem.cin, self.problem.block
         return [min(block, depth - first) for first in range(0, depth, block)]
 
     @property
     def head(self) -> int:
-        """Bytes of a lane before a block."""
+        """Return the bytes of scale and offset that precede a block in each lane."""
         return 4 if self.problem.centred else 8
 
     @property
@@ -89,7 +92,7 @@ class BlockedKernel(TiledContraction):
         return np.concatenate(parts), pack_program(self.problem, panels, constants)
 
     def packed_block(self, q: Array) -> Array:
-        """[vector][lane][k] of one block -> the bytes behind its head."""
+        """Pack one block [vector][lane][k] into bytes, two weights each."""
         bits = np.pad(q, ((0, 0), (0, 0), (0, q.shape[-1] % 2)))
         return np.asarray((bits[..., ::2] | bits[..., 1::2] << 4).transpose(2, 0, 1).ravel())
 
@@ -99,11 +102,15 @@ class BlockedKernel(TiledContraction):
 
 @solves(RoundedProduct)
 class RoundedKernel(BlockedKernel):
-    """Weights are packed [panel][block]: the same heads, then [eight of K][vector][lane] four bytes."""
+    """Product of x and 4-bit weights that are quantised in the same blocks.
+
+    Weights are packed [panel][block]: the scales and offsets of BlockedKernel, then [eight of K][vector][lane] four
+    bytes.
+    """
     problem: RoundedProduct
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        """Of the sums over all blocks."""
+        """Return the arithmetic of the sums over all blocks."""
         return arithmetic_for("fp32", isa)
 
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
@@ -132,7 +139,7 @@ class RoundedKernel(BlockedKernel):
 
 
 class _BlockedLoops(TiledLoops):
-    """A micro-kernel has the panel's weights as a parameter."""
+    """Emitter of BlockedKernel. Its micro-kernels have one more parameter, the panel's weights."""
     kernel: BlockedKernel
     arrays = 1
 
@@ -171,7 +178,7 @@ class _BlockedLoops(TiledLoops):
 
     def _pair(self, f: Function, count: int, acc: dict[Any, Value], at: dict[str, Value], pixels: Mapping[int, int],
               scales: Sequence[Value], offsets: Sequence[Value]) -> None:
-        """One or two of K."""
+        """Multiply one or two elements of K by their weights."""
         isa, size = self.isa, self.problem.x.size
         wide = [f.cast("zext", f.load(vector(isa.lanes, I8), at["w"] + v * isa.lanes, 4, "bits"), isa.ints, "wide")
                 for v in range(len(scales))]
@@ -187,6 +194,7 @@ class _BlockedLoops(TiledLoops):
 
 
 class _RoundedLoops(_BlockedLoops):
+    """Emitter of RoundedKernel."""
     kernel: RoundedKernel
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
@@ -207,12 +215,12 @@ class _RoundedLoops(_BlockedLoops):
             at["x"] += HEAD + block
 
     def _total(self, f: Function, row: Value) -> Value:
-        """The sum of a block of x, in all lanes."""
+        """Load the sum of a block of x into all lanes."""
         return f.splat(f.load(I32, row + HEAD // 2, 4, "total"), self.isa.lanes)
 
     def _sums(self, f: Function, at: dict[str, Value], pixels: Mapping[int, int],
               vectors: int) -> dict[Any, Value]:
-        """Of x times q, less 8 where that is the middle of all q, over a block."""
+        """Return the sums of x * q over a block, or of x * (q - 8) if the weights are centred."""
         sums: dict[Any, Value] = {}
         for p, offset in pixels.items():
             first = f.constant(0, self.isa.ints)

@@ -1,6 +1,6 @@
-"""The direct kernel of a contraction: one register-tiled sum of products, for every arithmetic.
+"""Direct kernel of a contraction: a register-tiled sum of products, for every arithmetic.
 
-The loops are those of tiled.py; this file has the innermost two, the weights as they read them, and what they cost.
+The loops are those of tiled.py. This module has the innermost two, the packing of weights, and their cost.
 """
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from engines.codegen.types import I64, PTR
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 
-MOST_SHARES = 3     # log2 of the turns that ask for a line
+MOST_SHARES = 3     # log2 of the most iterations that prefetch the same cache line
 
 
 def usual_tile_shapes(isa: Isa, precision: str) -> Sequence[tuple[int, int]]:
-    """(pixels, vectors) worth trying on a machine, the usual winner first."""
+    """Return (pixels, vectors) of tiles worth trying on a machine, the usual winner first."""
     return isa.tiles if precision == "int8" else isa.float_tiles or isa.tiles
 
 
 @solves(Contraction)
 class DirectContraction(TiledContraction):
-    """Weights are packed [panel][tap][k][vector][lane][element of a step]."""
+    """Contraction in the order of memory. Weights are packed [panel][tap][k][vector][lane][element of a step]."""
     skips_taps = True
 
     # ---- tactics and cost
@@ -46,12 +46,12 @@ class DirectContraction(TiledContraction):
         return self.turns(isa), self.arithmetic(isa).weight_bytes(isa)
 
     def parts(self, isa: Isa) -> int:
-        """Products that a dot product of a vector takes: more where its weights are wider than a register."""
+        """Return the products in a dot product of a vector: more than one if its weights are wider than a register."""
         return -(-self.arithmetic(isa).weight_bytes(isa) // isa.bytes)
 
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
         dots = pixels * vectors
-        parts, latency = self.parts(isa), 1      # cycles from one sum to the next
+        parts, latency = self.parts(isa), 1      # latency of an accumulation, in cycles
         if parts == 1:
             turn, latency = Work(dots, 0, pixels + vectors), LATENCY
         else:
@@ -60,18 +60,21 @@ class DirectContraction(TiledContraction):
         return max(turn.congested_cycles, latency) * (self._live(isa, tile.rows) if tile.skip else 1)
 
     def _live(self, isa: Isa, rows: int) -> float:
-        """The share of the taps that is not left out."""
+        """Return the share of the taps that are not skipped."""
         counted = (rows == 1, self.whole_taps(isa))
         axes = zip(self.axes, self.image.y.shape, counted, strict=False)
         return math.prod(axis.live_share(outputs) for axis, outputs, counts in axes if counts)
 
     def whole_taps(self, isa: Isa) -> bool:
-        """Whether no step holds channels of two taps: a tap can be left out."""
+        """Return True if no step holds channels of two taps, so that single taps can be skipped."""
         return not self.one_run or self.problem.cin % self.arithmetic(isa).elements == 0
 
     # ---- constants
     def packing_anywhere(self, tactic: Tile) -> Any:
-        """All that `pack` reads of the problem: not how many pixels there are, nor where they lie but for `run`."""
+        """Return all that `pack` reads of the problem.
+
+        The number of pixels and their strides are not part of it, except through `run`.
+        """
         problem = self.problem
         return (problem.precision, problem.weights, problem.groups, problem.cin, problem.cout, problem.taps,
                 problem.y.dtype, problem.y.shape[-1], self.run, tactic.vectors)
@@ -80,7 +83,7 @@ class DirectContraction(TiledContraction):
         arithmetic, panels = self.arithmetic(isa), cout_panels(self.problem, isa, tactic.vectors)
         runs = self.runs(arithmetic.store_weights(constants["weights"]))
         runs = np.ascontiguousarray(np.pad(runs, ((0, 0), (0, 0), (0, -self.run % arithmetic.elements))))
-        # Elements that stay together are moved as one: [cout][turn]
+        # View the elements of a step as one integer, to move them together: [cout][turn]
         steps = runs.reshape(len(runs), -1).view(f"u{arithmetic.elements * runs.itemsize}")
         turned = [np.ascontiguousarray(steps[panel].transpose(2, 0, 1))[..., None].view(runs.dtype)
                   for panel in panels]                                  # [turn][vector][lane][element]
@@ -95,21 +98,26 @@ class DirectContraction(TiledContraction):
 
 
 class _DirectLoops(TiledLoops):
-    """Parameters of a micro-kernel beside those of every tile: the panel's weights, the next panel's, to be prefetched,
-    and how many rows of taps are live, where some are left out."""
+    """Emitter of the direct kernel.
+
+    Its micro-kernels have more parameters: the panel's weights, the next panel's to be prefetched, and if taps are
+    skipped, the number of live rows of taps.
+    """
     kernel: DirectContraction
     arrays = 1
 
     @property
     def _bytes_a_turn(self) -> int:
-        """Of a panel's weights."""
+        """Return the bytes of a panel's weights in one iteration of the K loop."""
         return self.tile.vectors * self.arithmetic.weight_bytes(self.isa)
 
     @cached_property
     def _turns_a_line(self) -> int:
-        """How many turns ask for the same line of the next panel, so that all tiles before it share in asking: memory
-        gives what is asked for at once no sooner, and what is asked for beyond the next panel takes its place in the
-        cache."""
+        """Return how many iterations prefetch the same cache line of the next panel.
+
+        All tiles before the next panel share the prefetches. Memory does not deliver a burst sooner, and lines
+        prefetched beyond the next panel would evict it.
+        """
         tiles = self.tile.block or self.kernel.tile_rows(self.tile)
         if self.problem.rows != 1:
             tiles *= -(-self.problem.cols // self.tile.cols)
@@ -135,7 +143,7 @@ class _DirectLoops(TiledLoops):
         problem, turns = self.problem, self.kernel.turns(self.isa)
         if self.tile.prefetch:
             line = CACHE_LINE // self._turns_a_line
-            tiles = max(self._bytes_a_turn // line, 1)      # after so many all of the next panel was asked for
+            tiles = max(self._bytes_a_turn // line, 1)      # after these all of the next panel has been prefetched
             arguments["ahead"] += tile.at_most(tiles) * (turns * line)
         if part.tap_rows:
             first, arguments["tap_rows"] = part.tap_rows
@@ -145,7 +153,7 @@ class _DirectLoops(TiledLoops):
         return x, arguments
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
-        """All of K, or its live taps."""
+        """Emit the sums over all of K, or over its live taps."""
         at, planes = {key: f.parameters[key] for key in ("x", "w", "ahead")}, self.kernel.planes
         if not planes.of_volumes:
             self._plane(f, part, acc, at, vectors)
@@ -157,7 +165,7 @@ class _DirectLoops(TiledLoops):
             at["x"], at["w"] = x + planes.tap_step, w + bytes_of_taps
 
     def _plane(self, f: Function, part: Part, acc: dict[Any, Value], at: dict[str, Value], vectors: int) -> None:
-        """The taps of one plane, or those that are live."""
+        """Emit the sums over the taps of one plane, or over those that are live."""
         problem, arithmetic, steps = self.problem, self.arithmetic, self.kernel.steps(self.isa)
         x_row, x_pixel, _ = problem.x.strides
         live_rows = f.parameters.get("tap_rows")
@@ -177,7 +185,7 @@ class _DirectLoops(TiledLoops):
             at["x"] = start + x_row * problem.dilation[0]
 
     def _tap_columns(self, part: Part) -> list[tuple[int, frozenset[int]]]:
-        """The taps of a kernel row as runs of (how many, the columns of the tile that they matter to)."""
+        """Return the taps of a kernel row as runs of (number of taps, columns of the tile for which they are live)."""
         if part.column is None or not self.kernel.whole_taps(self.isa):
             return [(self.problem.taps[1], frozenset(range(part.cols)))]
         runs = self.kernel.axes[1].runs(range(part.column, part.column + part.cols))
@@ -185,7 +193,10 @@ class _DirectLoops(TiledLoops):
 
     def _k_loop(self, f: Function, steps: int, acc: dict[Any, Value], at: dict[str, Value],
                 pixels: Mapping[int, int], vectors: int) -> None:
-        """`steps` turns for these pixels, so many bytes from the first; the last turn may be apart."""
+        """Emit `steps` iterations for pixels at these byte offsets.
+
+        The last one is separate if the arithmetic has exact_end.
+        """
         arithmetic = self.arithmetic
         apart = arithmetic.exact_end and self.kernel.run % arithmetic.elements != 0
         if steps > apart:

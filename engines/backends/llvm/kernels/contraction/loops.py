@@ -1,6 +1,6 @@
-"""The code of a tiled contraction around its sums: the loops over blocks, panels and tiles, and the micro-kernel.
+"""Code of a tiled contraction around its sums: the loops over blocks, panels and tiles, and the micro-kernel.
 
-tiled.py says what the loops are; a subclass of TiledLoops for each kernel writes the sums of a tile.
+tiled.py describes the loops. Each kernel has a subclass of TiledLoops that emits the sums of a tile.
 """
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I64, PTR
 
-CACHE_LINE = 64         # bytes that the caches move at once, and that a prefetch asks for
+CACHE_LINE = 64         # bytes, the size of a prefetch
 Visit = Callable[[Callable[..., None]], None]       # calls its argument for each tile of a block
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tile as a micro-kernel of its own: its size and, where taps in the border are left out, where it lies."""
+    """Variant of a tile with its own micro-kernel: its size and, if border taps are skipped, its position."""
     rows: int
     cols: int
-    tap_rows: tuple[Value, Value] | None = None     # the first, and how many
-    column: int | None = None       # of its first pixel, at an edge of x; None: away from the edges, all taps are live
+    tap_rows: tuple[Value, Value] | None = None     # first live row of taps, number of live rows
+    column: int | None = None       # column of its first pixel at an edge of x; None: all taps of a row are live
 
     @property
     def pixels(self) -> list[tuple[int, int]]:
@@ -39,12 +39,11 @@ class Part:
 
 
 class TiledLoops(ABC):
-    """Writes one kernel: the loops around, and the micro-kernels they call.
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call.
 
-    Tensors go through the loops as lists of addresses, of x, the operands and y: of what the current block, panel and
-    tile begin with.
+    The loops pass tensors on as lists of addresses (x, the operands, y) of the current block, panel or tile.
     """
-    arrays: ClassVar[int]       # of packed weights
+    arrays: ClassVar[int]       # number of packed weight arrays
 
     def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile) -> None:
         self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile
@@ -55,28 +54,31 @@ class TiledLoops(ABC):
 
     @abstractmethod
     def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
-        """What a micro-kernel is told of a panel's weights, by the name of its parameter; `before`: couts in memory
-        before the panel; `first`: the first cout of its group, `start`: its own, inside the group."""
+        """Return the arguments of a micro-kernel for a panel's weights, by parameter name.
+
+        before: couts in memory before the panel, padding included; first: the first cout of the group; start: the
+        panel's first cout in the group.
+        """
 
     @property
     def form(self) -> str:
-        """All of the tactic that a micro-kernel depends on."""
+        """Return the part of the tactic that a micro-kernel depends on, as text."""
         return str(replace(self.tile, block=0))
 
     @abstractmethod
     def parameters(self, part: Part) -> Mapping[str, str]:
-        """Their types, and those of what `tile_arguments` adds."""
+        """Return the types of the parameters that `panel_weights` and `tile_arguments` give values to."""
 
     @abstractmethod
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
-        """All of K into acc {(pixel of the part, vector)}."""
+        """Emit the sums over all of K into acc, {(pixel of the part, vector): accumulator}."""
 
     def tile_arguments(self, part: Part, x: Value, arguments: dict[str, Value], tile: Value,
                        channels: int) -> tuple[Value, dict[str, Value]]:
-        """x and the panel's `arguments` as the micro-kernel of the block's `tile`-th part takes them."""
+        """Return x and the panel's `arguments` adapted to one micro-kernel call, the block's `tile`-th."""
         return x, arguments
 
-    # ---- the loops around
+    # ---- outer loops
     def emit(self) -> None:
         inputs = len(self.problem.inputs)
         f, addresses, self.bounds = begin_kernel(self.module, self.name, inputs + self.arrays + 2)
@@ -85,15 +87,18 @@ class TiledLoops(ABC):
         self.loops(f, tensors)
 
     def loops(self, f: Function, tensors: list[Value]) -> None:
-        """All tiles of the grid's piece that the kernel is called for."""
+        """Emit all tiles of the part of the grid that the kernel is called for."""
         if self.kernel.by_batch:
             self._pixels_of_the_batch(f, tensors)
         else:
             self.blocks(f, tensors)
 
     def blocks(self, f: Function, base: list[Value]) -> None:
-        """Row u of the grid is row u % tile_rows of item u // tile_rows, or of that plane of all items; a block of them
-        meets one panel after the other."""
+        """Emit the loops over items and blocks of rows.
+
+        Row u of the grid is row u % tile_rows of item u // tile_rows (or of that plane, counted over all items). A
+        block of rows is processed by one panel after the other.
+        """
         begin, end = self.bounds[:2]
         tile_rows = self.kernel.tile_rows(self.tile)
         block = self.tile.block or tile_rows
@@ -108,8 +113,10 @@ class TiledLoops(ABC):
                 self.panels(f, self._pixel(here, start * rows, start * cols), self.tiles(f, start, stop))
 
     def tiles(self, f: Function, start: Value, stop: Value) -> Visit:
-        """The tiles of rows start..stop - 1 of tiles, counted from the first, each with the size of its
-        micro-kernel."""
+        """Return a visitor of the tiles in rows start..stop - 1 of tiles.
+
+        It calls with positions counted from row `start`.
+        """
         problem, tile = self.problem, self.tile
         across = -(-problem.cols // tile.cols)
 
@@ -125,15 +132,17 @@ class TiledLoops(ABC):
         return visit
 
     def _columns(self, f: Function) -> Iterator[tuple[Value, Value, int, int | None]]:
-        """(number, start, size, start where it is known now) of a row's tiles; with `skip` the first and the last are
-        apart. Of a row whose extent is told, all are of one size but the last ones, and what is skipped is at its left
-        edge."""
+        """Yield (number, start, size, start if it is needed at build time) of a row's tiles.
+
+        With `skip` the first and the last tile are separate. If the extent is symbolic, all tiles but the last ones
+        have one size, and taps are skipped at the left edge only.
+        """
         extent, step = self.problem.cols, self.tile.cols
         if isinstance(extent, Extent):
             edge = step if self.tile.skip else 0
             if edge:
                 yield f.constant(0, I64), f.constant(0, I64), min(step, extent), 0
-            for j, cols in f.tiles("column", extent - edge, step, anyhow=True):
+            for j, cols in f.tiles("column", extent - edge, step, split_tail=True):
                 yield (j + edge).divided(step), j + edge, cols, None
             return
         widths = self.kernel.widths(self.tile)
@@ -147,8 +156,10 @@ class TiledLoops(ABC):
     @staticmethod
     def _tile_rows(f: Function, start: Value, stop: Value, extent: int,
                    step: int) -> Iterator[tuple[Value, Value, int]]:
-        """(number, first pixel, size) of each row of tiles, counted from the `start`-th; only what is behind the last
-        whole one of an item may be smaller than step."""
+        """Yield (number, first pixel, size) of each row of tiles, counted from the `start`-th.
+
+        Only the rest after the last whole row of tiles of an item may be smaller than step.
+        """
         whole, rest = divmod(extent, step)
         if isinstance(extent, Extent) or whole:
             for t in f.range("tile row", start.like(0), stop.at_most(whole) - start):
@@ -159,7 +170,7 @@ class TiledLoops(ABC):
                     yield stop.like(whole) - start, first - start * step, size
 
     def _pixels_of_the_batch(self, f: Function, base: list[Value]) -> None:
-        """Rows of the grid are pixels; full tiles, then the tails of what remains."""
+        """Emit full tiles and then the tails of the rest; rows of the grid are pixels."""
         step, cols = self.kernel.block_of_the_batch(self.tile), self.tile.cols
         for start in f.range("pixels", self.bounds[0], self.bounds[1], step):
             count = (self.bounds[1] - start).at_most(step)
@@ -174,7 +185,7 @@ class TiledLoops(ABC):
             self.panels(f, self._pixel(base, start.like(0), start), visit)
 
     def panels(self, f: Function, block: list[Value], visit: Visit) -> None:
-        """The panels of couts that this call was given, over the tiles of a block."""
+        """Emit the panels of couts that this call was given, over the tiles of a block."""
         problem, begin, end = self.problem, *self.bounds[2:]
         if problem.groups > 1:
             for group in f.range("group", begin, end):
@@ -186,9 +197,12 @@ class TiledLoops(ABC):
             self._panel(f, block, start.like(0), start, channels, visit)
 
     def _panel(self, f: Function, block: list[Value], first: Value, start: Value, channels: int, visit: Visit) -> None:
-        """One panel over all tiles; `first`: the group's first cout, `start`: the panel's, inside the group."""
+        """Emit one panel over all tiles.
+
+        `first`: the group's first cout, `start`: the panel's first cout in the group.
+        """
         problem, isa = self.problem, self.isa
-        # A last panel of fewer vectors is narrower in memory too, so a group's couts take this many lanes.
+        # Lanes of a group in memory; the last panel may have fewer vectors.
         panels = (min(self.panel, problem.cout - at) for at in range(0, problem.cout, self.panel))
         lanes = sum(isa.vectors_for(couts) * isa.lanes for couts in panels)
         before = first.divided(problem.cout) * lanes + start
@@ -197,7 +211,10 @@ class TiledLoops(ABC):
         weights = self.panel_weights(f, before, first, start)
 
         def call(i: Value, j: Value, part: Part, tile: Value, item: Sequence[Value] = ()) -> None:
-            """item: bytes from the block to the tile's item, in x, the operands and y."""
+            """Call the micro-kernel of a tile.
+
+            item: bytes from the block to the tile's item, in x, the operands and y.
+            """
             x, *others = self._pixel(_moved(here, item) if item else here, i, j)
             x, arguments = self.tile_arguments(part, x, dict(weights), tile, channels)
             f.run(self.microkernel(part, channels), x, constants, *others, *arguments.values())
@@ -206,25 +223,25 @@ class TiledLoops(ABC):
 
     # ---- addresses
     def _channels(self, first: Value) -> list[Value]:
-        """Bytes from cout 0 to another, in the operands and y."""
+        """Return the bytes from cout 0 to another one, in the operands and y."""
         return [first * view.strides[2] for view in self.views[1:]]
 
     def _pixel(self, base: list[Value], i: Value, j: Value) -> list[Value]:
-        """Output pixel (i, j)."""
+        """Return the addresses of output pixel (i, j)."""
         x, stride = self.problem.x, self.problem.stride
         return _moved(base, [i * (x.strides[0] * stride[0]) + j * (x.strides[1] * stride[1]),
                              *(i * view.strides[0] + j * view.strides[1] for view in self.views[1:])])
 
     def offset(self, i: int, j: int) -> int:
-        """Bytes of x from the tile's first pixel to pixel (i, j)."""
+        """Return the bytes of x from the tile's first pixel to pixel (i, j)."""
         x, stride = self.problem.x, self.problem.stride
         return i * x.strides[0] * stride[0] + j * x.strides[1] * stride[1]
 
     # ---- the micro-kernel
     def microkernel(self, part: Part, channels: int) -> str:
-        """rows x cols pixels of `channels` couts, all of K in registers; its name.
+        """Return the name of the micro-kernel for rows x cols pixels of `channels` couts, emitted once.
 
-        Tactics that differ in their blocks only have it in common, where they are in one module.
+        Tactics in one module that differ only in their blocks share it.
         """
         name = "_".join([*self.form.split(), f"{part.rows}x{part.cols}x{channels}",
                          *([] if part.column is None else [str(part.column)])])

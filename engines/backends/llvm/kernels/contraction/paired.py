@@ -1,7 +1,7 @@
-"""The paired kernel of a contraction: INT8 products by vpmaddubsw, two of them summed in 16 bits first.
+"""Paired kernel of a contraction: INT8 products by vpmaddubsw, summed two at a time in 16 bits.
 
-It is for machines without a dot product of bytes. The loops are those of tiled.py; how weights are paired so that no
-sum of two products overflows is in pairing.py.
+It serves machines without a dot product of bytes. The loops are those of tiled.py; pairing.py pairs the weights so that
+no sum of two products overflows.
 """
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
 SOURCE = 8              # bytes of a step's offset and indices
-TEMPORARIES = 4         # registers beside sums and weights: ones, indices, a pixel, a product
+TEMPORARIES = 4         # registers in addition to sums and weights: ones, indices, a pixel, a product
 
 
 @dataclass(frozen=True)
 class PairedTile(Tile):
+    """Tactic of the paired kernel."""
     layout: ClassVar[str] = "paired"
 
 
 @solves(Contraction)
 class PairedContraction(TiledContraction):
-    """Weights are packed as the three arrays of pairing.Paired."""
-    tile = PairedTile           # none skips taps: paired weights are not in the order of taps
+    """Contraction by paired products. Weights are packed as the three arrays of pairing.Paired."""
+    tile = PairedTile           # taps cannot be skipped: paired weights are not in the order of taps
     packing_is_permutation = False
 
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
@@ -47,19 +48,19 @@ class PairedContraction(TiledContraction):
         return -(-self.run // STEP) * runs + unpaired(self.run * runs, vectors) / STEP, isa.lanes * STEP
 
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        """Every tile asks for all of the next panel: as much again from the second level."""
+        """Return the cycles of one step. With prefetch, every tile reads all of the next panel from L2 once more."""
         turn = Work(2, 1, 1) * (pixels * vectors) + Work(others=pixels, loads=pixels)
         ahead = EXPOSED_SHARE * CYCLES_PER_BYTE_L2 * vectors * isa.lanes * STEP
         return max(turn.congested_cycles, 1) + tile.prefetch * ahead
 
     def packing_anywhere(self, tactic: Tile) -> Any:
-        """Where x's elements lie is a part of it."""
+        """Return the whole problem and the panel width: packed offsets depend on the strides of x."""
         return self.problem, tactic.vectors
 
     def pack(self, isa: Isa, tactic: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         panels, width = cout_panels(self.problem, isa, tactic.vectors), tactic.vectors * isa.lanes
         runs = self.runs(np.asarray(constants["weights"], np.int8))
-        # Absent vectors of a last panel have their lanes too.
+        # Pad the last panel to full width.
         whole = [np.pad(panel.ravel(), (0, width - panel.size), constant_values=len(runs) - 1) for panel in panels]
         paired = pair(runs[np.stack(whole)], self.run_offsets())
         return paired.steps, paired.sources, paired.starts, pack_program(self.problem, panels, constants)
@@ -69,17 +70,20 @@ class PairedContraction(TiledContraction):
 
 
 def unpaired(weights: int, vectors: int) -> float:
-    """How many of a channel's weights find no partner, on average, in panels of so many vectors of eight.
+    """Estimate how many of a channel's `weights` find no partner, in panels of `vectors` vectors of eight channels.
 
-    More where more channels must agree. Fewer where there are more weights: the largest, which their scale is made for,
-    is then further from the others. As counted for those of trained and of random networks.
+    More channels must agree in wider panels. With more weights fewer stay alone: the largest, which decides the scale,
+    is then further from the others. The constants are fitted to weights of trained and of random networks.
     """
     return min(weights, 6 * vectors, 40 * vectors ** 3 / weights)
 
 
 class _PairedLoops(TiledLoops):
-    """Parameters of a micro-kernel beside those of every tile: the weights of the panel's steps, for each where
-    its bytes of x come from, and their number."""
+    """Emitter of the paired kernel.
+
+    Its micro-kernels have three more parameters: the weights of the panel's steps, the sources of their bytes of x, and
+    the number of steps.
+    """
     arrays = 3
 
     def parameters(self, part: Part) -> Mapping[str, str]:
@@ -92,7 +96,7 @@ class _PairedLoops(TiledLoops):
         return {"w": steps + begin * self.panel * STEP, "sources": sources + begin * SOURCE, "count": end - begin}
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
-        """All steps of the panel."""
+        """Emit all steps of the panel."""
         isa, pixels = self.isa, [self.offset(i, j) for i, j in part.pixels]
         step_bytes, bytes_ = self.panel * STEP, vector(isa.bytes, I8)
         at = {key: f.parameters[key] for key in ("w", "sources")}
@@ -102,7 +106,7 @@ class _PairedLoops(TiledLoops):
         def load_weights(w: Value) -> list[Value]:
             return [f.load(bytes_, w + v * isa.bytes, isa.bytes, "weights") for v in range(vectors)]
 
-        for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):     # none if all weights are 0
+        for _ in f.range("step", panel.like(0), f.parameters["count"], acc=acc, at=at):     # empty if all weights are 0
             x = f.parameters["x"] + f.cast("sext", f.load(I32, at["sources"], SOURCE, "offset"), I64, "offset")
             indices = f.splat(f.load(I32, at["sources"] + 4, 4, "indices"), isa.lanes)
             indices = f.cast("bitcast", indices, bytes_, "indices")
@@ -111,7 +115,7 @@ class _PairedLoops(TiledLoops):
                 window = f.shuffle(f.load(vector(WINDOW, I8), x + pixel, hint="window"), None,
                                    [i % WINDOW for i in range(isa.bytes)], "window")
                 taken = isa.shuffle_bytes(window, indices)
-                if p and not keep:      # each pixel's products load them
+                if p and not keep:      # too few registers to keep them; reload for each pixel
                     weights = load_weights(hidden(at["w"]))
                 for v in range(vectors):
                     acc[p, v] = isa.paired_dot(acc[p, v], taken, weights[v])

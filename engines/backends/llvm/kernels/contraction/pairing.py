@@ -1,17 +1,17 @@
-"""Pairs of INT8 weights whose products can be summed in 16 bits, for exact dot products by vpmaddubsw.
+"""Pairing of INT8 weights whose products can be summed in 16 bits, for exact dot products by vpmaddubsw.
 
-vpmaddubsw multiplies 32 bytes at once, twice as many as vpmaddwd, and adds neighbours in 16 bits, where it saturates. A
-sum of two products u8 * s8 fits if its positive weights add up to no more than 128, and its negative ones too
-(255 * 128 < 2**15). Most pairs of weights are such, but all channels of a panel meet the same bytes of x, so a pair
-must fit in each of them. In which order the products are summed is free: among 16 neighbours of x (a *window*) those
-are paired that fit in every channel, a byte shuffle brings the bytes of x into that order, and a weight that fits with
-no other stays alone.
+vpmaddubsw multiplies 32 bytes at once, twice as many as vpmaddwd, but adds neighbouring products in 16 bits, where it
+saturates. A sum of two products u8 * s8 fits if its positive weights add up to at most 128, and its negative ones too
+(255 * 128 < 2**15). Most pairs of weights fit, but all channels of a panel are multiplied with the same bytes of x, so
+a pair must fit in each of them. The order of summation is free. Among 16 neighbours of x (a *window*) we pair elements
+that fit in every channel, and a byte shuffle brings the bytes of x into that order. A weight without a partner stays
+alone.
 
     step = 4 bytes taken from a window, for all channels     x:      b  k   n  a         indices in the window
                                                               w:     two pairs for each channel
 
-A window of 16 takes four steps if all its elements find a partner. Which pairs there are and how many steps a panel
-has is decided by its weights. It is data, never text.
+A window of 16 takes four steps if all its elements have partners. The weights decide on the pairs and the number of
+steps of a panel; both are data, and never part of the generated code.
 """
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 16             # bytes that a shuffle takes from
+WINDOW = 16             # bytes that a shuffle selects from
 STEP = 4                # bytes of a step: two pairs
-SLOTS = 2 * WINDOW      # where no two elements go together, each has a pair to itself
-BLOCK = 1 << 11         # windows paired side by side: their tables stay in cache
-LARGEST = 128           # what the weights of one sign may add up to in a pair
+SLOTS = 2 * WINDOW      # enough for each element to have a pair to itself
+BLOCK = 1 << 11         # windows paired at once, so that NumPy's tables stay in cache
+LARGEST = 128           # greatest sum of the weights of one sign in a pair
 ABSENT = -1
 
 _BITS = np.left_shift(1, np.arange(WINDOW)).astype(np.uint16)
@@ -36,19 +36,27 @@ Array = NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Paired:
+    """Weights of a contraction in pairs."""
     steps: Array                    # [step][lane of the panel][STEP]
-    sources: NDArray[np.int32]      # [step][2]: bytes from a pixel of x to the window; STEP bytes, indices in it
-    starts: NDArray[np.int32]       # [panel + 1]: the panel's first step
+    sources: NDArray[np.int32]      # [step][2]: byte offset of the window from a pixel of x; STEP indices in the window
+    starts: NDArray[np.int32]       # [panel + 1]: first step of each panel
 
 
 def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
-    """weights: int8 [panel, lane, run, element of the run]; offsets: int64 [run], bytes from a pixel of x to the run's
-    start. Any weights can be paired; no sum of Paired leaves 16 bits for any u8 x."""
+    """Pair the weights so that no sum of two products leaves 16 bits, for any u8 x.
+
+    Any weights can be paired.
+
+    Parameters
+    ----------
+    weights : int8 [panel, lane, run, element of the run].
+    offsets : int64 [run], bytes from a pixel of x to the start of the run.
+    """
     panels, lanes, runs, length = weights.shape
     starts = window_starts(length)
     table = np.zeros((panels, runs, len(starts), WINDOW, lanes), np.int8)
     covered = 0
-    for i, start in enumerate(starts):      # where windows overlap, the earlier one has the weights
+    for i, start in enumerate(starts):      # the earlier one of overlapping windows gets the weights
         part = weights[..., covered:start + WINDOW]
         table[:, :, i, covered - start:covered - start + part.shape[-1]] = part.transpose(0, 2, 3, 1)
         covered = start + WINDOW
@@ -63,14 +71,20 @@ def pair(weights: Array, offsets: NDArray[np.int64]) -> Paired:
 
 
 def window_starts(length: int) -> list[int]:
-    """Windows that cover a run of `length` bytes: they reach beyond its end only if it is shorter than one."""
+    """Return the starts of windows that cover a run of `length` bytes.
+
+    They pass its end only if it is shorter than a window.
+    """
     starts = list(range(0, max(length - WINDOW, 0), WINDOW))
     return [*starts, max(length - WINDOW, 0)]
 
 
 def _pair_windows(windows: Array) -> tuple[Array, NDArray[np.uint8], NDArray[np.int64]]:
-    """[n, WINDOW, lanes] weights -> the steps of all windows [step][lane][STEP], their indices in the window
-    [step][STEP], and how many steps each window has."""
+    """Pair the weights [n, WINDOW, lanes] of n windows.
+
+    Returns the steps of all windows [step][lane][STEP], their indices in the window [step][STEP], and the number of
+    steps of each window.
+    """
     slots = _partners(_fitting(windows), np.bitwise_or.reduce(windows.any(axis=2) * _BITS, axis=1))
     counts = -(-(slots != ABSENT).any(axis=2).sum(axis=1) * 2 // STEP)
     taken = slots.reshape(-1, SLOTS // STEP, STEP)[np.arange(SLOTS // STEP) < counts[:, None]]
@@ -80,7 +94,7 @@ def _pair_windows(windows: Array) -> tuple[Array, NDArray[np.uint8], NDArray[np.
 
 
 def _fitting(windows: Array) -> NDArray[np.uint16]:
-    """[n, WINDOW, lanes] weights -> [WINDOW, n]: for each element a bit for each other one that it fits with."""
+    """Return [WINDOW, n] bit sets for weights [n, WINDOW, lanes]: the elements that each element can be paired with."""
     signed = windows.transpose(2, 1, 0).astype(np.int16)                            # [lane][element][n]
     sums = np.concatenate([np.maximum(signed, 0), np.maximum(-signed, 0)]).astype(np.uint8)
     room = LARGEST - sums
@@ -93,9 +107,10 @@ def _fitting(windows: Array) -> NDArray[np.uint16]:
 
 
 def _partners(fitting: NDArray[np.uint16], free: NDArray[np.uint16]) -> NDArray[np.int8]:
-    """[WINDOW, n] as `_fitting` says, [n] the elements that there are -> [n][pair][2] elements, ABSENT where none is.
+    """Choose pairs greedily: [n][pair][2] elements of each window, ABSENT for none.
 
-    The rule: those with the fewest possible partners choose first, and choose the one with the fewest.
+    The elements with the fewest possible partners choose first, and take the partner with the fewest. fitting: [WINDOW,
+    n] from `_fitting`; free: [n], bit sets of the elements to be paired.
     """
     n = len(free)
     columns, free = np.arange(n), free.copy()

@@ -1,6 +1,6 @@
-"""Panels of couts: what all kernels of a contraction pack their weights by.
+"""Panels of output channels (couts), by which all kernels of a contraction pack their weights.
 
-A panel is as many vectors of couts as a micro-kernel has sums of. The last one of a group may have fewer.
+A panel has as many vectors of couts as a micro-kernel accumulates for a pixel; the last one of a group may have fewer.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.lowering.problems.problem import Array
 
 
 def cout_panels(problem: Contraction, isa: Isa, vectors: int) -> list[Array]:
-    """For each panel [vector][lane] -> cout of all groups, or one past the last where there is none."""
+    """Return for each panel [vector][lane] -> cout among all groups; lanes without a cout have one past the last."""
     panels, width = [], vectors * isa.lanes
     for group in range(problem.groups):
         for start in range(0, problem.cout, width):
@@ -29,10 +29,10 @@ def cout_panels(problem: Contraction, isa: Isa, vectors: int) -> list[Array]:
 
 
 def pack_program(problem: Contraction, panels: Sequence[Array], constants: Mapping[str, Any]) -> Array:
-    """The program's constants -> [panel][constant][vector][lane]."""
+    """Pack the program's constants as [panel][constant][vector][lane]."""
     return pack_channels(constants["program"], problem.y.shape[-1], [panel.tolist() for panel in panels])
 
 
 def rows_with_zeros(rows: Array) -> Array:
-    """One row a cout -> one more, of zeros: that of lanes without a cout."""
+    """Append a row of zeros to rows of one cout each, for lanes without a cout."""
     return np.concatenate([rows, np.zeros_like(rows[:1])])

@@ -1,9 +1,9 @@
-"""The planes of volumes: for each plane of y, a convolution of images with taps in several planes of x.
+"""Convolutions of volumes (3-D) as sums of convolutions of image planes.
 
     y[n, k] = program(sum over r of the convolution of x[n, k * stride + r * dilation] by w[:, :, r])
 
-The sum over r is one more loop around a tile's sums, so that a tile is stored once, and a plane of y is to the loops
-around it what an item is.
+The sum over r is one more loop around a tile's accumulators, so that a tile is stored once. The outer loops treat a
+plane of y like an item of a batch.
 """
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from engines.lowering.problems.view import View
 
 @dataclass(frozen=True)
 class Planes:
-    """What a convolution has beside `image`, which is that of one plane; an image's has one plane and one tap."""
+    """Planes of a convolution; `image` is the convolution within one plane.
+
+    A 2-D convolution has one plane and one tap.
+    """
     image: Contraction
-    count: int = 1                  # of y
-    taps: int = 1
+    count: int = 1                  # planes of y
+    taps: int = 1                   # taps along the plane axis
     tap_step: int = 0               # bytes of x from one tap to the next
-    steps: Sequence[int] = ()       # bytes from one plane of y to the next: in x, in the operands, in y
+    steps: Sequence[int] = ()       # byte distance of two planes of y: in x, in the operands, in y; () for images
 
     @classmethod
     def of(cls, problem: Contraction) -> Planes:
@@ -40,7 +43,7 @@ class Planes:
         return bool(self.steps)
 
     def offsets(self, plane: Value, views: Sequence[View]) -> list[Value]:
-        """Bytes to a plane of y, of all those of the batch, in each of the views."""
+        """Return the byte offset in each view of a plane of y, numbered over all items of the batch."""
         if not self.of_volumes:
             return [plane * view.item for view in views]
         item, inside = plane.divided(self.count), plane.remainder(self.count)

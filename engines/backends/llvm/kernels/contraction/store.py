@@ -1,7 +1,7 @@
-"""The end of a contraction's micro-kernel: sums -> program -> y.
+"""End of a contraction's micro-kernel: sums -> epilogue program -> y.
 
-u8 is packed from several vectors of a pixel, so it goes pixel by pixel; floats go vector by vector of all pixels, for
-which the constants of one vector are enough: beside a tile's sums there is no room for those of all.
+u8 is packed from several vectors of a pixel, so it goes pixel by pixel. Floats go vector by vector over all pixels:
+they need the constants of one vector only, for those of all vectors would not fit the registers beside the sums.
 """
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from engines.codegen.ir_builder import Function, Value
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 
-TOGETHER = 4        # pixels whose programs are interleaved, if they are long
+TOGETHER = 4        # pixels whose programs are interleaved if the program is long
 
 
 def emit_epilogue(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Sequence[View], y: View,
                   pixels: Sequence[tuple[int, int]], sums: Callable[[int], Sequence[Value]],
                   addresses: Mapping[str, Value] | None = None) -> None:
-    """sums(p): the vectors of float32 of the p-th of `pixels` (row, column of the tile).
+    """Emit the program and the stores of a tile.
 
-    addresses: `constants`, `operand0`, ... and `y` of the tile's first pixel and the panel's first cout; by default f's
-    parameters of these names.
+    Parameters
+    ----------
+    pixels : (row, column) of each pixel in the tile.
+    sums : return the float32 vectors of the pixel with this number.
+    addresses : `constants`, `operand0`, ... and `y` of the tile's first pixel and the panel's first cout; by default
+        f's
+        parameters of these names.
     """
     write = _by_pixel if y.dtype == "uint8" else _by_vector
     write(f, lanes, program, operands, y, pixels, sums, addresses or f.parameters)
@@ -67,7 +72,7 @@ def _by_pixel(f: Function, lanes: Lanes, program: EpilogueProgram, operands: Seq
     constants = load_constants(lanes, addresses["constants"], program.constants)
     for first in range(0, len(pixels), together):
         group = pixels[first:first + together]
-        if first and not keep:      # else LLVM would keep them on the stack
+        if first and not keep:      # reload; otherwise LLVM would spill them to the stack
             constants = load_constants(lanes, hidden(addresses["constants"]), program.constants)
         values = [result(first + n, i, j, constants) for n, (i, j) in enumerate(group)]
         lanes.store(y.dtype, values, [addresses["y"] + (i * y.strides[0] + j * y.strides[1]) for i, j in group])

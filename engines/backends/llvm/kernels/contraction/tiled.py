@@ -1,22 +1,22 @@
-"""What the direct and the paired kernel of a contraction share: its cut into tiles, and what a tile costs.
+"""Base class of the tiled kernels of a contraction: the division into tiles, and the cost of a tile.
 
-    for block of pixels:                           its rows of x stay in cache while the panels pass
-      for panel of couts:                          its weights stay in cache while the tiles pass
+    for block of pixels:                           its rows of x stay in cache for all panels
+      for panel of couts:                          its weights stay in cache for all tiles
         for tile of pixels:                        a call of the micro-kernel:
           for tap: for k: for pixel: for vector:
             acc[pixel, vector] = dot(acc[pixel, vector], x[pixel, k], w[vector, k])       all in registers
           program, store
 
-Where the taps of a kernel row and their channels are one run of bytes, the run is one K loop; it is rounded up to whole
-steps with zero weights, so x needs up to 15 readable bytes past its end.
+If the taps of a kernel row and their channels are contiguous, they are one K loop (a run). A run is rounded up to whole
+steps with zero weights, so that up to 15 bytes past its end are read.
 
-Of volumes, the planes of all items follow each other like the items of a batch, and the taps have planes too.
+The planes of volumes, of all items, are numbered like the items of a batch; the taps then have planes too.
 
-Two ways to cut the pixels into rows of the grid:
-  by item   the rows of tiles of each item's image; every tail is known when the kernel is written
-  by batch  items of few pixels (a matrix product of one row each) follow each other as one long row of pixels, whose
-            length is known at run time: its tail is cut into tiles of 8, 4, 2, 1 pixels. So one kernel is that of one
-            row, where a batch is one row, and that of full tiles, where it is many
+The pixels are divided into rows of the grid in one of two ways:
+  by item   the rows of tiles of each item's image; every tail is known when the kernel is built
+  by batch  items of few pixels (a matrix product with one row each) form one long row of pixels, whose length is known
+            at run time, and whose tail is divided into tiles of 8, 4, 2, 1 pixels. One kernel then serves a batch of
+            one row as well as one of many rows
 """
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-FEW_PIXELS = 8          # items of no more pixels than this are cut by batch
-HIDDEN_CALL = 3         # cycles of a micro-kernel's call: the rest of it passes beside the last sums of the one before
-BLOCK_BYTES = 256 << 10     # of x, in a block of a batch's pixels: it stays in the second level while the panels pass
+FEW_PIXELS = 8          # items with at most this many pixels are divided by batch
+HIDDEN_CALL = 3         # cycles of a micro-kernel's call that do not overlap with the last sums of the tile before
+BLOCK_BYTES = 256 << 10     # bytes of x in a block of a batch's pixels, which should stay in L2 for all panels
 
 
 @dataclass(frozen=True)
 class Tile(Tactic):
-    """rows x cols pixels by `vectors` of couts are a micro-kernel; its accumulators must fit the registers."""
+    """Tactic of a contraction: a micro-kernel computes rows x cols pixels by `vectors` of couts, all in registers."""
     rows: int
     cols: int
     vectors: int            # 1, 2 or 4
     block: int = 0          # rows of tiles in a block of pixels; 0: all of them
-    prefetch: bool = False  # ask for the next panel's weights, a line at every k
-    skip: bool = False      # leave out taps that read nothing but the border of zeros
-    layout: ClassVar[str] = ""      # of the weights, where it is not that of the direct kernel
+    prefetch: bool = False  # prefetch the next panel's weights in the K loop
+    skip: bool = False      # skip taps that read only the zero border
+    layout: ClassVar[str] = ""      # name of the weight layout, unless it is the direct kernel's
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(pixels, vectors)"""
+        """Return (pixels, vectors)."""
         return self.rows * self.cols, self.vectors
 
     def __str__(self) -> str:
@@ -71,21 +71,21 @@ class Tile(Tactic):
 
 
 class TiledContraction(Kernel[Contraction]):
-    """A contraction cut into tiles. A subclass says how the sums of a tile are made, and what weights it reads."""
+    """Contraction divided into tiles. A subclass defines the sums of a tile and the layout of its weights."""
     tile: ClassVar[type[Tile]] = Tile
-    skips_taps: ClassVar[bool] = False      # whether there are tiles that leave out taps
+    skips_taps: ClassVar[bool] = False      # True if there are tactics with Tile.skip
 
     @abstractmethod
     def tile_shapes(self, isa: Isa) -> Sequence[tuple[int, int]]:
-        """(pixels, vectors) of tiles worth trying, the usual winner first; none where the kernel has no such sums."""
+        """Return (pixels, vectors) of tiles worth trying, the usual winner first; none if the kernel does not apply."""
 
     @abstractmethod
     def turns_and_bytes(self, isa: Isa, vectors: int) -> tuple[float, int]:
-        """The turns of all K loops of a tile of so many vectors, and the bytes of one vector's weights in each."""
+        """Return the iterations of all K loops of a tile, and the bytes of one vector's weights in each."""
 
     @abstractmethod
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        """What one turn of a K loop costs, with what it asks for ahead."""
+        """Return the cycles of one iteration of a K loop, including its prefetches."""
 
     # ---- planes
     @cached_property
@@ -94,24 +94,24 @@ class TiledContraction(Kernel[Contraction]):
 
     @property
     def image(self) -> Contraction:
-        """The problem within one plane."""
+        """Return the convolution within one plane."""
         return self.planes.image
 
-    # ---- how x is walked
+    # ---- traversal of x
     @cached_property
     def one_run(self) -> bool:
-        """The taps of a kernel row are neighbours in memory, and nothing lies between them."""
+        """Return True if the taps of a kernel row are contiguous in memory."""
         problem = self.image
         return problem.groups == 1 and (problem.taps[1] == 1 or (
             problem.dilation[1] == 1 and problem.x.strides[1] == problem.cin * problem.x.size))
 
     @property
     def run(self) -> int:
-        """Elements of x that one K loop walks."""
+        """Return the elements of x that one K loop reads."""
         return self.image.cin * self.image.taps[1] if self.one_run else self.image.cin
 
     def run_offsets(self) -> Array:
-        """Bytes from tap (0, 0) to the start of each run."""
+        """Return the bytes from tap (0, 0) to the start of each run."""
         problem, (rows, columns) = self.image, self.image.taps
         offsets = (np.arange(n) * step for n, step in (
             (self.planes.taps, self.planes.tap_step), (rows, problem.dilation[0] * problem.x.strides[0]),
@@ -119,8 +119,10 @@ class TiledContraction(Kernel[Contraction]):
         return np.asarray(reduce(np.add.outer, offsets)).ravel()
 
     def runs(self, weights: Array) -> Array:
-        """[cout of all groups, cin, *taps] -> [cout][run][element of the run]; a last cout of zeros is for lanes that
-        have none."""
+        """Convert weights [cout of all groups, cin, *taps] to [cout][run][element of the run].
+
+        A last cout of zeros serves lanes without a cout.
+        """
         taps_last = np.moveaxis(weights.reshape(-1, self.problem.cin, *self.problem.taps), 1, -1)
         return rows_with_zeros(taps_last.reshape(len(taps_last), -1, self.run))
 
@@ -128,26 +130,26 @@ class TiledContraction(Kernel[Contraction]):
         return arithmetic_for(self.problem.precision, isa, self.problem.weights)
 
     def steps(self, isa: Isa) -> int:
-        """Turns of one K loop, a step of the arithmetic in each."""
+        """Return the iterations of one K loop, which does one step of the arithmetic in each."""
         return -(-self.run // self.arithmetic(isa).elements)
 
     def turns(self, isa: Isa) -> int:
-        """Turns of all K loops of a pixel."""
+        """Return the iterations of all K loops of a pixel."""
         return self.steps(isa) * self.planes.taps * self.image.taps[0] * (1 if self.one_run else self.image.taps[1])
 
     @cached_property
     def axes(self) -> tuple[TapAxis, TapAxis]:
-        """Rows, columns."""
+        """Return the row axis and the column axis."""
         problem, border = self.image, self.image.border
         edges = ((border.top, border.bottom), (border.left, border.right))
         rows, cols = (TapAxis(problem.x.shape[a], *edges[a], problem.taps[a], problem.stride[a], problem.dilation[a])
                       for a in (0, 1))
         return rows, cols
 
-    # ---- how the pixels are cut
+    # ---- division of the pixels
     @cached_property
     def flat(self) -> Contraction:
-        """`image` as one long row of pixels, where its rows follow each other without a gap."""
+        """Return `image` as one long row of pixels if its rows are contiguous and the kernel is 1x1; else `image`."""
         def joined(view: View) -> View:
             return replace(view, shape=(1, view.shape[0] * view.shape[1], view.shape[2]))
 
@@ -160,27 +162,29 @@ class TiledContraction(Kernel[Contraction]):
 
     @cached_property
     def by_batch(self) -> bool:
-        """The items' pixels are one long row as well, and an item has too few of them to fill tiles."""
+        """Return True if the pixels of all items form one long row, and an item has too few of them to fill tiles."""
         flat = self.flat
         return (not self.planes.of_volumes and flat.rows == 1 and flat.cols <= FEW_PIXELS and flat.taps == (1, 1)
                 and flat.stride == (1, 1)
                 and all(v.item == v.shape[1] * v.strides[1] for v in (flat.x, flat.y, *flat.operands)))
 
     def block_of_the_batch(self, tile: Tile) -> int:
-        """Pixels of a block, where the problem is cut by batch."""
+        """Return the pixels of a block, if the problem is divided by batch."""
         fitting = BLOCK_BYTES // (tile.cols * self.flat.x.strides[1])
         return tile.cols * (tile.block or max(fitting, 1))
 
     def widths(self, tile: Tile) -> list[int]:
-        """Pixels of each tile across one of several rows. They are as even as can be: a narrow last one would wait for
-        its sums, and take as long as one twice as wide."""
+        """Return the pixels of each tile across a row, as even as possible.
+
+        A narrow last tile would wait for its accumulators, and take as long as one twice as wide.
+        """
         cols = self.flat.cols
         count = -(-cols // tile.cols)
         narrow, wider = divmod(cols, count)
         return [narrow + 1] * wider + [narrow] * (count - wider)
 
     def tile_rows(self, tile: Tile) -> int:
-        """Rows of tiles of an item, or of a plane of it; of one long row of pixels, its tiles."""
+        """Return the rows of tiles of an item, or of a plane of it; for one long row of pixels, its tiles."""
         if self.flat.rows == 1:
             return -(-self.flat.cols // tile.cols)
         return -(-self.problem.rows // tile.rows)
@@ -204,7 +208,7 @@ class TiledContraction(Kernel[Contraction]):
 
     # ---- tactics
     def tactics(self, isa: Isa) -> Sequence[Tile]:
-        """Tile shapes, as far as the layer has so many pixels and couts; `refinements` cuts their blocks."""
+        """Return the tile shapes that the number of pixels and couts can fill. `refinements` adds their blocks."""
         problem, shapes = self.problem, self.tile_shapes(isa)
         widest = isa.vectors_for(problem.cout)
         found: dict[Tile, None] = {}
@@ -220,7 +224,7 @@ class TiledContraction(Kernel[Contraction]):
         return tuple(found)
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
-        """The best tile with its pixels cut into blocks, with and without prefetch."""
+        """Return the best tile with its pixels divided into blocks, with and without prefetch."""
         blocks = [0] if self.by_batch else [0, *(b for b in (1, 2, 4, 8, 16) if b < self.tile_rows(best))]
         weights = self.turns(isa) * self.problem.cout * self.arithmetic(isa).step_bytes
         return tuple(replace(best, block=block, prefetch=prefetch) for block in blocks
@@ -233,7 +237,10 @@ class TiledContraction(Kernel[Contraction]):
         return int(turns * weight_bytes * vectors * self.problem.groups)
 
     def unseen(self, isa: Isa, tactic: Tile) -> float:
-        """Weights asked for ahead, while the tiles before the next panel pass: one tile is too short for that."""
+        """Return the gain of prefetching weights while the tiles before the next panel run.
+
+        A single tile is too short for it.
+        """
         return isa.prefetched if tactic.prefetch and self.tile_rows(tactic) > 1 else 1.0
 
     def packing(self, tactic: Tile) -> int:
@@ -244,7 +251,7 @@ class TiledContraction(Kernel[Contraction]):
         return sum(self._cycles(isa, tactic, items) / items for items in {1, self.items})
 
     def _cycles(self, isa: Isa, tactic: Tile, items: int) -> float:
-        """Every tile's turns and epilogue; of what memory, the weights of a tile, of a block, and x for each panel."""
+        """Estimate the cycles of a batch, from all tiles and the memory traffic of weights and x."""
         problem = self.problem
         panels = pieces(problem.cout, tactic.vectors * isa.lanes)
         if self.by_batch:
@@ -268,7 +275,7 @@ class TiledContraction(Kernel[Contraction]):
         return problem.groups * (total + first_reading(weights, tactic.prefetch) + again)
 
     def _tiles_of_an_item(self, tile: Tile) -> list[tuple[int, int]]:
-        """(pixels, how many of them)"""
+        """Return (pixels, number of tiles) for each size of tile in an item."""
         planes, flat = self.planes.count, self.flat
         widths = Counter(self.widths(tile)).items() if flat.rows > 1 else pieces(flat.cols, tile.cols)
         return [(height * width, planes * count * times) for height, count in pieces(flat.rows, tile.rows)
@@ -283,6 +290,6 @@ class TiledContraction(Kernel[Contraction]):
 
 
 def tiles_of_the_batch(pixels: int, cols: int) -> list[tuple[int, int]]:
-    """(pixels, how many of them) of the tiles that so many pixels are cut into."""
+    """Return (pixels, number of tiles) for each size of tile that so many pixels are divided into."""
     whole, rest = divmod(pixels, cols)
     return [(size, count) for size, count in ((cols, whole), *((tail, 1) for tail in TAILS if rest & tail)) if count]

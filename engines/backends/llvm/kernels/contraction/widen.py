@@ -1,7 +1,7 @@
-"""Weights in wider integers than their values need, expanded from bytes when a plan is loaded.
+"""Expansion of integer weights from bytes to wider integers when a plan is loaded.
 
-Machines without a dot product of bytes multiply weights of 16 or 32 bits. To widen them takes less time than to read
-the wider ones from a disk, or to check them.
+Machines without a dot product of bytes multiply weights of 16 or 32 bits. Widening them takes less time than reading
+wider ones from a disk, or verifying their checksum.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.lowering.problems.view import View, dense_view
 
 @dataclass(frozen=True)
 class Widen(Problem):
-    """An item is as many bytes as packed constants are multiples of: so one kernel serves all of them."""
+    """Problem of widening int8 to `bits`. An item has ALIGNMENT bytes, of which packed constants are a multiple."""
     bits: int
     family = "widen"
 
@@ -37,7 +37,7 @@ class Widen(Problem):
 
 @solves(Widen)
 class WidenKernel(Kernel[Widen]):
-    """Loads of bytes, sign extension, stores of whole vectors."""
+    """Kernel of sign extensions: loads of bytes, stores of whole vectors."""
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1)
@@ -53,5 +53,5 @@ class WidenKernel(Kernel[Widen]):
 
 
 def widened(isa: Isa) -> Mapping[int, Problem]:
-    """Kernel.expansions of INT8 weights that are the first of a kernel's constants."""
+    """Return Kernel.expansions for INT8 weights that are the first packed constant."""
     return {0: Widen(8 * isa.ready_bytes // isa.bytes)} if isa.ready_bytes > isa.bytes else {}

@@ -1,20 +1,20 @@
-"""The kernel of a depthwise convolution.
+"""Kernel of a depthwise convolution.
 
     for block of output rows: for panel of channels: for tile of output columns: a call of the micro-kernel:
       for column of x that the tile reads:
-        for group of pixels that begins here:               steps.py: what one product takes
-          operand = the pixels interleaved                  shared by all outputs that meet them here
-          for output of the tile that meets them here:
+        for group of pixels that begins here:               steps.py: the operand of one product
+          operand = the pixels interleaved                  shared by all outputs that read them here
+          for output of the tile that reads them here:
             acc[output] = dot(acc[output], operand, w)
         outputs whose last column this was: program, store
 
-All is unrolled, so accumulators roll: as many outputs are in registers as windows overlap. Neighbouring output rows
-share the rows of x that both read, and their interleaving.
+All is unrolled, and accumulators roll: only as many outputs are in registers as windows overlap. Neighbouring output
+rows share the rows of x that both read, and their interleaving.
 
-Floats have nothing to interleave, and each output's sum is a chain of taps, of which too few columns at a time fit the
-processor's window to keep it busy. So float32 also has tiles of as many outputs as there are registers, which meet a
-tap together; a widened type would be widened again for each of them. Of large windows these are the only ones, and the
-taps a loop; INT8, whose pixels are interleaved for several taps, has smaller tiles of them.
+Floats need no interleaving, and each output's sum is a chain of taps, of which the out-of-order window holds too few to
+hide the latency. So float32 also has tiles with as many outputs as there are registers, which take one tap after the
+other; a narrower type would be widened again for each output. Large kernels have these tiles only, with taps in a loop;
+INT8, whose pixels are interleaved for several taps, has smaller tiles for them.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from engines.backends.llvm.kernels.depthwise.columns import Columns, integer_ari
 from engines.backends.llvm.kernels.depthwise.steps import (
     Group,
     Product,
-    Step,
+    TapStep,
     columns_read,
     groups_of,
     last_column,
@@ -67,25 +67,25 @@ from engines.lowering.problems.convolution import Depthwise
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import View
 
-IN_PASSING = 4          # registers beside the sums; a few more are spilled, which costs less than smaller tiles
-SHARED_CONSTANTS = 2    # of a program: the most that outputs which end together load once
-UNROLLED = 81           # taps that are written one after the other: the code of more takes minutes to compile
-UNROLLED_HALVES = 200   # the same in 16 bits, where taps one by one widen x for each output: 13x13 takes 2 s
-LONGEST = 2048          # products of such a tile of a larger window, in INT8
-SHORT = 2               # tiles of one that are tried
+IN_PASSING = 4          # registers in addition to the sums; a few spills cost less than smaller tiles
+SHARED_CONSTANTS = 2    # most constants of a program that outputs which end together share
+UNROLLED = 81           # most taps that are unrolled; code for more takes minutes to compile
+UNROLLED_HALVES = 200   # ... in 16-bit types, where a loop over taps widens x for each output: 13x13 compiles in 2 s
+LONGEST = 2048          # most products of an unrolled INT8 tile of a larger kernel
+SHORT = 2               # number of such tiles that are tried
 
 
 @dataclass(frozen=True)
 class DepthwiseTile(Tactic):
-    """rows x cols outputs of `vectors` of channels are a micro-kernel."""
+    """Tactic of a depthwise convolution: rows x cols outputs of `vectors` of channels are a micro-kernel."""
     rows: int
     cols: int
     vectors: int
-    by_tap: bool = False    # float32: all outputs meet one tap after the other; else one column of x after the other
+    by_tap: bool = False    # loop over taps for all outputs at once; else over columns of x
 
     @property
     def packed_rows(self) -> int:
-        """Output rows that have weights of their own."""
+        """Return the number of output rows with weights of their own."""
         return 1 if self.by_tap else self.rows
 
     def __str__(self) -> str:
@@ -94,19 +94,19 @@ class DepthwiseTile(Tactic):
 
 @solves(Depthwise)
 class DepthwiseKernel(Kernel[Depthwise]):
-    """Weights are packed [panel][step][vector], as the arithmetic reads them."""
+    """Depthwise convolution, vectorised over channels. Weights are packed [panel][step][vector]."""
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
-        """A lane's step is a channel of as many pixels of x as it has elements."""
+        """Return the arithmetic; a step of it takes one channel of as many pixels as it has elements."""
         return integer_arithmetic(isa) if self.packed else FP32
 
     @property
     def packed(self) -> bool:
-        """The interleaving of bytes makes packed order."""
+        """Return True if lanes are in packed order, which the interleaving of bytes gives."""
         return self.problem.precision == "int8"
 
-    def steps(self, isa: Isa, rows: int) -> tuple[Step, ...]:
-        """Of `rows` output rows."""
+    def steps(self, isa: Isa, rows: int) -> tuple[TapStep, ...]:
+        """Return the steps of `rows` output rows."""
         return steps_of(self.problem, self.arithmetic(isa).elements, rows)
 
     # ---- tactics
@@ -115,12 +115,12 @@ class DepthwiseKernel(Kernel[Depthwise]):
         if self.is_large and not self.packed:
             return self._by_tap(isa)
         widest = isa.vectors_for(problem.channels)
-        # Output rows share loads only if the rows of x that they read are neighbours too.
+        # Output rows share loads only if they read adjacent rows of x.
         together = (2, 1) if problem.dilation[0] == 1 and height > 1 else (1,)
-        # Two vectors are interleaved in as many instructions as one.
+        # Interleaving two vectors takes as many instructions as one.
         fitting = [(rows, vectors) for vectors in (4, 2, 1) for rows in together if vectors <= widest
                    and (self.sums(rows, vectors) + IN_PASSING <= isa.registers or (rows, vectors) == (1, 2))]
-        # The most vectors that fit share most; one step below may suit the number of channels better.
+        # More vectors share more; half as many may suit the number of channels better.
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
         cols = (14, 7, *(() if not self.is_large else (4, 2, 1)))
@@ -129,8 +129,8 @@ class DepthwiseKernel(Kernel[Depthwise]):
         return self._short(isa, found) if self.is_large else (*found, *self._by_tap(isa))
 
     def _short(self, isa: Isa, tiles: Iterable[DepthwiseTile]) -> Sequence[DepthwiseTile]:
-        """The longest of those of no more than LONGEST products, or the shortest."""
-        parts = isa.ready_bytes // isa.bytes        # of a product
+        """Return the largest tiles of at most LONGEST products, or the smallest tile if none is that small."""
+        parts = isa.ready_bytes // isa.bytes        # instructions of a product
         lengths = {tile: len(self.steps(isa, tile.rows)) * tile.cols * tile.vectors * parts for tile in tiles}
         shortest, *others = sorted(lengths, key=lambda tile: lengths[tile])
         return [tile for tile in reversed(others) if lengths[tile] <= LONGEST][:SHORT] or [shortest]
@@ -141,12 +141,12 @@ class DepthwiseKernel(Kernel[Depthwise]):
         return math.prod(self.problem.taps) > (UNROLLED_HALVES if halves else UNROLLED)
 
     def _by_tap(self, isa: Isa) -> Sequence[DepthwiseTile]:
-        """Tiles of as many outputs as leave registers for a tap's weights, and of half as many."""
+        """Return tiles that loop over taps, of one and of two rows, with as many outputs as the registers hold."""
         if self.packed or self.problem.precision != "fp32" and not self.is_large:
             return ()
         found: dict[DepthwiseTile, None] = {}
         widest, (height, width, _) = isa.vectors_for(self.problem.channels), self.problem.y.shape
-        # Up to a cache line of channels: more are no better, and leave room for fewer outputs.
+        # At most a cache line of channels: more do not help, and leave registers for fewer outputs.
         for vectors in (v for v in (1, 2, 4) if v <= widest and v * isa.bytes <= ALIGNMENT):
             most = (isa.registers - 2) // vectors - (isa.lanes == 4)
             for rows in (1, 2):
@@ -156,12 +156,12 @@ class DepthwiseKernel(Kernel[Depthwise]):
         return tuple(found)
 
     def sums(self, rows: int, vectors: int) -> int:
-        """Accumulators in use at once: of all windows that overlap in a column."""
+        """Return the accumulators in use at once: those of all windows that overlap in a column."""
         problem = self.problem
         return -(-((problem.taps[1] - 1) * problem.dilation[1] + 1) // problem.stride[1]) * rows * vectors
 
     def waiting_registers(self, isa: Isa, rows: int, vectors: int) -> int:
-        """Of pixels between their column and those of the next ones that they are interleaved with."""
+        """Return the registers of pixels that wait for the next columns that they are interleaved with."""
         pixels = sum((group.across - 1) * len(group.rows) for group in groups_of(self.steps(isa, rows)))
         return pixels * self.problem.dilation[1] * max(vectors // 2, 1)
 
@@ -174,8 +174,11 @@ class DepthwiseKernel(Kernel[Depthwise]):
             for some, panels in pieces(channels, tactic.vectors * isa.lanes))
 
     def _rereading(self, isa: Isa, tactic: DepthwiseTile) -> float:
-        """Of the rows of x that a row of tiles reads, those that the one before it read, and all of them for each panel
-        that is a part of a line, beside the first."""
+        """Return the cycles of reading rows of x again.
+
+        A row of tiles reads rows of x that overlap with those of the row before. If a panel is narrower than a cache
+        line, each panel after the first reads all of them again.
+        """
         x = self.problem.x
         rows, parts = len(rows_read(self.problem, 0, tactic.rows)), LINE / (tactic.vectors * isa.lanes * x.size)
         before = 1 - tactic.rows * self.problem.stride[0] / rows
@@ -217,7 +220,7 @@ class DepthwiseKernel(Kernel[Depthwise]):
         problem, arithmetic, channels = self.problem, self.arithmetic(isa), self.problem.channels
         weights = np.asarray(constants["weights"]).reshape(channels, *problem.taps)
         steps = self.steps(isa, tactic.packed_rows)
-        # A last channel is for lanes without one.
+        # The last channel is for lanes without one.
         spread = np.zeros((channels + 1, len(steps), arithmetic.elements), weights.dtype if self.packed else np.float32)
         for number, step in enumerate(steps):
             for element, taps in step.taps(problem).items():
@@ -231,16 +234,17 @@ class DepthwiseKernel(Kernel[Depthwise]):
         return widened(isa) if self.problem.precision == "int8" else {}
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: DepthwiseTile) -> None:
-        _Emitter(self, module, name, isa, tactic).emit()
+        _DepthwiseEmitter(self, module, name, isa, tactic).emit()
 
 
-class _Emitter:
+class _DepthwiseEmitter:
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
     def __init__(self, kernel: DepthwiseKernel, module: Module, name: str, isa: Isa, tile: DepthwiseTile) -> None:
         self.kernel, self.module, self.name, self.isa, self.tile = kernel, module, name, isa, tile
         self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
         self.steps = kernel.steps(isa, tile.packed_rows)
 
-    # ---- the loops around
+    # ---- outer loops
     def emit(self) -> None:
         problem, tile = self.problem, self.tile
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 1 + len(problem.operands) + 3)
@@ -255,7 +259,7 @@ class _Emitter:
 
     def _rows(self, f: Function, at: list[Value], weights: Value, constants: Value, block: Value, start: Value,
               channels: int) -> None:
-        """One block of output rows of one panel; the last block may have fewer."""
+        """Emit one block of output rows of one panel; the last block may have fewer rows."""
         problem, tile = self.problem, self.tile
         whole, tail = divmod(problem.y.shape[0], tile.rows)
         at = [a + start * view.strides[-1] for a, view in zip(at, self._views(), strict=True)]
@@ -268,7 +272,7 @@ class _Emitter:
 
     def _columns(self, f: Function, at: list[Value], weights: Value, constants: Value, rows: int,
                  channels: int) -> None:
-        for j, cols in f.tiles("column", self.problem.y.shape[1], self.tile.cols, anyhow=True):
+        for j, cols in f.tiles("column", self.problem.y.shape[1], self.tile.cols, split_tail=True):
             x, *others = self._moved(at, 0, j)
             f.run(self._microkernel(rows, cols, channels), x, weights, constants, *others)
 
@@ -276,7 +280,7 @@ class _Emitter:
         return (*self.problem.inputs, self.problem.y)
 
     def _moved(self, at: list[Value], i: Value | int, j: Value | int) -> list[Value]:
-        """At output pixel (i, j) from here."""
+        """Return the addresses of output pixel (i, j) relative to `at`."""
         f = at[0].f
         pixel = [p if isinstance(p, Value) else f.constant(p, "i64") for p in (i, j)]
         x, *others = at
@@ -314,10 +318,10 @@ class _Emitter:
         return name
 
     def _taps(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
-        """One tap after the other into all outputs: as many sums that do not wait for each other as there are.
+        """Emit one tap after the other for all outputs, so that as many sums as possible are independent.
 
-        x comes from memory with each product, so its address is hidden anew for each tap, or LLVM would keep what
-        several taps read in registers and spill the sums.
+        x is loaded for each product. Its address is made opaque for each tap; otherwise LLVM would keep pixels that
+        several taps read in registers, and spill the sums.
         """
         rows, columns = self.problem.taps
         if self.kernel.is_large:
@@ -342,19 +346,18 @@ class _Emitter:
                 acc[(i, j), v] = self.isa.fma(value, weights[v], acc[(i, j), v])
 
     def _one_ahead(self, vectors: int) -> bool:
-        """Whether there are registers for a column that is loaded and interleaved before its turn: from the load to the
-        last store is a longer way than a processor looks ahead."""
+        """Return True if there are registers to load and interleave the next column early, to hide the latency."""
         kernel, isa, rows = self.kernel, self.isa, self.tile.rows
         operands = len(groups_of(self.steps)) * vectors + kernel.waiting_registers(isa, rows, vectors)
         return kernel.sums(rows, vectors) + 2 * operands + 2 <= isa.registers
 
     def _column(self, f: Function, lanes: Lanes, acc: dict[Any, Value], x: Columns, column: int,
                 products: Mapping[Group, Sequence[Product]]) -> None:
-        """The steps that begin in a column of x into the accumulators of the outputs that they are of."""
+        """Add the steps that begin in a column of x to the accumulators of their outputs."""
         isa, arithmetic = self.isa, self.arithmetic
-        # Hidden anew for each column, or LLVM would keep all weights in registers and spill the accumulators.
+        # Opaque for each column; otherwise LLVM would keep all weights in registers and spill the accumulators.
         weights, size = hidden(f.parameters["w"]), arithmetic.weight_bytes(isa)
-        for half in range(0, lanes.vectors, 2):     # what its vectors are made of waits for no other
+        for half in range(0, lanes.vectors, 2):     # two vectors share their interleaving
             for group, v in product(products, range(half, min(half + 2, lanes.vectors))):
                 value = x.operand(group, column, v)
                 for output, step in products[group]:
@@ -362,8 +365,11 @@ class _Emitter:
                     acc[output, v] = arithmetic.dot(isa, acc[output, v], value, met)
 
     def _finish(self, f: Function, lanes: Lanes, acc: dict[Any, Value], outputs: list[tuple[int, int]]) -> None:
-        """Program and store. Constants are loaded when their vector's turn comes, a few for all outputs together; more
-        would fill the registers beside sums of further columns, and are operands of each output's own instructions."""
+        """Run the program on finished outputs and store them.
+
+        Constants are loaded vector by vector. A few of them are shared by all outputs; more would occupy registers that
+        the sums of further columns need, so each output then loads its own.
+        """
         problem = self.problem
         first = hidden(f.parameters["constants"])
         shared = self.tile.by_tap or problem.program.constants <= SHARED_CONSTANTS

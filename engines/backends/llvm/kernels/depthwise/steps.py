@@ -1,8 +1,8 @@
-"""Which pixels of x a depthwise convolution multiplies at once.
+"""Grouping of the pixels that one product of a depthwise convolution multiplies.
 
 A lane is a channel; one product takes as many *elements* of it as the arithmetic has: four bytes, two shorts or one
-float. The taps of a window are cut into groups that fill them: some rows of x, and of the rows that are left over as
-many neighbouring columns as there is room for.
+float. The taps of a kernel are divided into groups of that size: rows of x, and for the rows that are left over, as
+many neighbouring columns as fit.
 
     a a a       two elements, 3x3:          a a a a a       four elements, 5x5:
     a a a       a is three steps,           a a a a a       a is five steps,
@@ -10,8 +10,8 @@ many neighbouring columns as there is room for.
                                             a a a a a
                                             b b b b c
 
-What an output row reads is interleaved once for all outputs that read it, so two neighbouring rows share the groups of
-which both read every row.
+Pixels are interleaved once for all outputs that read them, so two neighbouring rows share the groups of which both read
+every row.
 """
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from itertools import product
 
 from engines.lowering.problems.convolution import Depthwise
 
-Output = tuple[int, int]        # of a tile: row and column
-Product = tuple[Output, int]    # ... and the number of a step
+Output = tuple[int, int]        # (row, column) in the tile
+Product = tuple[Output, int]    # (output, number of a step)
 
 
 @dataclass(frozen=True)
 class Group:
-    """`across` neighbouring tap columns of these rows of x, which count from the first tap of output row 0 on."""
+    """Pixels of one operand: `across` neighbouring tap columns of some rows of x.
+
+    Rows are counted from the first tap of output row 0.
+    """
     rows: tuple[int, ...]
     across: int
 
 
 @dataclass(frozen=True)
-class Step:
-    """One product into the sums of an output row: of a group, from this tap column on."""
+class TapStep:
+    """One product for an output row: a group from tap column `tap` on."""
     row: int
     group: Group
     tap: int
 
     def taps(self, problem: Depthwise) -> dict[int, tuple[int, int]]:
-        """Element -> the tap that meets it; those without meet a zero weight."""
+        """Return {element: its tap}; elements without a tap have a zero weight."""
         found = {}
         for element, (row, k) in enumerate(product(self.group.rows, range(self.group.across))):
             p, other = divmod(row - self.row * problem.stride[0], problem.dilation[0])
@@ -49,16 +52,16 @@ class Step:
         return found
 
 
-def steps_of(problem: Depthwise, elements: int, rows: int) -> tuple[Step, ...]:
-    """The products of `rows` neighbouring output rows and one output column, in the order of their weights."""
+def steps_of(problem: Depthwise, elements: int, rows: int) -> tuple[TapStep, ...]:
+    """Return the products of `rows` neighbouring output rows and one output column, in the order of their weights."""
     read = [rows_read(problem, i, i + 1) for i in range(rows)]
     ways = [_of_all_rows(problem, elements, read), _of_common_rows(problem, elements, read)]
     return min((_steps(problem, groups) for groups in ways), key=len)
 
 
-def products_of(problem: Depthwise, steps: Sequence[Step], rows: int,
+def products_of(problem: Depthwise, steps: Sequence[TapStep], rows: int,
                 cols: int) -> dict[int, dict[Group, list[Product]]]:
-    """Column of x -> group that begins there -> the products of a tile of rows x cols outputs that take it."""
+    """Return {column of x: {group that begins there: products of a tile of rows x cols outputs that take it}}."""
     found: dict[int, dict[Group, list[Product]]] = {column: {} for column in columns_read(problem, cols)}
     for j, (number, step) in product(range(cols), enumerate(steps)):
         if step.row < rows:
@@ -67,35 +70,35 @@ def products_of(problem: Depthwise, steps: Sequence[Step], rows: int,
     return found
 
 
-def last_column(problem: Depthwise, steps: Sequence[Step], output: Output) -> int:
-    """The column of x in which an output's last step begins."""
+def last_column(problem: Depthwise, steps: Sequence[TapStep], output: Output) -> int:
+    """Return the column of x in which an output's last step begins."""
     return output[1] * problem.stride[1] + max(step.tap for step in steps) * problem.dilation[1]
 
 
 def rows_read(problem: Depthwise, first: int, last: int) -> set[int]:
-    """The rows of x that output rows first..last - 1 read, from the first tap of row 0 on."""
+    """Return the rows of x that output rows first..last - 1 read, counted from the first tap of row 0."""
     return {i * problem.stride[0] + p * problem.dilation[0] for i in range(first, last) for p in range(problem.taps[0])}
 
 
 def columns_read(problem: Depthwise, cols: int) -> list[int]:
-    """The columns of x that `cols` neighbouring output columns read, from the first tap of column 0 on."""
+    """Return the columns of x that `cols` neighbouring output columns read, counted from the first tap of column 0."""
     return sorted({j * problem.stride[1] + q * problem.dilation[1]
                    for j in range(cols) for q in range(problem.taps[1])})
 
 
-def groups_of(steps: Iterable[Step]) -> list[Group]:
-    """Each once, in the order of their first steps."""
+def groups_of(steps: Iterable[TapStep]) -> list[Group]:
+    """Return each group once, in the order of their first steps."""
     return list(dict.fromkeys(step.group for step in steps))
 
 
 def _of_all_rows(problem: Depthwise, elements: int, read: Sequence[set[int]]) -> list[list[Group]]:
-    """For each output row the groups that it meets, of all rows of x: with zero weights for those it does not read."""
+    """Group the rows of x that any output row reads; an output row has zero weights for those that it does not read."""
     groups = _groups(problem, elements, sorted(set().union(*read)))
     return [[group for group in groups if not rows.isdisjoint(group.rows)] for rows in read]
 
 
 def _of_common_rows(problem: Depthwise, elements: int, read: Sequence[set[int]]) -> list[list[Group]]:
-    """Whole groups of rows that every output row reads, and what is left of each by itself, its own rows first."""
+    """Group the rows of x that all output rows read, and the remaining ones of each output row separately."""
     common = sorted(set.intersection(*read))
     whole = len(common) // elements * elements
     shared = _groups(problem, elements, common[:whole])
@@ -107,8 +110,8 @@ def _groups(problem: Depthwise, elements: int, rows: Sequence[int]) -> list[Grou
     return [Group(piece, min(elements // len(piece), problem.taps[1])) for piece in pieces]
 
 
-def _steps(problem: Depthwise, groups: Sequence[Sequence[Group]]) -> tuple[Step, ...]:
-    found = [Step(row, group, tap) for row, of_row in enumerate(groups) for group in of_row
+def _steps(problem: Depthwise, groups: Sequence[Sequence[Group]]) -> tuple[TapStep, ...]:
+    found = [TapStep(row, group, tap) for row, of_row in enumerate(groups) for group in of_row
              for tap in range(0, problem.taps[1], group.across)]
     order = groups_of(found)
     return tuple(sorted(found, key=lambda step: (order.index(step.group), step.row, step.tap)))

@@ -17,14 +17,15 @@ from engines.lowering.nest.program import KINDS
 from engines.lowering.problems.elementwise import CumulativeSum
 from engines.lowering.problems.view import View, joined
 
-VECTORS = 4         # at once; of more neighbours, sums are made row by row
+VECTORS = 4         # vectors of neighbours above which sums are computed row by row
 
 
 @solves(CumulativeSum)
 class CumulativeSumKernel(Kernel[CumulativeSum]):
+    """Kernel of CumSum and CumProd."""
     @cached_property
-    def beside(self) -> tuple[View, ...]:
-        """x and y without the axis."""
+    def other_axes(self) -> tuple[View, ...]:
+        """Return x and y without the axis."""
         def rest(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return numbers[:self.problem.axis] + numbers[self.problem.axis + 1:]
         views = (self.problem.x, self.problem.y)
@@ -32,9 +33,9 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """The extents of `beside` that are no run of neighbours in both."""
-        shape = self.beside[0].shape
-        return shape[:-1] if all(v.strides[-1] == v.size for v in self.beside) else shape
+        """Return the extents of `other_axes` without the innermost axis if that is contiguous in both."""
+        shape = self.other_axes[0].shape
+        return shape[:-1] if all(v.strides[-1] == v.size for v in self.other_axes) else shape
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.outer))
@@ -42,9 +43,9 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         f, addresses, (begin, end, *_) = begin_kernel(module, name, 2)
-        run = math.prod(self.beside[0].shape) // math.prod(self.outer)
+        run = math.prod(self.other_axes[0].shape) // math.prod(self.outer)
         by_rows = run > VECTORS * isa.lanes and not self.problem.exclusive
-        for x, y in each_row(f, begin, end, addresses, self.beside, self.outer):
+        for x, y in each_row(f, begin, end, addresses, self.other_axes, self.outer):
             if by_rows:
                 self._rows(isa, x, y, run)
                 continue
@@ -52,7 +53,7 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
                 self._sums(isa, x + start * self.problem.x.size, y + start * self.problem.y.size, count)
 
     def _ends(self, x: Value, y: Value) -> tuple[Value, Value, tuple[int, int]]:
-        """Where x and y begin, and how far it is from one element along the axis to the next."""
+        """Return the addresses where x and y begin, and their byte steps along the axis."""
         axis, extent, away = self.problem.axis, self.problem.x.shape[self.problem.axis], self.problem.reverse
         steps = self.problem.x.strides[axis], self.problem.y.strides[axis]
         if away:
@@ -60,7 +61,7 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
         return x, y, steps
 
     def _rows(self, isa: Isa, x: Value, y: Value, run: int) -> None:
-        """Each row of neighbours is the one before and x's."""
+        """Compute each row of neighbours as the row before combined with x's."""
         f, size, dtype = x.f, self.problem.x.size, self.problem.x.dtype
         how, kind = "product" if self.problem.product else "sum", KINDS[dtype]
         x, y, steps = self._ends(x, y)
@@ -80,7 +81,7 @@ class CumulativeSumKernel(Kernel[CumulativeSum]):
             row(x + (i + 1) * steps[0], before + steps[1], before)
 
     def _sums(self, isa: Isa, x: Value, y: Value, count: int) -> None:
-        """Down the axis, for `count` neighbours."""
+        """Compute the sums along the axis for `count` neighbours."""
         problem = self.problem
         f, extent, size, dtype = x.f, problem.x.shape[problem.axis], problem.x.size, problem.x.dtype
         x, y, steps = self._ends(x, y)

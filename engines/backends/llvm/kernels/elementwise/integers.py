@@ -1,11 +1,11 @@
-"""One operation on integers, in vectors of as many bits as its operands need."""
+"""Elementwise integer operations, in vectors of the width that the operands need."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
 
 from engines.backends.llvm.codegen.isa import Isa
-from engines.backends.llvm.kernels.common.access import Runs, offset
+from engines.backends.llvm.kernels.common.access import ViewRuns, offset
 from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, begin_kernel, solves
 from engines.codegen.integers import OPERATIONS, truth
 from engines.codegen.ir_builder import Module, Value
@@ -16,9 +16,10 @@ from engines.lowering.problems.view import View, joined
 
 @solves(Integers)
 class IntegersKernel(Kernel[Integers]):
+    """Kernel of elementwise integer operations."""
     @cached_property
-    def runs(self) -> Runs:
-        return Runs(joined((*self.problem.sources, self.problem.output), keep_last=False))
+    def runs(self) -> ViewRuns:
+        return ViewRuns(joined((*self.problem.sources, self.problem.output), keep_last=False))
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.runs.rows)
@@ -28,7 +29,7 @@ class IntegersKernel(Kernel[Integers]):
 
     @cached_property
     def bits(self) -> int:
-        """Of integers that hold all operands; of what does not fit into the result, as many as that has."""
+        """Return the width of integers that hold all operands, as far as the result depends on their bits."""
         sources, output = self.problem.sources, self.problem.output
         if self.problem.operation == "copy" and (sources[0].dtype, output.dtype) == ("float32", "int32"):
             return 32
@@ -48,15 +49,20 @@ class IntegersKernel(Kernel[Integers]):
 
 
 def _bits(view: View, output: View) -> int:
-    """Of a signed integer that holds what is stored; of a float, as far as the output depends on them."""
+    """Return the width of a signed integer that holds the stored values.
+
+    For floats, as far as the output depends on them.
+    """
     if view.dtype == "float32":
         return 32 if output.size == 1 else 64
     return min(8 * view.size * (2 if view.dtype in UNSIGNED and view.dtype != "bool" else 1), 64)
 
 
 def load_integers(isa: Isa, view: View, address: Value, count: int, bits: int = 64) -> Value:
-    """`count` elements along the innermost axis as integers of so many bits; a float is truncated. A stride of 0
-    repeats one element."""
+    """Load `count` elements along the innermost axis as integers of so many bits.
+
+    Floats are truncated. A stride of 0 repeats one element.
+    """
     f, element, stride, wide = address.f, ELEMENTS[view.dtype], view.strides[-1], vector(count, f"i{bits}")
     if stride == view.size:
         stored = f.load(vector(count, element), address, hint="stored")
@@ -75,7 +81,10 @@ def load_integers(isa: Isa, view: View, address: Value, count: int, bits: int = 
 
 
 def _wrapped(isa: Isa, x: Value) -> Value:
-    """The floats whose integers are those of x, cut to 32 bits; 0 of what 64 bits do not hold. All of it is exact."""
+    """Return floats in the int32 range that are congruent to x modulo 2**32; 0 for NaN and infinities.
+
+    Every operation is exact.
+    """
     f, whole = x.f, 2.0 ** 32
     rest = x - isa.unary("rint", x * (1 / whole)) * whole
     rest = f.select(rest.compare("oge", whole / 2), rest.like(-whole / 2), rest)
@@ -83,7 +92,7 @@ def _wrapped(isa: Isa, x: Value) -> Value:
 
 
 def store_integers(view: View, value: Value, address: Value, count: int) -> None:
-    """`count` integers along the innermost axis, each cut to the bits that it is stored in."""
+    """Store `count` integers along the innermost axis, truncated to the stored width."""
     f, element, stride = address.f, ELEMENTS[view.dtype], view.strides[-1]
     if view.dtype == "bool":
         value = truth(value.compare("ne", 0), value)

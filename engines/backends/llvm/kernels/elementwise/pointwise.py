@@ -1,10 +1,10 @@
-"""A program on every element: pointwise chains, casts, quantise and dequantise, broadcasts.
+"""Epilogue program on every element: pointwise chains, casts, quantise and dequantise, broadcasts.
 
     for block of a row of the grid:                 about BLOCK elements
       for pixel: for panel of channels:             vectorised along the innermost axis
 
-Axes that all views step evenly across become one; where every constant is a single number (`uniform`), a dense tensor
-is thus one long run of elements.
+Axes that all views step evenly across become one. If every constant is a single number (`uniform`), a dense tensor is
+thus one long run of elements.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import Lanes
-from engines.backends.llvm.kernels.common.access import Runs, offset
+from engines.backends.llvm.kernels.common.access import ViewRuns, offset
 from engines.backends.llvm.kernels.common.pixels import (
     PANEL,
     load_channels,
@@ -32,16 +32,20 @@ from engines.lowering.problems.view import joined
 
 @solves(Pointwise)
 class PointwiseKernel(Kernel[Pointwise]):
+    """Kernel of pointwise chains."""
     @cached_property
-    def runs(self) -> Runs:
-        """Inputs, then the output, on as few axes as possible."""
+    def runs(self) -> ViewRuns:
+        """Return the inputs and the output as runs, on as few axes as possible."""
         problem = self.problem
         by_channel = not problem.uniform and problem.program.constants > 0
-        return Runs(joined((*problem.sources, problem.output), keep_last=by_channel))
+        return ViewRuns(joined((*problem.sources, problem.output), keep_last=by_channel))
 
     @property
     def packed(self) -> bool:
-        """Packed order makes u8 -> u8 cheap; from floats, one shuffle after the packs is cheaper."""
+        """Return True for packed order, which makes u8 -> u8 cheap.
+
+        From floats, one shuffle after the packs is cheaper.
+        """
         views = self.runs.views
         return self.problem.output.dtype == "uint8" and all(v.dtype == "uint8" or v.strides[-1] == 0 for v in views)
 
@@ -58,23 +62,23 @@ class PointwiseKernel(Kernel[Pointwise]):
         *inputs, constants, output = addresses
         step = 0 if problem.uniform else 4 * problem.program.constants
         self.runs.emit(f, [*inputs, output], begin, end, PANEL * isa.lanes, lambda at, start, count: self._panel(
-            isa, at, constants + start * step, start, count), anyhow=step == 0)
+            isa, at, constants + start * step, start, count), split_tail=step == 0)
 
     def _panel(self, isa: Isa, at: list[Value], constants: Value, start: Value, count: int) -> None:
-        """`count` channels from `start` on."""
+        """Emit `count` channels from `start` on."""
         problem = self.problem
         lanes = Lanes(isa, count, self.packed)
         *inputs, output = self.runs.views
         *sources, target = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.runs.views, strict=True))
         operands = [load_channels(lanes, view, a) for view, a in zip(inputs, sources, strict=True)]
-        if problem.uniform:        # one number, repeated: the same lanes serve every vector
+        if problem.uniform:        # a single number: one vector serves all
             few = load_constants(Lanes(isa, isa.lanes, False), constants, problem.program.constants)
             numbers = few * lanes.vectors
         else:
             numbers = load_constants(lanes, constants, problem.program.constants)
         store_channels(lanes, output, [run_program(lanes, problem.program, None, operands, numbers)], [target])
 
-    # ---- constants and meaning
+    # ---- constants
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         if self.problem.uniform:
             return (pack_panels(isa, constants, isa.lanes, False),)

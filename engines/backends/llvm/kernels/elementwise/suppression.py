@@ -1,10 +1,10 @@
-"""The best boxes of each class, none of which covers a better one.
+"""NonMaxSuppression: the best boxes of each class, without those that overlap a better one.
 
     for batch, class:
-        keys, places = the scores above `least`, as integers of the same order, and whose they are: side by side
+        keys, places = the scores above `least`, as sortable integers, and the numbers of their boxes
         as often as there are such scores, while fewer than `most` boxes are taken:
-            box = the place of the highest key (as TopK finds it), which is then the lowest there is
-            taken, unless a box that is taken covers it:    `lanes` of those at a time, a vector for each number
+            box = the place of the highest key (found as in TopK), whose key then becomes the lowest
+            it is taken unless a taken box covers it:    `lanes` of those at a time, a vector for each number
 """
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from engines.lowering.problems.selection import Suppression
 
 @dataclass(frozen=True)
 class _Memory:
-    """keys, places: of a class's boxes that may be taken; peaks: the highest key of each block; taken: a row for each
-    number of a box."""
+    """Scratch memory of a class.
+
+    keys, places: the candidate boxes; peaks: the highest key of each block; taken: an array for each number of a box.
+    """
     keys: Value
     places: Value
     peaks: Value
@@ -37,13 +39,14 @@ class _Memory:
 
 @solves(Suppression)
 class SuppressionKernel(Kernel[Suppression]):
+    """Kernel of NonMaxSuppression."""
     @property
     def boxes(self) -> int:
         return self.problem.boxes.shape[1]
 
     @property
     def peaks(self) -> int:
-        """How many are kept: whole turns of a search."""
+        """Return the number of peaks in memory, rounded up to whole iterations of a search."""
         return -(-self.boxes // (BLOCK * BLOCK)) * BLOCK
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -54,7 +57,7 @@ class SuppressionKernel(Kernel[Suppression]):
         problem = self.problem
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(problem.inputs) + 2)
         boxes, scores, *numbers, chosen, count = addresses
-        room = [f.room(4 * extent, ALIGNMENT, hint) for extent, hint in (
+        room = [f.alloca(4 * extent, ALIGNMENT, hint) for extent, hint in (
             (self.boxes + BLOCK, "keys"), (self.boxes + BLOCK, "places"), (self.peaks, "peaks"),
             *((problem.limit + isa.lanes, "taken"),) * 5)]
         keys, places, peaks, *taken = room
@@ -81,13 +84,13 @@ class SuppressionKernel(Kernel[Suppression]):
             chosen.f.store(number, chosen + row * view.strides[0] + column * view.strides[1])
 
     def _waiting(self, f: Function, isa: Isa, scores: Value, least: Value, memory: _Memory) -> Value:
-        """Fills keys, places and peaks; how many scores there are."""
+        """Fill keys, places and peaks, and return the number of candidates."""
         stride, every = self.problem.scores.strides[2], least.compare("oeq", -np.inf)
         state = {"count": f.constant(0, I64)}
         for start, count in f.tiles("score", self.boxes, isa.lanes, state=state):
             score = load(isa, "float32", scores + start * stride, stride, count)
             wanted = f.op(every.type, f"or {score.compare('ogt', least)}, {every.name}", "wanted")
-            with f.chosen(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
+            with f.when_carrying(f.call(I1, f"llvm.vector.reduce.or.v{isa.lanes}i1", wanted, hint="any"), state):
                 keys = key_of(score)
                 keys = f.select(score.compare("oeq", score), keys, keys.like(LOWEST + 1), "keys")      # NaN comes last
                 for lane in range(count):
@@ -107,21 +110,21 @@ class SuppressionKernel(Kernel[Suppression]):
 
     def _take(self, f: Function, isa: Isa, boxes: Value, waiting: Value, numbers: tuple[Value, Value],
               memory: _Memory, write: Callable[[Value, Value], None]) -> Value:
-        """Calls write(how many there are, box) for each that is taken; how many there are."""
+        """Call write(number of boxes so far, box) for each box that is taken, and return their number."""
         most, overlap = numbers
         state = {"rows": f.constant(0, I64)}
         for _ in f.range("turn", f.constant(0, I64), waiting, state=state):
-            with f.chosen(state["rows"].below(most), state):
+            with f.when_carrying(state["rows"].below(most), state):
                 place = f.cast("zext", self._next(f, isa, memory), I64, "box")
                 box = self._box(f, boxes + place * self.problem.boxes.strides[1])
-                with f.chosen(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
+                with f.when_carrying(self._is_free(f, isa, memory, state["rows"], box, overlap), state):
                     self._remember(f, isa, memory, state["rows"], box)
                     write(state["rows"], place)
                     state["rows"] = state["rows"] + 1
         return state["rows"]
 
     def _next(self, f: Function, isa: Isa, memory: _Memory) -> Value:
-        """The box of the highest key, the first of equals; it is no longer among the keys."""
+        """Return the box of the highest key, the first if several are equal, and remove its key."""
         block = first_of(f, isa, memory.peaks, self.peaks, highest(f, isa, memory.peaks, self.peaks))
         start = memory.keys + block * (4 * BLOCK)
         place = first_of(f, isa, start, BLOCK, f.load(I32, memory.peaks + block * 4, hint="peak"))
@@ -135,7 +138,7 @@ class SuppressionKernel(Kernel[Suppression]):
         return box_of(a, b, c, d, self.problem.centred)
 
     def _is_free(self, f: Function, isa: Isa, memory: _Memory, rows: Value, box: Box, overlap: Value) -> Value:
-        """Whether no box that is taken covers this one."""
+        """Return an i1 that is true if no taken box covers this one."""
         own = tuple(f.splat(number, isa.lanes) for number in box)
         state = {"covered": f.constant(0, vector(isa.lanes, I1))}
         for first in f.range("taken", f.constant(0, I64), rows, isa.lanes, state=state):
@@ -146,7 +149,7 @@ class SuppressionKernel(Kernel[Suppression]):
         return found.binary("xor", 1)
 
     def _remember(self, f: Function, isa: Isa, memory: _Memory, rows: Value, box: Box) -> None:
-        """The rest of the vector that it begins is a box of nothing, far away, which covers none."""
+        """Append a box to the taken ones; new vectors are first filled with empty boxes, which cover none."""
         with f.when(rows.remainder(isa.lanes).compare("eq", 0)):
             for row, number in zip(memory.taken, (np.inf, np.inf, -np.inf, -np.inf, 0), strict=True):
                 f.store(f.constant(number, isa.floats), row + rows * 4)

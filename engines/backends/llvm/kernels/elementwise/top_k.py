@@ -1,16 +1,16 @@
-"""The k largest or smallest of a row, in order, and where they were; of equals the first.
+"""TopK: the k largest or smallest elements of a row in order, and their indices; the first of equal ones comes first.
 
-    for block of BLOCK elements: keys[block] = x as integers of the same order; peaks[block] = max of its keys
+    for block of BLOCK elements: keys[block] = sortable integers of x; peaks[block] = max of its keys
     while there are more than FEW peaks: for block of BLOCK peaks: their peaks = max of them, a level above
-    k times: from the highest level down, the first block whose peak is the highest, and in it the first key that high,
-             is the next (what is taken becomes the lowest key there is, and peaks above it are made anew)
+    k times: from the highest level down, find the first block with the highest peak, and in it the first such key; that
+             is the next result. Its key becomes the lowest there is, and the peaks above it are updated
 
-A row is so read once, and each of the k costs as much as reading FEW + BLOCK * levels numbers. An element of the k is
-in one of the k first blocks in the order of their peaks: of rows too wide for their keys to be kept, a block's keys are
-made when it is first searched, and there is room for those of k blocks.
+So a row is read once, and each of the k results costs as much as reading FEW + BLOCK * levels numbers. A result lies in
+one of the k first blocks in the order of their peaks. If a row is too wide to store all keys, the keys of a block are
+computed when it is first searched, and there is memory for those of k blocks.
 
-One alone is found in registers: each lane has the highest key that it met and where that was, and the first of the
-lanes' highest is the answer.
+For k = 1 the result is found in registers: each lane holds the highest key that it has seen and its index, and the
+first of the lanes' highest wins.
 """
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from engines.codegen.nest.values import load
 from engines.codegen.types import ELEMENTS, I32, I64, PTR, vector
 from engines.lowering.problems.elementwise import TopK
 
-BLOCK = 64              # elements whose peak is remembered; a multiple of every machine's lanes
-FEW = 8 * BLOCK         # peaks that are searched one by one
-MOST_KEYS = 1 << 18     # of a row that are kept on the stack whatever k is, of 32 bits
-LOWEST = -(1 << 31)     # of the keys of 32 bits; no element has it
-FAR = (1 << 31) - 1     # beyond every place
+BLOCK = 64              # elements of a block; a multiple of every machine's lanes
+FEW = 8 * BLOCK         # most peaks that are searched linearly
+MOST_KEYS = 1 << 18     # most 32-bit keys of a row that are kept on the stack for any k
+LOWEST = -(1 << 31)     # lowest 32-bit key, which no element has
+FAR = (1 << 31) - 1     # greater than every index
 
 
 @solves(TopK)
 class TopKKernel(Kernel[TopK]):
+    """Kernel of TopK."""
     @property
     def width(self) -> int:
         return self.problem.x.shape[-1]
@@ -46,22 +47,22 @@ class TopKKernel(Kernel[TopK]):
 
     @property
     def peaks(self) -> list[int]:
-        """How many are kept at each level: whole turns of a search."""
+        """Return the number of peaks in memory at each level, rounded up to whole iterations of a search."""
         counts = [-(-self.blocks // BLOCK) * BLOCK]
         while counts[-1] > FEW:
             counts.append(-(-counts[-1] // BLOCK // BLOCK) * BLOCK)
         return counts
 
     @property
-    def kept(self) -> int:
-        """Blocks whose keys there is room for."""
+    def stored_blocks(self) -> int:
+        """Return the number of blocks whose keys have memory."""
         if self.width <= MOST_KEYS * 32 // self.bits:
             return self.blocks
         return min(self.blocks, self.problem.indices.shape[-1])
 
     @property
     def bits(self) -> int:
-        """Of a key."""
+        """Return the width of a key in bits."""
         return 64 if self.problem.x.dtype in TopK.wide else 32
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -79,20 +80,20 @@ class TopKKernel(Kernel[TopK]):
         self._largest(f, isa, addresses, begin, end)
 
     def _store(self, x: Value, index: Value, values: Sequence[Value], indices: Value) -> None:
-        """One of the k, if its value is wanted with that."""
+        """Store one result: its index, and its value if the problem has values."""
         f, element = x.f, ELEMENTS[self.problem.x.dtype]
         for target in values:
             f.store(f.load(element, x + index * self.problem.x.strides[-1], hint="value"), target)
         f.store(index, indices)
 
     def _greatest(self, f: Function, isa: Isa, x: Value) -> Value:
-        """Where the first of the highest keys of a row is."""
+        """Return the index of the first highest key of a row."""
         lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
         state = {"best": lowest, "place": f.constant(0, isa.ints), "here": lane_numbers(f, isa)}
         for start, count in f.tiles("part", self.width, isa.lanes, state=state):
             keys = self._keys(f, isa, x + start * self.problem.x.strides[-1], count)
             higher = keys.compare("sgt", state["best"])
-            # One vector's best waits for the one's before in one instruction: a select would wait for the comparison.
+            # smax keeps the dependency chain at one instruction; a select would also wait for the comparison.
             state["best"] = f.call(keys.type, f"llvm.smax.v{isa.lanes}i{self.bits}", state["best"], keys, hint="best")
             state["place"] = f.select(higher, state["here"], state["place"])
             state["here"] = state["here"] + isa.lanes
@@ -106,21 +107,21 @@ class TopKKernel(Kernel[TopK]):
         problem, bits, size = self.problem, self.bits, self.bits // 8
         views = (*problem.inputs, *problem.outputs)
         keys, *peaks = (f.op(PTR, f"alloca [{count} x i{bits}], align {ALIGNMENT}", hint)
-                        for count, hint in ((self.kept * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
-        slots = f.room(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.kept < self.blocks else None
+                        for count, hint in ((self.stored_blocks * BLOCK, "keys"), *((n, "peaks") for n in self.peaks)))
+        slots = f.alloca(4 * (self.blocks + 1), ALIGNMENT, "slots") if self.stored_blocks < self.blocks else None
         for x, *values, indices in each_row(f, begin, end, addresses, views, problem.x.shape[:-1]):
             self._make_peaks(f, isa, x, keys, peaks)
             if slots:
                 for i in f.loop("slot", self.blocks + 1):
                     f.store(f.constant(0, I32), slots + i * 4)
             for turn in f.loop("turn", problem.indices.shape[-1]):
-                wanted = highest(f, isa, peaks[-1], self.peaks[-1], bits)
-                place = first_of(f, isa, peaks[-1], self.peaks[-1], wanted)
+                value = highest(f, isa, peaks[-1], self.peaks[-1], bits)
+                place = first_of(f, isa, peaks[-1], self.peaks[-1], value)
                 for below in reversed(peaks[:-1]):
-                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, wanted)
+                    place = place * BLOCK + first_of(f, isa, below + place * (size * BLOCK), BLOCK, value)
                 block = self._slot(isa, x, keys, slots, place) if slots else place
                 start = keys + block * (size * BLOCK)
-                inside = first_of(f, isa, start, BLOCK, wanted)
+                inside = first_of(f, isa, start, BLOCK, value)
                 self._store(x, place * BLOCK + inside,
                             [a + turn * v.strides[-1] for a, v in zip(values, problem.outputs, strict=False)],
                             indices + turn * problem.indices.strides[-1])
@@ -131,29 +132,29 @@ class TopKKernel(Kernel[TopK]):
                     start = above + place * (size * BLOCK)
 
     def _make_peaks(self, f: Function, isa: Isa, x: Value, keys: Value, peaks: Sequence[Value]) -> None:
-        """The keys of all blocks, one over the other where there is no room for them, and the peaks of every level."""
-        size, late = self.bits // 8, self.kept < self.blocks
+        """Compute the keys of all blocks (overwriting each other if memory is short) and the peaks of every level."""
+        size, late = self.bits // 8, self.stored_blocks < self.blocks
         self._fill(f, isa, peaks[0], self.blocks, self.peaks[0])
         for start, count in f.tiles("block", self.width, BLOCK):
             target = keys if late else keys + start * size
             self._make_keys(f, isa, x + start * self.problem.x.strides[-1], count, target)
             f.store(highest(f, isa, target, BLOCK, self.bits), peaks[0] + start.divided(BLOCK) * size)
-        for below, above, count, room in zip(peaks, peaks[1:], self.peaks, self.peaks[1:], strict=False):
-            self._fill(f, isa, above, count // BLOCK, room)
+        for below, above, count, capacity in zip(peaks, peaks[1:], self.peaks, self.peaks[1:], strict=False):
+            self._fill(f, isa, above, count // BLOCK, capacity)
             for i in f.loop("peak", count // BLOCK):
                 f.store(highest(f, isa, below + i * (size * BLOCK), BLOCK, self.bits), above + i * size)
 
-    def _fill(self, f: Function, isa: Isa, peaks: Value, count: int, room: int) -> None:
-        """The lowest behind `count` peaks."""
-        if count < room:
+    def _fill(self, f: Function, isa: Isa, peaks: Value, count: int, capacity: int) -> None:
+        """Fill the memory after `count` peaks with the lowest key."""
+        if count < capacity:
             lowest = f.constant(lowest_of(self.bits), vector(isa.lanes, f"i{self.bits}"))
-            for behind in range(count // isa.lanes * isa.lanes, room, isa.lanes):
+            for behind in range(count // isa.lanes * isa.lanes, capacity, isa.lanes):
                 f.store(lowest, peaks + behind * (self.bits // 8))
 
     def _slot(self, isa: Isa, x: Value, keys: Value, slots: Value, block: Value) -> Value:
-        """The place of a block's keys among those that are kept; they are made there if they are not yet.
+        """Return the position of a block's keys in memory; compute the keys if they are not there yet.
 
-        slots: how many have been made, then of each block which of these it was, counted from 1.
+        slots: the number of positions in use, then for each block its position, counted from 1.
         """
         f, whole, bytes_ = x.f, self.width // BLOCK, BLOCK * self.bits // 8
         at = slots + (block + 1) * 4
@@ -171,13 +172,13 @@ class TopKKernel(Kernel[TopK]):
         return f.cast("zext", f.load(I32, at, hint="slot"), I64, "slot") - 1
 
     def _make_keys(self, f: Function, isa: Isa, x: Value, count: int, target: Value) -> None:
-        """The keys of a block of so many elements."""
+        """Store the keys of a block of so many elements."""
         for first in range(0, BLOCK, isa.lanes):
             keys = self._keys(f, isa, x + first * self.problem.x.strides[-1], count - first)
             f.store(keys, target + first * (self.bits // 8))
 
     def _keys(self, f: Function, isa: Isa, address: Value, count: int) -> Value:
-        """A vector of the elements' keys. Past the row, the lowest there is."""
+        """Return a vector of the elements' keys; past the row, the lowest key."""
         lowest = lowest_of(self.bits)
         if count <= 0:
             return f.constant(lowest, vector(isa.lanes, f"i{self.bits}"))
@@ -186,7 +187,7 @@ class TopKKernel(Kernel[TopK]):
 
 
 def highest(f: Function, isa: Isa, address: Value, count: int, bits: int = 32) -> Value:
-    """The greatest of `count` integers (a multiple of the lanes)."""
+    """Return the greatest of `count` integers, a multiple of the lanes."""
     type_ = vector(isa.lanes, f"i{bits}")
     best = {"best": f.constant(lowest_of(bits), type_)}
     for i in f.loop("part", count // isa.lanes, best=best):
@@ -196,14 +197,14 @@ def highest(f: Function, isa: Isa, address: Value, count: int, bits: int = 32) -
 
 
 def lane_numbers(f: Function, isa: Isa) -> Value:
-    """0, 1, ... as a vector."""
+    """Return the vector 0, 1, 2, ..."""
     return Value(f, isa.ints, f"<{', '.join(f'{I32} {lane}' for lane in range(isa.lanes))}>")
 
 
-def first_of(f: Function, isa: Isa, address: Value, count: int, wanted: Value) -> Value:
-    """Where the first of `count` integers is that is `wanted`; one is. An i64."""
-    everywhere, far = f.splat(wanted, isa.lanes), f.constant(FAR, isa.ints)
-    size = isa.lanes * int(wanted.type[1:]) // 8
+def first_of(f: Function, isa: Isa, address: Value, count: int, value: Value) -> Value:
+    """Return the index, an i64, of the first of `count` integers that equals `value`; one of them does."""
+    everywhere, far = f.splat(value, isa.lanes), f.constant(FAR, isa.ints)
+    size = isa.lanes * int(value.type[1:]) // 8
     state = {"place": lane_numbers(f, isa), "found": far}
     for i in f.loop("part", count // isa.lanes, state=state):
         same = f.load(everywhere.type, address + i * size, hint="keys").compare("eq", everywhere)

@@ -1,12 +1,12 @@
-"""A contraction to very few couts as dot products: lanes are elements of x's runs, not couts.
+"""Contraction to very few output channels (couts) as dot products: lanes are elements of x's runs.
 
     for tap that starts a run:
       for vector of the run:
         for cout: for pixel: acc[pixel, cout] += x[pixel, vector] * w[cout, vector]
-    sums of `lanes` of these as one vector, from which each pixel's couts are taken
+    reduce `lanes` of these vectors to one, and take each pixel's couts from it
 
-In float32: the last layers of decoders, masks, super-resolution, scores. One cout of 250 products takes 16 turns of
-vectors of 16, where those that broadcast take 250.
+It serves float32: the last layers of decoders, masks, super-resolution, scores. One cout with 250 products takes 16
+iterations with vectors of 16, where kernels that broadcast x take 250.
 """
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ from engines.codegen.types import FLOAT, I64, PTR, vector
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
-SUMS = 4            # that are made at once, at least: a sum waits for its last product as long as four take
-SHARE = 5 / 8       # of the registers, for sums: beside them vectors of x and of the weights
+SUMS = 4            # least number of independent accumulators, to hide the latency of a product
+SHARE = 5 / 8       # share of the registers for accumulators; the others hold x and weights
 
 
 @dataclass(frozen=True)
 class DotTile(Tile):
+    """Tactic of the dot-product kernel."""
     layout: ClassVar[str] = "dots"
 
 
 @solves(Contraction)
 class DotContraction(TiledContraction):
-    """Weights are packed [run][vector][cout][lane], zeros behind a run. Of taps in the border, rows are left out."""
+    """Contraction by dot products. Weights are packed [run][vector][cout][lane], with zeros past a run.
+
+    Taps in the border are skipped by whole rows.
+    """
     tile = DotTile
     skips_taps = True
 
@@ -59,7 +63,10 @@ class DotContraction(TiledContraction):
         return self.vectors_of_a_run(isa) * len(self.run_offsets()), self.problem.cout * isa.bytes
 
     def turn_cycles(self, isa: Isa, pixels: int, vectors: int, tile: Tile) -> float:
-        """With its share of the sums over lanes. A vector of x mostly lies in two lines, which takes two loads."""
+        """Return the cycles of an iteration, with its share of the reductions over lanes.
+
+        A vector of x mostly crosses a cache line, which takes two loads.
+        """
         couts = self.problem.cout
         sums = Work(others=3 * isa.lanes * -(-pixels // pixels_of_a_vector(isa, couts)) + pixels)
         turn = Work(pixels * couts, 0, 2 * pixels + couts) + sums * (1 / self.turns_and_bytes(isa, vectors)[0])
@@ -82,7 +89,7 @@ class DotContraction(TiledContraction):
 
 
 def pixels_of_a_vector(isa: Isa, couts: int) -> int:
-    """Of how many pixels one vector holds the sums: each one's couts in as many lanes, or a power of two."""
+    """Return the number of pixels whose sums one vector holds; each has a power of two of lanes."""
     return isa.lanes // _lanes_of(couts)
 
 
@@ -91,14 +98,16 @@ def _lanes_of(couts: int) -> int:
 
 
 class _DotLoops(TiledLoops):
-    """Parameters of a micro-kernel beside those of every tile: the weights, and how many rows of taps are live, where
-    some are left out."""
+    """Emitter of the dot-product kernel.
+
+    Its micro-kernels have more parameters: the weights, and if taps are skipped, the number of live rows of taps.
+    """
     kernel: DotContraction
     arrays = 1
 
     @property
     def _bytes_of_a_run(self) -> int:
-        """Of its weights."""
+        """Return the bytes of a run's weights."""
         return self.kernel.vectors_of_a_run(self.isa) * self.problem.cout * self.isa.bytes
 
     @property
@@ -117,12 +126,12 @@ class _DotLoops(TiledLoops):
         return x, arguments
 
     def panel_weights(self, f: Function, before: Value, first: Value, start: Value) -> dict[str, Value]:
-        return {"w": self.weights[0]}       # there is one panel
+        return {"w": self.weights[0]}       # the only panel
 
     def sum(self, f: Function, part: Part, acc: dict[Any, Value], vectors: int) -> None:
         problem, planes = self.kernel.image, self.kernel.planes
         pixels = [self.offset(i, j) for i, j in part.pixels]
-        chains = -(-SUMS // (len(pixels) * problem.cout))       # of products that do not wait for each other
+        chains = -(-SUMS // (len(pixels) * problem.cout))       # independent accumulators of each sum
         sums = {(p, cout, chain): f.constant(0, self.isa.floats) for p in range(len(pixels))
                 for cout in range(problem.cout) for chain in range(chains)}
         at = {key: f.parameters[key] for key in ("x", "w")}
@@ -146,7 +155,7 @@ class _DotLoops(TiledLoops):
 
     def _run(self, f: Function, sums: dict[Any, Value], at: Mapping[str, Value], pixels: Sequence[int],
              chains: int) -> None:
-        """The products of one run, of pixels so many bytes from the first."""
+        """Emit the products of one run, for pixels at these byte offsets from the first."""
         lanes, couts = self.isa.lanes, self.problem.cout
         for k, count in f.tiles("run", self.kernel.run, lanes * chains, sums=sums):
             for chain, first in enumerate(range(0, count, lanes)):
@@ -154,7 +163,7 @@ class _DotLoops(TiledLoops):
                 self._turn(sums, chain, [x + pixel for pixel in pixels], w, min(lanes, count - first))
 
     def _turn(self, sums: dict[Any, Value], chain: int, pixels: Sequence[Value], w: Value, count: int) -> None:
-        """Of so many elements of the run. The fewer factors stay in registers, the others come one by one."""
+        """Emit the products of `count` elements of a run. The factor with fewer vectors stays in registers."""
         isa, couts = self.isa, range(self.problem.cout)
 
         def weight(cout: int) -> Value:
@@ -174,7 +183,7 @@ class _DotLoops(TiledLoops):
                 sums[p, cout, chain] = isa.fma(part, row, sums[p, cout, chain])
 
     def _spread(self, f: Function, sums: Mapping[tuple[int, int], Value], acc: dict[Any, Value]) -> None:
-        """{(pixel, cout): vector of which the lanes are to be summed} -> each pixel's couts, a lane each."""
+        """Reduce {(pixel, cout): vector} over lanes, and put each pixel's couts into the lanes of its accumulator."""
         isa, couts = self.isa, self.problem.cout
         width, together = _lanes_of(couts), pixels_of_a_vector(isa, couts)
         zero = f.constant(0, isa.floats)
@@ -186,7 +195,7 @@ class _DotLoops(TiledLoops):
 
 
 def _loaded(isa: Isa, address: Value, count: int) -> Value:
-    """`count` floats, zeros behind them."""
+    """Load `count` floats; the other lanes are 0."""
     f = address.f
     part = f.load(vector(count, FLOAT), address, hint="x")
     lanes = [min(i, count) for i in range(isa.lanes)]

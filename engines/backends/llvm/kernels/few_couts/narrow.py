@@ -1,7 +1,7 @@
-"""The direct kernel of a contraction on vectors of half the width, where a group has couts for no more.
+"""Direct kernel of a contraction on vectors of half the width, for groups whose couts fit them.
 
-Lanes without a cout are multiplied like others: half a vector's products take no longer than a whole one's, and half
-as long on cores that compute a whole one in two halves.
+Lanes without a cout are multiplied like others. Products of half vectors take no longer than those of whole ones, and
+half as long on cores that execute a whole vector in two halves.
 """
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array, Problem
 
-SHARE = 0.75            # of what as many products of whole vectors take: between the two kinds of cores
+SHARE = 0.75            # cost relative to whole vectors, between those of the two kinds of cores
 
 
 @dataclass(frozen=True)
 class NarrowTile(Tile):
+    """Tactic of the narrow kernel."""
     layout: ClassVar[str] = "narrow"
 
 
 @solves(Contraction)
 class NarrowContraction(DirectContraction):
-    """All is asked of the narrow vectors."""
+    """Direct contraction for the half-width vectors of the machine."""
     tile = NarrowTile
 
     def tactics(self, isa: Isa) -> Sequence[Tile]:

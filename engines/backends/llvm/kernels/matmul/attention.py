@@ -1,14 +1,14 @@
-"""The kernel of an Attention (problems/matmul.py): the scores of a block of queries live and die in the cache.
+"""Kernel of an Attention (problems/matmul.py), in which the scores of a block of queries stay in cache.
 
-    for head:                                   k' and v are packed, once a call; a few queries read them as they lie
+    for head:                                   k' and v are packed once a call; with few queries they are read in place
       for block of queries:
         tiles of k' :  x                        -> scratch
         rows of x   :  p, 1 / sum of p          -> scratch
         tiles of v  :  sums / sum of p          -> program -> y
 
-What q's zero point adds to a score depends on t and is what the sums begin with.
+The term that q's zero point adds to a score depends on the key only; the sums of scores begin with it.
 
-Source: the order of the loops is that of FlashAttention (Dao et al. 2022) without its running maximum: a row of scores
+Reference: Dao et al., FlashAttention (2022), for the order of the loops, without its running maximum: a row of scores
 fits a cache.
 """
 from __future__ import annotations
@@ -33,26 +33,26 @@ from engines.backends.llvm.kernels.matmul.operands import (
     product_arithmetic,
     store_tile,
 )
-from engines.backends.llvm.kernels.matmul.softmax import Softmax
+from engines.backends.llvm.kernels.matmul.softmax import AttentionSoftmax
 from engines.codegen.extents import Extent
 from engines.codegen.ir_builder import Function, Module, Value
-from engines.codegen.row_formulas import seen
+from engines.codegen.row_formulas import is_unmasked
 from engines.codegen.types import FLOAT, PTR
 from engines.lowering.problems.matmul import MIDDLE, Attention
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import PARTIALS
 from engines.lowering.problems.view import SIZES
 
-FEW_QUERIES = 4         # packing k and v costs as much as their products with so many, or more
+FEW_QUERIES = 4         # queries up to which packing k and v costs at least as much as the products
 
 
 @dataclass(frozen=True)
 class Tiles(Tactic):
-    """Register tiles (rows, vectors) of the two products, and how many queries are a block."""
+    """Tactic of attention: register tiles (rows, vectors) of the two products, and the queries of a block."""
     scores: tuple[int, int]
     mix: tuple[int, int]
     block: int
-    packed: bool = True     # k and v, before they are multiplied
+    packed: bool = True     # whether k and v are packed before the products
 
     def __str__(self) -> str:
         tiles = f"tiles {self.scores[0]}x{self.scores[1]}, {self.mix[0]}x{self.mix[1]} block {self.block}"
@@ -61,8 +61,10 @@ class Tiles(Tactic):
 
 @solves(Attention)
 class AttentionKernel(Kernel[Attention]):
-    """A row of the grid is a head, a column a block of queries. Packed are the numbers, then the program's constants,
-    [panel][constant][vector][lane]."""
+    """Attention of one head at a time. A row of the grid is a head, a column a block of queries.
+
+    The packed constants are the scale and zero points, and the program's constants, [panel][constant][vector][lane].
+    """
 
     def tactics(self, isa: Isa) -> Sequence[Tiles]:
         found: dict[Tiles, None] = {}
@@ -72,7 +74,10 @@ class AttentionKernel(Kernel[Attention]):
         return (*self._unpacked(isa), *found)
 
     def _unpacked(self, isa: Isa) -> Sequence[Tiles]:
-        """Of a few queries: all of them by one vector of keys, and by a row of values as wide as registers allow."""
+        """Return the tactics without packing, for few queries.
+
+        Their tiles have all queries, by one vector of keys and by wide rows of values.
+        """
         queries, width = self.problem.queries, isa.vectors_for(self.problem.v.shape[-1])
         k, v = factors(self.problem, isa)
         if queries > FEW_QUERIES or not (readable(k) or readable(v)):
@@ -80,14 +85,14 @@ class AttentionKernel(Kernel[Attention]):
         return (Tiles((queries, 1), (queries, min((isa.registers - 4) // queries, width)), queries, packed=False),)
 
     def refinements(self, isa: Isa, best: Tiles) -> Sequence[Tiles]:
-        """The best tiles with other blocks."""
+        """Return the best tactic with other block sizes."""
         return [replace(best, block=self._block(best.scores[0], n)) for n in (1, 4, 8)] if best.packed else []
 
     def _block(self, rows: int, tiles: int) -> int:
         return min(rows * tiles, self.problem.queries)
 
     def _shapes(self, isa: Isa, columns: int) -> list[tuple[int, int]]:
-        """Register tiles for a right factor of so many columns."""
+        """Return register tiles for a right factor of so many columns."""
         widest = isa.vectors_for(columns)
         shapes = [shape for shape in usual_tile_shapes(isa, self.problem.precision) if shape[1] <= widest]
         return list(dict.fromkeys((min(rows, self.problem.queries), vectors) for rows, vectors in shapes))
@@ -103,24 +108,24 @@ class AttentionKernel(Kernel[Attention]):
         return self.problem.numbers(constants), program
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tiles) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        _AttentionEmitter(self.problem, module, name, isa, tactic).emit()
 
 
 def factors(problem: Attention, isa: Isa, vectors: tuple[int, int] = (1, 1)) -> tuple[Right, Right]:
-    """k' and v, packed in panels of so many vectors."""
+    """Return k' and v as right factors, packed in panels of so many vectors."""
     arithmetic = product_arithmetic(problem.precision, isa)
     return (Right(Matrix.of(problem.k).transposed, arithmetic, isa, vectors[0]),
             Right(Matrix.of(problem.v), arithmetic, isa, vectors[1]))
 
 
 def readable(factor: Right) -> bool:
-    """Whether there is a product with it as it lies."""
+    """Return True if there is a product with the factor in place."""
     return factor.direct or has_columns(factor)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The addresses of one head's factors, mask and result."""
+    """Addresses of one head's factors, mask and result."""
     q: Value
     k: Value
     v: Value
@@ -128,8 +133,8 @@ class _Head:
     y: Value
 
 
-class _Emitter:
-    """Writes one kernel: the loops around, and the micro-kernels they call."""
+class _AttentionEmitter:
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
 
     def __init__(self, problem: Attention, module: Module, name: str, isa: Isa, tiles: Tiles) -> None:
         self.problem, self.module, self.name, self.isa, self.tiles = problem, module, name, isa, tiles
@@ -138,22 +143,22 @@ class _Emitter:
         self.k, self.v = (replace(factor, packed=tiles.packed or not readable(factor)) for factor in factors(
             problem, isa, (tiles.scores[1], tiles.mix[1])))
         self.exact = self.q.exact
-        self.adds_zero = self.exact and problem.mask is not None       # to the mean of a query that sees no key
+        self.adds_zero = self.exact and problem.mask is not None       # corrects queries whose keys are all masked
 
-    # ---- scratch: what lies in it, and where, in bytes
+    # ---- layout of the scratch memory
     @property
     def pitch(self) -> int:
-        """Floats of a row of scores."""
+        """Return the floats of a row of scores."""
         return -(-self.problem.keys // PARTIALS) * PARTIALS
 
     @property
     def weight_pitch(self) -> int:
-        """Bytes of a row of p."""
+        """Return the bytes of a row of p."""
         return self.pitch * SIZES[self.arithmetic.dtype]
 
     @cached_property
     def scratch(self) -> dict[str, tuple[int, int]]:
-        """{what: (offset, bytes)}"""
+        """Return {name: (offset, size)} of the arrays in scratch memory, in bytes."""
         block = self.tiles.block
         sizes = {"k": self.k.bytes * self.k.packed, "v": self.v.bytes * self.v.packed, "x": block * self.pitch * 4,
                  "peaks": block * 4, "totals": block * self.isa.bytes, "inverse": block * 4,
@@ -167,14 +172,14 @@ class _Emitter:
             at += -(-size // ALIGNMENT) * ALIGNMENT
         return found
 
-    # ---- the loops around
+    # ---- outer loops
     def emit(self) -> None:
         problem = self.problem
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, 3 + bool(problem.mask) + 3)
         *tensors, numbers, constants, y = addresses
         self.numbers, self.constants = numbers, constants
         total = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in self.scratch.values())
-        memory = f.room(total, ALIGNMENT, "scratch")
+        memory = f.alloca(total, ALIGNMENT, "scratch")
         self.at = {what: memory + start for what, (start, _) in self.scratch.items()}
         if not self.scratch["p"][1]:
             self.at["p"] = self.at["x"]         # in place
@@ -196,7 +201,7 @@ class _Emitter:
             self._start_sums(k.f)
 
     def _start_sums(self, f: Function) -> None:
-        """start[t] = -(q's zero point) * sum over d of k[t, d] - MIDDLE."""
+        """Store start[t] = -(q's zero point) * sum over d of k[t, d] - MIDDLE."""
         isa, right = self.isa, self.k
         zero = integer(f, self.numbers, 1)
         minus = f.splat(zero.like(0) - zero, isa.lanes)
@@ -219,7 +224,7 @@ class _Emitter:
             self._queries(f, head, first, tail)
 
     def _queries(self, f: Function, head: _Head, first: Value, count: int) -> None:
-        """`count` queries from `first` on."""
+        """Emit `count` queries from `first` on."""
         problem, scores, mix = self.problem, self.tiles.scores[0], self.tiles.mix[0]
         q = self.q.matrix.at(head.q, first, 0)
         if not self.q.direct:
@@ -227,10 +232,10 @@ class _Emitter:
             q = self.at["q"]
         mask = offset(head.mask, [first], problem.mask.strides[-2:-1]) if problem.mask and head.mask else None
         keys = self.k.padded_columns if self.k.packed else problem.keys
-        for t, columns in f.tiles("panel of keys", keys, self.k.width, anyhow=not self.k.packed):
+        for t, columns in f.tiles("panel of keys", keys, self.k.width, split_tail=not self.k.packed):
             panel = self._panel(self.k, head.k, "k", t)
             here = offset(mask, [t], problem.mask.strides[-1:]) if problem.mask and mask else self.at["x"]
-            for row, rows in f.tiles("row of scores", count, scores, anyhow=True):
+            for row, rows in f.tiles("row of scores", count, scores, split_tail=True):
                 moved = here + row * problem.mask.strides[-2] if problem.mask else here
                 f.run(self._scores(rows, columns), q + row * self.q.pitch, panel, self.numbers,
                       self.at["start"] + t * 4, moved, self.at["x"] + row * (4 * self.pitch) + t * 4)
@@ -240,27 +245,27 @@ class _Emitter:
         for e, columns in f.tiles("panel of values", problem.v.shape[-1], self.v.width):
             panel = self._panel(self.v, head.v, "v", e)
             constants = self.constants + e * (4 * problem.program.constants)
-            for row, rows in f.tiles("row of values", count, mix, anyhow=True):
+            for row, rows in f.tiles("row of values", count, mix, split_tail=True):
                 f.run(self._mix(rows, columns), self.at["p"] + row * self.weight_pitch, panel,
                       self.at["inverse"] + row * 4, self.at["added"] + row * 4, constants,
                       y + row * problem.y.strides[-2] + e * problem.y.strides[-1])
 
     def _panel(self, factor: Right, source: Value, packed: str, column: Value) -> Value:
-        """Where the panel from a column on lies."""
+        """Return the address of the panel that begins at a column."""
         if factor.packed:
             return self.at[packed] + column.divided(factor.width) * factor.panel_bytes
         return factor.matrix.at(source, 0, column)
 
     # ---- the micro-kernels
     def _function(self, what: str, **types: str) -> tuple[str, Function | None]:
-        """(name, the function to write, or None if it is there already)"""
+        """Return (name, function to write, or None if the module has it already)."""
         name = f"{self.name}_{what}"
         if name in self.module.functions:
             return name, None
         return name, self.module.function(name, internal=True, **types)
 
     def _scores(self, rows: int, columns: int) -> str:
-        """x, of rows x columns scores."""
+        """Return the name of the micro-kernel for rows x columns scores x."""
         name, f = self._function(f"scores_{rows}x{columns}", q=PTR, k=PTR, numbers=PTR, start=PTR, mask=PTR, x=PTR)
         if f is None:
             return name
@@ -278,19 +283,20 @@ class _Emitter:
                 others = load_channels(lanes, mask, added + m * mask.strides[-2])
             for v in range(lanes.vectors):
                 value = isa.fma(sums[m, v], scale, others[v]) if mask else sums[m, v] * scale
-                if not self.k.packed:       # a tail may be several panels, and only the last has room behind it
+                if not self.k.packed:       # a tail may be several panels, of which only the last may be overrun
                     value = f.shuffle(value, None, range(min(columns - v * isa.lanes, isa.lanes)), "scores")
                 f.store(value, x + (4 * self.pitch * m + v * isa.bytes), isa.bytes if self.k.packed else 4)
         return name
 
     def _softmax(self) -> str:
-        """Rows of x -> p, 1 / its sum, and what is added to the mean."""
+        """Return the name of the function that computes p, 1 / sum of p, and the correction of the means."""
         places = dict.fromkeys(("x", "peaks", "p", "totals", "inverse", "added", "numbers"), PTR)
         name, f = self._function("softmax", **places, rows="i64")
         if f is None:
             return name
         x, peaks, p, totals, inverse, added, numbers, rows = f.parameters.values()
-        softmax = Softmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype, self.problem.mask is not None)
+        softmax = AttentionSoftmax(self.isa, self.problem.keys, self.pitch, self.arithmetic.dtype,
+                                   natural=self.problem.mask is not None)
         softmax.peaks(x, peaks, rows)
         softmax.weights(x, peaks, p, totals, rows)
         softmax.inverses(peaks, totals, inverse, rows)
@@ -298,11 +304,11 @@ class _Emitter:
             zero = f.load(FLOAT, numbers + 12, hint="zero") - MIDDLE
             for row in f.loop("added", rows):
                 peak = f.load(FLOAT, peaks + row * 4, hint="peak")
-                f.store(f.select(seen(peak), zero.like(0), zero, "unseen"), added + row * 4)
+                f.store(f.select(is_unmasked(peak), zero.like(0), zero, "unseen"), added + row * 4)
         return name
 
     def _mix(self, rows: int, columns: int) -> str:
-        """y = program(sums / sum of p + added), of rows x columns."""
+        """Return the name of the micro-kernel for y = program(sums / sum of p + added), of rows x columns."""
         name, f = self._function(f"mix_{rows}x{columns}", p=PTR, v=PTR, inverse=PTR, added=PTR, constants=PTR, y=PTR)
         if f is None:
             return name

@@ -1,8 +1,8 @@
-"""A few rows by a right factor [K, N] whose columns lie in one piece each, as keys do, read where they lie.
+"""Product of a few rows and a right factor [K, N] whose columns are contiguous, as keys are, without packing it.
 
     for vector of columns:
       for vector of K:          a vector of products for each column
-      the sums of `lanes` vectors as one: half as many, whose lanes belong to two of them, log2(lanes) times
+      reduce `lanes` vectors to one in log2(lanes) rounds, each of which halves their number
 
 Packing such a factor takes about as many instructions as its product with four rows.
 """
@@ -16,13 +16,16 @@ from engines.codegen.ir_builder import Value
 
 
 def has_columns(right: Right) -> bool:
-    """Whether its columns lie in one piece, in a dtype that float32 products take."""
+    """Return True if the factor has contiguous columns of float32 and the arithmetic multiplies float32."""
     matrix = right.matrix
     return right.arithmetic.weights_dtype == "float32" == matrix.dtype and matrix.strides[0] == matrix.size
 
 
 def dots(right: Right, x: Value, pitch: int, columns: Value, shape: tuple[int, int]) -> dict[tuple[int, int], Value]:
-    """The sums of a tile as float32: {(row, vector)}. shape: rows, `pitch` bytes apart from `x` on, by columns."""
+    """Return the float32 sums of a tile, {(row, vector): value}.
+
+    shape: rows, `pitch` bytes apart from x on, by columns.
+    """
     rows, count = shape
     lanes, size = right.isa.lanes, right.matrix.strides[1]
     return {(m, v): _vector(right, x + m * pitch, [columns + (v * lanes + j) * size for j in range(
@@ -30,7 +33,7 @@ def dots(right: Right, x: Value, pitch: int, columns: Value, shape: tuple[int, i
 
 
 def _vector(right: Right, x: Value, columns: Sequence[Value]) -> Value:
-    """A row by `lanes` columns at most, a lane each; zeros behind them."""
+    """Multiply a row by at most `lanes` columns, one for each lane; the other lanes are 0."""
     f, isa, depth = x.f, right.isa, right.matrix.rows
     acc = dict.fromkeys(range(len(columns)), f.constant(0, isa.floats))
     for k, count in f.tiles("dot", depth, isa.lanes, acc=acc):

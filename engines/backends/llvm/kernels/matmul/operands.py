@@ -1,4 +1,4 @@
-"""The product of two tensors that are both computed at run time: what its kernels share.
+"""Factors of a product of two tensors that are both computed at run time, shared by its kernels.
 
     a [M, K] b [K, N]           M x N tiles of it in registers, all of K
 
@@ -6,13 +6,13 @@
     right.pack(b's address, scratch, right.zero(numbers, 1))
     sums = right.multiply(a's address, left.pitch, a panel in scratch, (rows, columns))
 
-The right factor is packed by the kernel itself, into scratch, in the form that a contraction's weights are given at
-build: [panel of N][step of K][vector][lane][element], zeros past K and N. The left factor is read where it lies; only
-what lies there in another form than the inner step takes is copied.
+The kernel packs the right factor into scratch, in the layout of a contraction's weights: [panel of N][step of K]
+[vector][lane][element], with zeros past K and N. The left factor is read in place, and copied only if the inner step
+cannot read its layout or dtype.
 
-A factor stored as uint8 means stored - zero point. Arithmetic in float subtracts it on the way (the difference has 8
-bits and a sign: exact in bfloat16 too). In int8 a right element is packed as stored - 128, or as it is where it is
-stored as int8; what the zero points add to the sum is left to the kernel.
+A factor stored as uint8 means stored - zero point. Float arithmetic subtracts it on the way (the difference has 8 bits
+and a sign, which bfloat16 holds exactly too). In INT8 a right element is packed as stored - 128, or unchanged if it is
+stored as int8; the kernel adds the terms of the zero points to the sums.
 """
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ from engines.codegen.types import ELEMENTS, FLOAT, I8, I32, I64, lanes_of, vecto
 from engines.lowering.problems.matmul import MIDDLE
 from engines.lowering.problems.view import SIZES, View
 
-AHEAD = 16              # rows of a factor that is not packed: a panel's parts of them lie too far apart for the
-                        # processor to see what comes next, so each is asked for so many turns before
+AHEAD = 16              # prefetch distance in rows of a factor that is not packed: a panel's parts of them are too
+                        # far apart for the hardware prefetcher
 
 
 def product_arithmetic(precision: str, isa: Isa) -> Arithmetic:
-    """The inner step. Floats that the machine does not multiply as they are stored are widened once, by the packing."""
+    """Return the arithmetic of a precision.
+
+    Floats that the machine cannot multiply as stored are widened by the packing.
+    """
     return arithmetic_for(precision if precision == "int8" or precision == "bf16" and isa.bf16 else "fp32", isa)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A factor in memory: rows x columns elements, `strides` bytes apart; one of the strides is an element's size."""
+    """Factor in memory: rows x columns elements, `strides` in bytes, of which one is the element's size."""
     dtype: str
     rows: int
     columns: int
@@ -52,7 +55,7 @@ class Matrix:
 
     @staticmethod
     def of(view: View) -> Matrix:
-        """The last two axes of a view."""
+        """Return the matrix of the last two axes of a view."""
         return Matrix(view.dtype, view.shape[-2], view.shape[-1], (view.strides[-2], view.strides[-1]))
 
     @property
@@ -60,7 +63,7 @@ class Matrix:
         return Matrix(self.dtype, self.columns, self.rows, self.strides[::-1])
 
     def at(self, address: Value, row: Value | int, column: Value | int) -> Value:
-        """The address of an element."""
+        """Return the address of an element."""
         for index, stride in zip((row, column), self.strides, strict=True):
             address = address + index * stride
         return address
@@ -68,18 +71,21 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Factor:
-    """What the two sides of a product share."""
+    """Base class of the two factors of a product."""
     matrix: Matrix
     arithmetic: Arithmetic
     isa: Isa
 
     @property
     def exact(self) -> bool:
-        """Integers: their zero points are not subtracted on the way."""
+        """Return True for integers, whose zero points are not subtracted on the way."""
         return self.arithmetic.exact
 
     def zero(self, numbers: Value, index: int) -> Value | None:
-        """What is subtracted from a stored element, in all lanes, if anything is: a float of the constant "numbers"."""
+        """Load the zero point that is subtracted from stored elements into all lanes; None if there is none.
+
+        numbers: address of the float constant "numbers"; index: which of them it is.
+        """
         if self.exact or self.matrix.dtype != "uint8":
             return None
         return numbers.f.splat(numbers.f.load(FLOAT, numbers + 4 * index, hint="zero"), self.isa.lanes)
@@ -88,18 +94,18 @@ class Factor:
 # ---- the right factor
 @dataclass(frozen=True)
 class Right(Factor):
-    """A right factor [K, N], packed into panels of `vectors` of columns; or read where it lies, if it can be."""
+    """Right factor [K, N], packed into panels of `vectors` vectors of columns, or read in place if `direct`."""
     vectors: int
     packed: bool = True
 
     @property
     def steps(self) -> int:
-        """Turns of the K loop."""
+        """Return the iterations of the K loop."""
         return -(-self.matrix.rows // self.arithmetic.elements)
 
     @property
     def width(self) -> int:
-        """Columns of a panel."""
+        """Return the columns of a panel."""
         return self.vectors * self.isa.lanes
 
     @property
@@ -108,31 +114,34 @@ class Right(Factor):
 
     @property
     def direct(self) -> bool:
-        """Whether it can be read where it lies: its rows are what the inner step takes."""
+        """Return True if it can be read in place: its rows are what the inner step loads."""
         stored = (self.matrix.dtype, self.arithmetic.elements, self.matrix.strides[1])
         return stored == (self.arithmetic.weights_dtype, 1, self.matrix.size)
 
     @property
     def _shift(self) -> int:
-        """What is taken off a byte when it is packed (int8)."""
+        """Return the number that is subtracted from a byte when it is packed (INT8)."""
         return MIDDLE if self.matrix.dtype == "uint8" else 0
 
     @property
     def bytes(self) -> int:
-        """Of all panels."""
+        """Return the bytes of all panels."""
         return -(-self.matrix.columns // self.width) * self.panel_bytes
 
     @property
     def padded_columns(self) -> int:
-        """With those that fill the last panel, where how many there are is known at run time only: repetitions of the
-        last column, whose sums nobody reads. A last panel of columns that follow each other is not filled."""
+        """Return the columns, rounded up to full panels if their number is symbolic and they are contiguous along K.
+
+        The added columns repeat the last one, and their sums are not used. A last panel whose rows are contiguous is
+        not filled.
+        """
         columns = self.matrix.columns
         if isinstance(columns, Extent) and self.matrix.strides[1] != self.matrix.size:
             return -(-columns // self.width) * self.width
         return columns
 
     def pack(self, source: Value, target: Value, zero: Value | None) -> None:
-        """All panels."""
+        """Pack all panels."""
         for start, columns in source.f.tiles("packed panel", self.padded_columns, self.width):
             here = self.matrix.at(source, 0, start)
             last = None
@@ -142,7 +151,7 @@ class Right(Factor):
 
     def pack_panel(self, source: Value, columns: int, target: Value, zero: Value | None,
                    last: Value | None = None) -> None:
-        """One panel of `columns` columns, of which the first is at `source`; those behind `last` repeat it."""
+        """Pack one panel of `columns` columns from `source` on; columns past number `last` repeat that one."""
         vectors = self.isa.vectors_for(columns)
         pitch = vectors * self.arithmetic.weight_bytes(self.isa)
         for v in range(vectors):
@@ -157,7 +166,7 @@ class Right(Factor):
                 self._from_columns(source, count, there, pitch, zero, last, v * self.isa.lanes)
 
     def _from_rows(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None) -> None:
-        """A vector of columns of a matrix whose rows are contiguous: `elements` rows make a step."""
+        """Pack a vector of columns of a matrix with contiguous rows; `elements` rows make a step."""
         f, elements, row_bytes, lanes = source.f, self.arithmetic.elements, self.matrix.strides[0], self.isa.lanes
         rows, last = self.matrix.rows, None
         if isinstance(rows, Extent) and elements > 1:
@@ -175,9 +184,9 @@ class Right(Factor):
 
     def _from_columns(self, source: Value, count: int, target: Value, pitch: int, zero: Value | None,
                       last: Value | None = None, first: int = 0) -> None:
-        """The same where columns are contiguous: `lanes` steps of each, transposed in registers.
+        """Pack a vector of contiguous columns: `lanes` steps of each, transposed in registers.
 
-        last, first: columns first, first + 1, ... from `source` on, but no further than this one.
+        last, first: column j is number first + j from `source` on, but no further than `last`.
         """
         def column(j: int) -> Value | int:
             return j if last is None else last.like(first + j).at_most(last)
@@ -191,9 +200,9 @@ class Right(Factor):
                 if i * elements < size:
                     self._store(words, there + i * pitch)
 
-    # ---- packed panels
+    # ---- products with packed panels
     def column_sums(self, panel: Value, columns: int) -> list[Value]:
-        """The sums of a packed panel's columns, as packed: a vector of int32 for each of its vectors (int8)."""
+        """Return the sums of a packed panel's columns, as packed: a vector of int32 for each of its vectors (INT8)."""
         f, isa, vectors = panel.f, self.isa, self.isa.vectors_for(columns)
         ones = isa.unsigned(f.constant(1, vector(isa.bytes, I8)))
         sums = {v: f.constant(0, isa.ints) for v in range(vectors)}
@@ -206,15 +215,16 @@ class Right(Factor):
 
     def multiply(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
                  start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
-        """`sums` as float32."""
+        """Return `sums` as float32."""
         sums = self.sums(x, pitch, panel, shape, start)
         return {key: self.arithmetic.finish(self.isa, value) for key, value in sums.items()}
 
     def sums(self, x: Value, pitch: int, panel: Value, shape: tuple[int, int],
              start: Sequence[Sequence[Value]] = ()) -> dict[tuple[int, int], Value]:
-        """Of a tile: {(row, vector)}. shape: rows, `pitch` bytes apart, by columns of the panel.
+        """Return the accumulators of a tile, {(row, vector): value}.
 
-        start: [row][vector], what the sums begin with instead of zero.
+        shape: rows, `pitch` bytes apart, by columns of the panel. start: [row][vector], initial accumulators instead of
+        zero.
         """
         f, isa, arithmetic = x.f, self.isa, self.arithmetic
         rows, vectors, step = shape[0], isa.vectors_for(shape[1]), arithmetic.weight_bytes(isa)
@@ -231,16 +241,16 @@ class Right(Factor):
         return acc
 
     def _step(self, address: Value, columns: int) -> Operand:
-        """A vector of a step; of a factor that is not packed, so many columns at most."""
+        """Load a vector of a step; of a factor that is not packed, at most `columns` columns."""
         if self.packed:
             return self.arithmetic.weights(self.isa, address)
         count = min(max(columns, 0), self.isa.lanes)
         return (self._elements(address, count, self.isa.lanes, None) if count else
                 self._absent(address.f, self.isa.lanes),)
 
-    # ---- elements in the dtype that they are multiplied in; a word is a step of one lane
+    # ---- elements in the dtype of the arithmetic; a word is a step of one lane
     def _elements(self, address: Value, count: int, width: int, zero: Value | None) -> Value:
-        """`count` stored neighbours as a vector of `width`."""
+        """Load `count` contiguous elements into a vector of `width`."""
         f, element = address.f, ELEMENTS[self.matrix.dtype]
         if self.exact:
             return _padded(f.load(vector(count, element), address, hint="bytes"), width, -self._shift)
@@ -260,7 +270,7 @@ class Right(Factor):
         return f.constant(0, vector(width, ELEMENTS[self.arithmetic.weights_dtype]))
 
     def _joined(self, rows: list[Value]) -> Value:
-        """Element e of each word from rows[e]."""
+        """Combine rows into words: element e of each word is from rows[e]."""
         if len(rows) == 1:
             return rows[0]
         bits, words = 32 // len(rows), None
@@ -289,7 +299,10 @@ class Right(Factor):
 
 
 def converted(isa: Isa, source: str, target: str, address: Value, count: int, zero: Value | None) -> Value:
-    """`count` neighbours of a stored dtype as `lanes` of another, less `zero`; zeros behind them."""
+    """Load `count` contiguous elements, convert them to another dtype and subtract `zero`.
+
+    The result has `lanes` elements; those past `count` come from zeros.
+    """
     stored = _padded(address.f.load(vector(count, ELEMENTS[source]), address, hint="stored"), isa.lanes, 0)
     value = to_float(isa, source, stored)
     if zero is not None:
@@ -298,7 +311,7 @@ def converted(isa: Isa, source: str, target: str, address: Value, count: int, ze
 
 
 def _padded(stored: Value, width: int, fill: int) -> Value:
-    """As a vector of `width`, `fill` behind what is there."""
+    """Widen a vector to `width` lanes, with `fill` in the new ones."""
     count = lanes_of(stored.type)
     if count == width:
         return stored
@@ -306,7 +319,7 @@ def _padded(stored: Value, width: int, fill: int) -> Value:
 
 
 def store_tile(lanes: Lanes, view: View, rows: int, result: Callable[[int], list[Value]], address: Value) -> None:
-    """result(m), the vectors of row m, to memory, for each row of a tile whose first element is at `address`."""
+    """Store result(m), the vectors of row m, for each row of a tile whose first element is at `address`."""
     together = 4 // lanes.vectors       # rows whose vectors fill one register of bytes
     for first in range(0, rows, together):
         group = range(first, min(first + together, rows))
@@ -314,14 +327,14 @@ def store_tile(lanes: Lanes, view: View, rows: int, result: Callable[[int], list
 
 
 def integer(f: Function, numbers: Value, index: int) -> Value:
-    """A float of the constant "numbers" as an int32."""
+    """Load a float of the constant "numbers" and convert it to int32."""
     return f.cast("fptosi", f.load(FLOAT, numbers + 4 * index, hint="number"), I32, "number")
 
 
 # ---- the left factor
 @dataclass(frozen=True)
 class Left(Factor):
-    """A left factor [M, K]: rows in memory that the inner step reads."""
+    """Left factor [M, K], whose rows the inner step reads from memory."""
 
     @property
     def steps(self) -> int:
@@ -329,17 +342,20 @@ class Left(Factor):
 
     @property
     def direct(self) -> bool:
-        """Whether it is read where it lies. A last step of bytes may read past a row: its weights there are zero."""
+        """Return True if it is read in place.
+
+        The last step of bytes may read past a row: its weights there are zero.
+        """
         whole = self.matrix.columns % self.arithmetic.elements == 0 or self.exact
         return self.matrix.dtype == self.arithmetic.dtype and self.matrix.strides[1] == self.matrix.size and whole
 
     @property
     def pitch(self) -> int:
-        """Bytes from one row to the next, where the inner step reads it."""
+        """Return the bytes between two rows as the inner step reads them."""
         return self.matrix.strides[0] if self.direct else self.steps * self.arithmetic.step_bytes
 
     def copy(self, source: Value, rows: int, target: Value, zero: Value | None) -> None:
-        """`rows` rows from `source` on, in the dtype of the arithmetic; zeros past K."""
+        """Copy `rows` rows from `source` on in the dtype of the arithmetic, with zeros past K."""
         f, isa, dtype, elements = source.f, self.isa, self.arithmetic.dtype, self.arithmetic.elements
         for row in f.range("copied row", f.constant(0, I64), f.constant(rows, I64)):
             for column, count in f.tiles("copied part", self.matrix.columns, isa.lanes):
@@ -350,7 +366,7 @@ class Left(Factor):
                 f.store(stored, target + row * self.pitch + column * SIZES[dtype])
 
     def row_sums(self, source: Value, target: Value) -> None:
-        """The sums of all rows -> int32 (int8)."""
+        """Store the sums of all rows as int32 (INT8)."""
         f, isa = source.f, self.isa
         ones = isa.spread(f.constant(1, vector(isa.bytes, I8)))
         for row in f.loop("summed row", self.matrix.rows):

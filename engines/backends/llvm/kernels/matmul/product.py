@@ -1,13 +1,13 @@
-"""The kernel of a Product (problems/matmul.py) of two tensors that are both computed at run time.
+"""Kernel of a Product (problems/matmul.py) of two tensors that are both computed at run time.
 
     for matrix of the batch:
-      for panel of columns:                     b's are packed, once for all rows; few rows read them as they lie
+      for panel of columns:                     b is packed once for all rows; with few rows it is read in place
         for tile of rows:                       a call of the micro-kernel: all of K in registers, program, store
 
-The grid's columns are panels, so no panel is packed twice. Each factor is read as it lies.
+The columns of the grid are panels, so that no panel is packed twice.
 
-In int8 b is packed as b' = b - MIDDLE, and what the zero points add is known before the product from the sums of a's
-rows and of b's columns.
+In INT8 b is packed as b' = b - MIDDLE. The terms that the zero points add are computed before the product, from the
+sums of a's rows and of b's columns.
 """
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from engines.codegen.types import I32, PTR
 from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import Array
 
-FEW_ROWS = 8            # of a: reading b as it lies may be faster than packing it
-MOST_ROWS = 4           # of a: where more meet each element of b that is read, tiles in registers pay
-CACHED = 1 << 18        # bytes of b that a second level of cache holds, beside others
-NARROW = 192            # columns that two tiles have in registers
-COPIED_TILES = 4        # rows of a that are copied at a time, in tiles, where it is not read as it lies
+FEW_ROWS = 8            # rows of a up to which reading b in place may be faster than packing it
+MOST_ROWS = 4           # rows of a up to which a product is memory-bound on b; with more, register tiles pay
+CACHED = 1 << 18        # bytes of b that fit L2 together with other data
+NARROW = 192            # columns of two register tiles
+COPIED_TILES = 4        # tiles of rows of a that are copied at a time, if a is not read in place
 
 
 @dataclass(frozen=True)
 class Tile(Tactic):
-    """rows x (vectors of columns) of y are a micro-kernel."""
+    """Tactic of a product: rows x (vectors of columns) of y are a micro-kernel."""
     rows: int
     vectors: int
-    packed: bool = True     # b, before it is multiplied
+    packed: bool = True     # whether b is packed before the product
 
     def __str__(self) -> str:
         return f"tile {self.rows}x{self.vectors}" + " unpacked" * (not self.packed)
 
 
 def few_by_large(problem: Product, isa: Isa) -> bool:
-    """Whether b is multiplied as fast as memory can hand it over, if its rows are read from end to end."""
+    """Return True for products of few rows that are memory-bound on b, if b's rows are read from end to end."""
     rows, columns = problem.y.shape[-2:]
     arithmetic = product_arithmetic(problem.precision, isa)
     factors = Left(Matrix.of(problem.a), arithmetic, isa), Right(Matrix.of(problem.b), arithmetic, isa, 1)
@@ -66,14 +66,16 @@ def few_by_large(problem: Product, isa: Isa) -> bool:
 
 
 def reading_once(problem: Product) -> float:
-    """Cycles."""
+    """Return the cycles to read b once from memory."""
     return 4 * problem.depth * problem.y.shape[-1] * math.prod(problem.lead) * CYCLES_PER_BYTE_BEYOND
 
 
 @solves(Product)
 class ProductKernel(Kernel[Product]):
-    """A row of the grid is a matrix, a column a panel. Packed are the zero points, then the program's constants,
-    [panel][constant][vector][lane]."""
+    """Register-tiled product. A row of the grid is a matrix, a column a panel.
+
+    The packed constants are the zero points and the program's constants, [panel][constant][vector][lane].
+    """
 
     def tactics(self, isa: Isa) -> Sequence[Tile]:
         rows, columns = self.problem.y.shape[-2:]
@@ -83,12 +85,15 @@ class ProductKernel(Kernel[Product]):
         right = Right(Matrix.of(self.problem.b), product_arithmetic(self.problem.precision, isa), isa, widest)
         if rows > FEW_ROWS or not right.direct:
             return packed
-        # The fewer rows, the wider: b's are then read in longer pieces.
+        # With fewer rows tiles are wider, so that b is read in longer pieces.
         wide = Tile(rows, min(max((isa.registers - 4) // rows, 1), widest))
         return (*(replace(tile, packed=False) for tile in dict.fromkeys((wide, *packed))), *packed)
 
     def cost(self, isa: Isa, tactic: Tile) -> float:
-        """Where b comes from memory for a few rows, a part of each row of it at a time; else the first is taken."""
+        """Return the cost if b comes from memory for a few rows; else 0, so that the first tactic wins.
+
+        Tiles then read short pieces of each row of b, at a fraction of the bandwidth.
+        """
         if not few_by_large(self.problem, isa):
             return 0.0
         return reading_once(self.problem) * (4 if tactic.packed else 2)
@@ -108,7 +113,7 @@ class ProductKernel(Kernel[Product]):
 
 
 class ProductEmitter:
-    """Writes one kernel: the loops around, and the micro-kernels they call."""
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
 
     def __init__(self, problem: Product, module: Module, name: str, isa: Isa, tile: Tile) -> None:
         self.problem, self.module, self.name, self.isa, self.tile = problem, module, name, isa, tile
@@ -118,7 +123,7 @@ class ProductEmitter:
         self.exact = self.left.exact
         self.rows, self.columns = problem.y.shape[-2:]
 
-    # ---- the loops around
+    # ---- outer loops
     def emit(self) -> None:
         problem = self.problem
         f, tensors, (begin, end, first, last) = self._begin()
@@ -136,18 +141,21 @@ class ProductEmitter:
                 self._panel(f, here, zeros, start, columns)
 
     def _begin(self) -> tuple[Function, list[Value], list[Value]]:
-        """(f, the addresses of factors, operands and y, the bounds of rows and columns); finds the constants."""
+        """Return (f, addresses of factors, operands and y, bounds of rows and columns).
+
+        Sets `numbers` and `constants`.
+        """
         f, addresses, bounds = begin_kernel(self.module, self.name, len(self.problem.inputs) + 3)
         *tensors, self.numbers, self.constants, y = addresses
         return f, [*tensors, y], bounds
 
     def _scratch(self, f: Function) -> None:
-        """Room for a panel of b, for copied rows of a, and for the sums of a's rows."""
+        """Allocate scratch for a panel of b, copied rows of a, and the sums of a's rows."""
         copied = 0 if self.left.direct else COPIED_TILES * self.tile.rows * self.left.pitch
         addresses = []
         panel = self.right.panel_bytes * self.tile.packed
         for what, size in (("panel", panel), ("copied", copied), ("sums", 4 * self.rows * self.exact)):
-            addresses.append(f.room(size, ALIGNMENT, what))
+            addresses.append(f.alloca(size, ALIGNMENT, what))
         self.packed, self.copied, self.sums = addresses
 
     def _panel(self, f: Function, here: list[Value], zeros: list[Value | None], start: Value, columns: int) -> None:
@@ -168,14 +176,14 @@ class ProductEmitter:
             if not self.left.direct:
                 self.left.copy(x, height, self.copied, zeros[0])
                 x = self.copied
-            for row, rows in f.tiles("row", height, self.tile.rows, anyhow=True):
+            for row, rows in f.tiles("row", height, self.tile.rows, split_tail=True):
                 moved = [offset(address, [top + row], view.strides[-2:-1])
                          for address, view in zip(outs, (*problem.operands, problem.y), strict=True)]
                 f.run(self._microkernel(rows, columns), x + row * self.left.pitch, w, self.numbers,
                       self.sums + (top + row) * 4, constants, *moved, *starts)
 
     def _start(self, f: Function, total: Value) -> Value:
-        """What the sums of columns begin with, but for what depends on the row: za * (K * (zb - MIDDLE) - total)."""
+        """Return the part of the initial sums that depends on the column only: za * (K * (zb - MIDDLE) - total)."""
         za, zb = (integer(f, self.numbers, i) for i in (0, 1))
         depth = (zb - MIDDLE) * self.problem.depth
         return (f.splat(depth, self.isa.lanes) - total) * f.splat(za, self.isa.lanes)
@@ -190,26 +198,26 @@ class ProductEmitter:
         starts = {f"start{v}": isa.ints for v in range(lanes.vectors)} if self.exact else {}
         f = self.module.function(name, internal=True, x=PTR, w=PTR, numbers=PTR, sums=PTR, constants=PTR, **operands,
                                  y=PTR, **starts)
-        given = f.parameters
+        parameters = f.parameters
         begin: list[list[Value]] = []
         if self.exact:
-            zero = integer(f, given["numbers"], 1) - MIDDLE
+            zero = integer(f, parameters["numbers"], 1) - MIDDLE
             for m in range(rows):
-                of_row = f.splat(f.load(I32, given["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
-                begin.append([given[v] - of_row for v in starts])
-        sums = self.right.sums(given["x"], self.left.pitch, given["w"], (rows, columns), begin)
-        self._finish(lanes, rows, sums, given)
+                of_row = f.splat(f.load(I32, parameters["sums"] + 4 * m, hint="sum") * zero, isa.lanes)
+                begin.append([parameters[v] - of_row for v in starts])
+        sums = self.right.sums(parameters["x"], self.left.pitch, parameters["w"], (rows, columns), begin)
+        self._finish(lanes, rows, sums, parameters)
         return name
 
     def _finish(self, lanes: Lanes, rows: int, sums: Mapping[tuple[int, int], Value],
-                given: Mapping[str, Value]) -> None:
-        """The program of a tile's sums, and its results to memory."""
+                parameters: Mapping[str, Value]) -> None:
+        """Run the program on a tile's sums and store the results."""
         problem = self.problem
-        constants = load_constants(lanes, given["constants"], problem.program.constants)
+        constants = load_constants(lanes, parameters["constants"], problem.program.constants)
 
         def result(m: int) -> list[Value]:
-            at = [given[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
+            at = [parameters[f"operand{i}"] + m * view.strides[-2] for i, view in enumerate(problem.operands)]
             totals = [self.right.arithmetic.finish(self.isa, sums[m, v]) for v in range(lanes.vectors)]
             return finish_pixel(lanes, problem.program, totals, problem.operands, at, constants)
 
-        store_tile(lanes, problem.y, rows, result, given["y"])
+        store_tile(lanes, problem.y, rows, result, parameters["y"])

@@ -1,14 +1,13 @@
-"""The softmax between the two products of an attention: rows of scores -> rows of p, and what their means are
-multiplied by.
+"""Softmax between the two products of attention: rows of scores -> rows of p, and the factors of their weighted means.
 
     for row:  peak    = max of x                -> peaks
-    for row:  p       = e**(x - peak)           -> p; its sum, in each lane a part of it, -> totals
+    for row:  p       = e**(x - peak)           -> p; its sum, in partial sums of each lane, -> totals
     for row:  inverse = 1 / sum of p            -> inverse
 
-Three loops: within a row each of these waits for the one before, lane for lane at its ends, and a row is too long for
-a processor to see the next one behind it.
+They are three loops because within a row each step waits for the one before, with a reduction over lanes at its end,
+and a row is too long for out-of-order execution to reach the next one.
 
-Bytes are summed as integers, before they are narrowed.
+Bytes are summed as integers before they are narrowed.
 """
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from functools import partial
 
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, in_order, to_float
-from engines.backends.llvm.kernels.rows.passes import At, across_lanes, live, reduce_row, strips
+from engines.backends.llvm.kernels.rows.passes import RowVector, across_lanes, live, reduce_row, strips
 from engines.codegen.ir_builder import Value
-from engines.codegen.row_formulas import share, taken_off
+from engines.codegen.row_formulas import softmax_scale, softmax_shift
 from engines.codegen.types import FLOAT
 from engines.lowering.problems.exp2 import LOG2_E, exp2
 from engines.lowering.problems.view import SIZES
 
 
 @dataclass(frozen=True)
-class Softmax:
-    """Rows of `keys` scores, `pitch` floats apart, to rows of p in `dtype`, as many elements apart.
+class AttentionSoftmax:
+    """Softmax of rows of `keys` scores, `pitch` floats apart, to rows of p in `dtype`, `pitch` elements apart.
 
-    natural: the scores are in units of log e, not of log 2.
+    natural: the scores are multiplied by log2(e) here; else they are in units of log 2 already.
     """
     isa: Isa
     keys: int
@@ -39,7 +38,7 @@ class Softmax:
 
     @property
     def exact(self) -> bool:
-        """p are bytes."""
+        """Return True if p are bytes."""
         return self.dtype == "uint8"
 
     def peaks(self, x: Value, peaks: Value, rows: Value) -> None:
@@ -52,7 +51,7 @@ class Softmax:
         f, isa = x.f, self.isa
         for row in f.loop("weighed row", rows):
             here, there = x + row * (4 * self.pitch), p + row * (SIZES[self.dtype] * self.pitch)
-            peak = taken_off(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
+            peak = softmax_shift(f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes))
             total = (self._integers if self.exact else self._floats)(here, there, peak)
             f.store(total, totals + row * isa.bytes, isa.bytes)
 
@@ -62,15 +61,15 @@ class Softmax:
             peak = f.splat(f.load(FLOAT, peaks + row * 4, hint="peak"), isa.lanes)
             parts = f.load(isa.ints if self.exact else isa.floats, totals + row * isa.bytes, isa.bytes, "parts")
             total = across_lanes(isa, "sum", parts)
-            inverted = share(peak, isa.to_float(total) if self.exact else total)
+            inverted = softmax_scale(peak, isa.to_float(total) if self.exact else total)
             f.store(_first(inverted), inverse + row * 4)
 
     # ---- one row
-    def _score(self, here: Value, at: At) -> Value:
+    def _score(self, here: Value, at: RowVector) -> Value:
         return here.f.load(self.isa.floats, here + at.column * 4, self.isa.bytes, "score")
 
-    def _power(self, here: Value, peak: Value, at: At) -> Value:
-        """e**(score - peak), or 255 times that."""
+    def _power(self, here: Value, peak: Value, at: RowVector) -> Value:
+        """Return e**(score - peak), or 255 times that."""
         less = self._score(here, at) - peak
         less = less * LOG2_E if self.natural else less
         result: Value = exp2(self.isa, less, self.dtype)

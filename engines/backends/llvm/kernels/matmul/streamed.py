@@ -1,12 +1,12 @@
-"""A Product (problems/matmul.py) of a few rows by a matrix that no cache holds: the matrix is read once, row by row.
+"""Product of a few rows by a matrix that no cache holds: the matrix is read once, row by row.
 
     for matrix of the batch:
       for panel of columns:
-        for some rows k of b:                   side by side: streams that the processor sees coming
-          for vector of columns:                sums of the panel are in scratch: read, added to, written
+        for some rows k of b:                   several at a time, as streams that the hardware prefetcher follows
+          for vector of columns:                the panel's sums are in scratch: load, add, store
         for vector of columns: program, store
 
-A tile of sums in registers is narrow: it reads a little of each row of b, and memory answers that at half the speed.
+A register tile is narrow: it reads short pieces of each row of b, for which memory delivers half the bandwidth.
 """
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import Array
 
 PIECE = 4               # vectors that the program runs on at a time
-WIDTHS = 512, 128       # of panels, in vectors: multiples of a piece
+WIDTHS = 512, 128       # panel widths in vectors, multiples of PIECE
 
 
 @dataclass(frozen=True)
 class Streams(Tactic):
-    """So many rows of b side by side, so many vectors of columns of them."""
+    """Tactic of the streamed kernel: rows of b that are read at the same time, vectors of columns in a panel."""
     streams: int
     vectors: int
 
@@ -42,7 +42,10 @@ class Streams(Tactic):
 
 @solves(Product)
 class StreamedKernel(Kernel[Product]):
-    """A row of the grid is a matrix, a column a panel. Packed are the program's constants."""
+    """Product that reads b once. A row of the grid is a matrix, a column a panel.
+
+    The packed constants are those of the program.
+    """
 
     def applies(self, isa: Isa) -> bool:
         return few_by_large(self.problem, isa)
@@ -58,7 +61,7 @@ class StreamedKernel(Kernel[Product]):
         return reading_once(self.problem)
 
     def packing(self, tactic: Streams) -> None:
-        """Constants lie by pieces, whatever the panels."""
+        """Return None: constants are packed in pieces that do not depend on the panels."""
         return
 
     def grid(self, isa: Isa, tactic: Streams) -> Grid:
@@ -69,20 +72,20 @@ class StreamedKernel(Kernel[Product]):
         return (pack_panels(isa, constants, self.problem.y.shape[-1], packed=False, width=PIECE * isa.lanes),)
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Streams) -> None:
-        _Emitter(self.problem, module, name, isa, tactic).emit()
+        _StreamedEmitter(self.problem, module, name, isa, tactic).emit()
 
 
-class _Emitter:
+class _StreamedEmitter:
     def __init__(self, problem: Product, module: Module, name: str, isa: Isa, tactic: Streams) -> None:
         self.problem, self.module, self.name, self.isa, self.tactic = problem, module, name, isa, tactic
         self.rows, self.columns = problem.y.shape[-2:]
-        self.pitch = -(-tactic.vectors // PIECE) * PIECE * isa.bytes        # from one row of sums to the next
+        self.pitch = -(-tactic.vectors // PIECE) * PIECE * isa.bytes        # bytes from one row of sums to the next
 
     def emit(self) -> None:
         problem, width = self.problem, self.tactic.vectors * self.isa.lanes
         f, addresses, (begin, end, first, last) = begin_kernel(self.module, self.name, len(problem.inputs) + 2)
         *tensors, constants, y = addresses
-        sums = f.room(self.rows * self.pitch, ALIGNMENT, "sums")
+        sums = f.alloca(self.rows * self.pitch, ALIGNMENT, "sums")
         views, count = (*problem.inputs, problem.y), math.prod(problem.lead)
         for row in f.range("matrix", begin, end):
             indices = unravel(row.remainder(count), problem.lead)
@@ -99,12 +102,12 @@ class _Emitter:
         for m in range(self.rows):
             for v in f.loop("zero", vectors):
                 f.store(f.constant(0, self.isa.floats), sums + m * self.pitch + v * self.isa.bytes, self.isa.bytes)
-        for k, streams in f.tiles("k", self.problem.depth, self.tactic.streams, anyhow=True):
+        for k, streams in f.tiles("k", self.problem.depth, self.tactic.streams, split_tail=True):
             factors = [[f.splat(f.load(FLOAT, a + k * 4 + (m * self.problem.a.strides[-2] + 4 * s), hint="a"),
                                 self.isa.lanes) for s in range(streams)] for m in range(self.rows)]
             row = b + k * self.problem.b.strides[-2]
             for v in f.loop("vector", vectors):
-                # Behind the last column are other elements or the slack of b, whose sums nobody reads.
+                # Loads may pass the last column, into other elements or the slack of b; those sums are not used.
                 parts = [f.load(self.isa.floats, row + s * self.problem.b.strides[-2] + v * self.isa.bytes, hint="b")
                          for s in range(streams)]
                 for m in range(self.rows):

@@ -1,21 +1,21 @@
-"""The contraction by a matrix unit: its tactics, packed weights and cost. loops.py writes its code.
+"""Contraction on a matrix unit: its tactics, packed weights and cost. loops.py emits its code.
 
     for block of pixels:                                            }
-      for panel of couts:                                           }  as every tiled contraction: tiled.py, loops.py
+      for panel of couts:                                           }  as in every tiled contraction: tiled.py, loops.py
         for tile of pixels:                                         }  there
           for tap row, tap column, block of up to 64 bytes of K:
             b[v] = weights of 16 couts                              a load of 1 KiB, packed as it lies in the register
             a[t] = x of 16 pixels                                   a row for each pixel, a pitch apart
             c[t, v] += a[t] * b[v]                                  16 pixels x 16 couts x 64 bytes of K
-          c -> scratch in the first level of cache
-          program, store                                            as every contraction (store.py)
+          c -> scratch in L1
+          program, store                                            as in every contraction (store.py)
 
-x is read in place: the pitch of a register's rows is that between the pixels of neighbouring outputs, so strides,
-dilation and halos cost nothing.
+x is read in place: the pitch of a register's rows is the distance of the pixels that neighbouring outputs read, so
+strides, dilation and halos cost nothing.
 
-All blocks of K have one size. In INT8 the last block of a run begins earlier if the run is no multiple, with zero
-weights for what was summed before; it reads at most 3 bytes behind the run. Zero times infinity is not a number, so
-blocks of floats divide the run; a short run of an odd number of them is copied, with zeros behind it.
+All blocks of K have one size. In INT8 the last block of a run begins earlier if the run is not a multiple of it, with
+zero weights for what was summed before; it reads at most 3 bytes past the run. Zero times infinity is NaN, so blocks of
+floats must divide the run; a short run with an odd number of floats is copied and padded with zeros.
 """
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ from engines.backends.llvm.kernels.contraction.panels import cout_panels, pack_p
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
 from engines.backends.llvm.kernels.kernel import solves
 from engines.backends.llvm.kernels.matrix_unit.loops import MatrixLoops
-from engines.backends.llvm.kernels.matrix_unit.registers import Cut
+from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.convolution import Contraction
 from engines.lowering.problems.problem import Array
 
-LEAST_DEPTH = 32        # bytes of K in each of several blocks of floats; shorter ones waste more than half of a product
-LEAST_RUN = 16          # the same of a run that is one block
-COPY_CYCLES = 1.5       # to copy a pixel's run: a load and a store
-FAR_WEIGHTS = 1280 << 10    # bytes of weights that do not stay in the second level of cache
-TOGETHER_BYTES = 1 << 20    # of x of several items, in that level
-MOST_SUMS = 4           # registers of sums: the others hold what is multiplied
-# (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 registers of sums. 28 divides 196 and 784 pixels.
+LEAST_DEPTH = 32        # least bytes of K in each of several blocks of floats; shorter ones waste half a product
+LEAST_RUN = 16          # least bytes of K in a run that is one block
+COPY_CYCLES = 1.5       # cycles to copy a pixel's run: a load and a store
+FAR_WEIGHTS = 1280 << 10    # bytes above which weights do not stay in L2
+TOGETHER_BYTES = 1 << 20    # bytes of x of several items that fit L2
+MOST_SUMS = 4           # accumulator registers; the others hold operands
+# (pixels, vectors): 2 x 2, 1 x 4, 1 x 2, 2 x 1 and 1 x 1 accumulators. 28 divides 196 and 784 pixels.
 SHAPES = ((32, 2), (28, 2), (16, 4), (14, 4), (16, 2), (32, 1), (16, 1))
 
 
 @dataclass(frozen=True)
 class AmxTile(Tile):
+    """Tactic of the matrix-unit kernel."""
     layout: ClassVar[str] = "amx"
 
 
 @solves(Contraction)
 class MatrixUnitContraction(TiledContraction):
-    """Weights are packed [panel][block of K][vector][quad][lane][byte]."""
+    """Contraction on a matrix unit. Weights are packed [panel][block of K][vector][quad][lane][byte]."""
     tile = AmxTile
     unit: ClassVar[MatrixUnit] = AMX
 
@@ -73,7 +74,7 @@ class MatrixUnitContraction(TiledContraction):
         return [tile for tile in tiles if len(self.cut(tile.rows, tile.cols).runs) * tile.vectors <= MOST_SUMS]
 
     def _wide_tiles(self, isa: Isa) -> Iterator[Tile]:
-        """Tiles of as many whole rows as one run through them has room for, where an image has few columns."""
+        """Yield tiles of as many whole rows as one run through them can hold, for images with few columns."""
         wide, flat = self.wide, self.flat
         if not wide or not self.applies(isa) or flat.cols >= self.unit.rows:
             return
@@ -84,14 +85,17 @@ class MatrixUnitContraction(TiledContraction):
 
     @cached_property
     def wide(self) -> int:
-        """Places between the first pixels of two rows, as Cut counts them; 0 if that is no whole number, or if most of
-        the places between rows would be computed in vain."""
+        """Return the places between the first pixels of two rows, as PixelRuns counts them.
+
+        The result is 0 if that is not a whole number, or if too many places between rows would be computed and
+        discarded.
+        """
         x, stride = self.flat.x, self.flat.stride
         row, column = x.strides[0] * stride[0], x.strides[1] * stride[1]
         return index(row // column) if row % column == 0 and 2 * row // column <= 3 * self.flat.cols else 0
 
-    def cut(self, rows: int, cols: int) -> Cut:
-        return Cut(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
+    def cut(self, rows: int, cols: int) -> PixelRuns:
+        return PixelRuns(rows, cols, self.wide if rows > 1 and cols == self.flat.cols else 0)
 
     @property
     def exact(self) -> bool:
@@ -99,8 +103,10 @@ class MatrixUnitContraction(TiledContraction):
 
     @cached_property
     def items_together(self) -> int:
-        """Items that a panel of weights meets before the next one is read: as many as the second level of cache has
-        room for, where all weights would not stay in it from one item to the next."""
+        """Return the items that are processed with one panel of weights before the next panel is read.
+
+        If the weights of all panels do not stay in L2 from one item to the next, it is as many items as fit L2.
+        """
         problem = self.problem
         if not self._far_weights or self.planes.of_volumes:
             return 1
@@ -108,18 +114,21 @@ class MatrixUnitContraction(TiledContraction):
 
     @property
     def _far_weights(self) -> bool:
-        """True if all weights do not stay in cache from one item to the next."""
+        """Return True if the weights of all panels do not stay in cache from one item to the next."""
         problem = self.problem
         return problem.groups * problem.cout * len(self.run_offsets()) * self.run_bytes > FAR_WEIGHTS
 
     def refinements(self, isa: Isa, best: Tile) -> Sequence[Tile]:
-        """Weights that do not stay in cache are asked for ahead, but not read for several blocks of an item."""
+        """Return the refinements of tiled contractions that pay here.
+
+        Only weights that do not stay in cache are prefetched; they are not read again for several blocks of an item.
+        """
         far, together = self._far_weights, self.items_together > 1
         return list(dict.fromkeys(tile for tile in super().refinements(isa, best)
                                   if (far or not tile.prefetch) and not (together and tile.block)))
 
     def unseen(self, isa: Isa, tactic: Tile) -> float:
-        """Prefetches gained 3 % at most, and lose where weights are in cache: they have to win when they are timed."""
+        """Return 1: prefetches gain 3 % at most and may lose, so they must win by measured time."""
         return 1.0
 
     # ---- K
@@ -129,7 +138,10 @@ class MatrixUnitContraction(TiledContraction):
 
     @cached_property
     def depth(self) -> int:
-        """Bytes of x in a block of K, a multiple of the unit's group; 0 if a run of floats has no such divisor."""
+        """Return the bytes of x in a block of K, a multiple of the unit's group.
+
+        The result is 0 if a run of floats has no such divisor.
+        """
         group = self.unit.group
         if self.exact:
             return min(self.unit.row_bytes, -(-self.run // group) * group)
@@ -141,13 +153,13 @@ class MatrixUnitContraction(TiledContraction):
 
     @property
     def staged(self) -> bool:
-        """True if runs of floats are copied, with zeros behind them."""
+        """Return True if runs of floats are copied and padded with zeros."""
         unit, size = self.unit, self.run_bytes
         return not self.exact and size <= unit.row_bytes and size % unit.group != 0
 
     @cached_property
     def block_starts(self) -> list[int]:
-        """Bytes from the start of a run to each of its blocks."""
+        """Return the bytes from the start of a run to each of its blocks."""
         starts = list(range(0, self.run_bytes, self.depth))
         group = self.unit.group
         starts[-1] = max(min(starts[-1], -(-(self.run_bytes - self.depth) // group) * group), 0)

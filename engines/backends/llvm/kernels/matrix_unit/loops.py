@@ -1,7 +1,7 @@
-"""The code of a contraction by a matrix unit.
+"""Code of a contraction on a matrix unit.
 
-A micro-kernel multiplies a tile and leaves its sums in scratch memory; the next call runs their epilogue between its
-own products, so that the vector units work beside the matrix unit:
+A micro-kernel multiplies a tile and leaves its accumulators in scratch memory. The next call runs their epilogue
+between its own products, so that the vector units and the matrix unit work at the same time:
 
     products of tile 0
     products of tile 1, epilogue of tile 0
@@ -9,9 +9,9 @@ own products, so that the vector units work beside the matrix unit:
     ...
     epilogue of the last tile
 
-A record on the stack says which tile is pending: its micro-kernel, by the address of the function that runs the
-epilogue alone, and the addresses of its constants, y and operands. Where the next tile has another size, the pending
-epilogue runs first.
+A record on the stack describes the pending tile: the address of the function that runs its epilogue alone, which also
+identifies its micro-kernel, and the addresses of its constants, y and operands. If the next tile has another size, the
+pending epilogue runs first.
 """
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from engines.backends.llvm.codegen.tiles import AMX, Tiles
 from engines.backends.llvm.kernels.contraction.loops import Part, TiledLoops
 from engines.backends.llvm.kernels.contraction.store import emit_epilogue
 from engines.backends.llvm.kernels.contraction.tiled import Tile, TiledContraction
-from engines.backends.llvm.kernels.matrix_unit.registers import Cut, Registers
+from engines.backends.llvm.kernels.matrix_unit.registers import PixelRuns, Registers
 from engines.codegen.extents import TABLE
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import I1, I16, I32, PTR, vector
 
-WOVEN_PRODUCTS = 16             # of a tile, among which the epilogue of the tile before is spread
+WOVEN_PRODUCTS = 16             # products of a tile between which the epilogue of the tile before is distributed
 LINE = 64
-AHEAD = 8 << 10                 # bytes of weights between those that are loaded and those that are asked for
-SCRATCH = STAGE = 4 << 10       # bytes of the sums of a tile: four registers; and of the pixels that are copied
-Level = tuple[str, int, int]    # a loop of K: name, turns, bytes of x between them
+AHEAD = 8 << 10                 # prefetch distance in bytes of weights
+SCRATCH = STAGE = 4 << 10       # bytes of a tile's accumulators (four registers), and of the pixels that are copied
+Level = tuple[str, int, int]    # a loop of K: name, iterations, bytes of x per iteration
 
 
 class _StoredSums(Sequence[Value]):
-    """The sums of a pixel in scratch memory, each loaded when it is indexed."""
+    """Accumulators of a pixel in scratch memory; indexing loads one."""
 
     def __init__(self, isa: Isa, address: Value, vectors: int, exact: bool) -> None:
         self._isa, self._address, self._vectors, self._exact = isa, address, vectors, exact
@@ -55,7 +55,7 @@ class _StoredSums(Sequence[Value]):
 
 
 class _Pending:
-    """The record of the pending tile, and the scratch memory behind it."""
+    """Record of the pending tile, followed by the scratch memory."""
 
     def __init__(self, record: Value, operands: int) -> None:
         self.record = record
@@ -63,7 +63,7 @@ class _Pending:
 
     @property
     def size(self) -> int:
-        """Bytes of the record, in whole lines."""
+        """Return the bytes of the record, in whole cache lines."""
         return -(-8 * (2 + len(self.names)) // LINE) * LINE
 
     @property
@@ -80,7 +80,7 @@ class _Pending:
 
     @property
     def configuration(self) -> Value:
-        """The address of the configuration that the tile registers have."""
+        """Return the address of the current configuration of the tile registers."""
         return self.record.f.load(PTR, self.record + 8, 8, "configuration")
 
     @configuration.setter
@@ -104,13 +104,24 @@ class _Pending:
 
 
 class MatrixLoops(TiledLoops):
-    """The parameters of a micro-kernel beside those of every tile: the panel's weights and the pending record."""
+    """Emitter of a matrix-unit kernel.
+
+    Its micro-kernels have two more parameters: the panel's weights, the pending record.
+    """
     arrays = 1
 
     def __init__(self, kernel: TiledContraction, module: Module, name: str, isa: Isa, tile: Tile, depth: int,
                  block_starts: Sequence[int], wide: int, staged: int, items: int) -> None:
-        """wide: places between rows in one run (Cut), or 0. staged: elements of a run that is copied, or 0. items: how
-        many a panel of weights meets before the next one is read."""
+        """Make an emitter.
+
+        Parameters
+        ----------
+        depth : bytes of x in a block of K.
+        block_starts : bytes from the start of a run to each block.
+        wide : places between two rows in one run (see PixelRuns), or 0.
+        staged : elements of a run that is copied, or 0.
+        items : items that are processed with one panel of weights before the next one is read.
+        """
         super().__init__(kernel, module, name, isa, tile)
         assert isa.matrix is not None
         self.unit, self.depth, self.block_starts = isa.matrix, depth, block_starts
@@ -131,7 +142,7 @@ class MatrixLoops(TiledLoops):
     def loops(self, f: Function, tensors: list[Value]) -> None:
         operands = len(self.problem.operands)
         size = _Pending(f.parameters["operands"], operands).size + SCRATCH + (STAGE if self.staged else 0)
-        self.pending = _Pending(f.room(size, LINE, "record"), operands)
+        self.pending = _Pending(f.alloca(size, LINE, "record"), operands)
         null = Value(f, PTR, "null")
         self.pending.finish, self.pending.configuration = null, null
         super().loops(f, tensors)
@@ -139,7 +150,10 @@ class MatrixLoops(TiledLoops):
         Tiles(f, self.unit).release()
 
     def blocks(self, f: Function, base: list[Value]) -> None:
-        """A block of pixels may be several items, so that weights beyond the second level are read once for all."""
+        """Emit the loops over blocks of pixels.
+
+        A block may span several items, which then share reads of weights beyond L2.
+        """
         if self.items == 1 or self.tile.block or self.module.trace:
             super().blocks(f, base)
             return
@@ -171,7 +185,7 @@ class MatrixLoops(TiledLoops):
         pending, lanes = _Pending(f.parameters["record"], len(operands)), self._lanes(channels)
         cut = self._cut(part)
         registers = Registers(self.unit, [count for _, _, count in cut.runs], lanes.vectors, self.depth)
-        work = _Products(self, f, registers, cut, pending.scratch)
+        work = _TileProducts(self, f, registers, cut, pending.scratch)
         if self._weaves:
             waiting = pending.finish.compare("eq", Value(f, PTR, finish))
             with f.when(waiting.compare("eq", 0)):
@@ -191,17 +205,20 @@ class MatrixLoops(TiledLoops):
 
     @property
     def _weaves(self) -> bool:
-        """Kernels that read extents at run time run the epilogue apart."""
+        """Return True if epilogue and products are interleaved.
+
+        Kernels with symbolic extents run them one after the other.
+        """
         return self.module.trace is None
 
-    def _cut(self, part: Part) -> Cut:
-        return Cut(part.rows, part.cols, self.wide if part.rows > 1 else 0)
+    def _cut(self, part: Part) -> PixelRuns:
+        return PixelRuns(part.rows, part.cols, self.wide if part.rows > 1 else 0)
 
     def _lanes(self, channels: int) -> Lanes:
         return Lanes(self.isa, channels, self.problem.y.dtype == "uint8")
 
     def _epilogue_alone(self, name: str, part: Part, channels: int) -> str:
-        """Write the function that runs the pending epilogue of this micro-kernel; return its name in the text."""
+        """Write the function that runs the pending epilogue of this micro-kernel, and return its name in the text."""
         f = self.module.function(name, internal=True, record=PTR)
         pending = _Pending(f.parameters["record"], len(self.problem.operands))
         self._epilogue(f, part, self._lanes(channels), pending)
@@ -210,29 +227,26 @@ class MatrixLoops(TiledLoops):
 
     def _epilogue(self, f: Function, part: Part, lanes: Lanes, pending: _Pending) -> None:
         problem, scratch, pitch = self.problem, pending.scratch, lanes.vectors * LINE
-        places = [self._cut(part).place(i, j) for i, j in part.pixels]
+        places = [self._cut(part).position(i, j) for i, j in part.pixels]
         emit_epilogue(f, lanes, problem.program, problem.operands, problem.y, part.pixels,
                       lambda p: _StoredSums(self.isa, scratch + places[p] * pitch, lanes.vectors, self.exact),
                       pending.addresses())
 
 
 def _of_item(call: Callable[..., None], row: Value, column: Value, offsets: Sequence[Value]) -> Callable[..., None]:
-    """`call` for tiles that are counted from a row and a column of an item."""
+    """Return `call` for tiles whose positions count from a row and a column of an item."""
     def moved(i: Value, j: Value, part: Part, tile: Value) -> None:
         call(i + row, j + column, part, tile, offsets)
     return moved
 
 
-class _Products:
-    """Writes the products of a tile into a micro-kernel.
+class _TileProducts:
+    """Emitter of a tile's products; scratch: memory for its accumulators."""
 
-    scratch: memory for the sums.
-    """
-
-    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: Cut, scratch: Value) -> None:
+    def __init__(self, loops: MatrixLoops, f: Function, registers: Registers, cut: PixelRuns, scratch: Value) -> None:
         self.loops, self.f, self.registers, self.scratch = loops, f, registers, scratch
         self.offsets = [loops.offset(i, j) for i, j, _ in cut.runs]     # bytes of x from the tile's first pixel
-        self.places = [cut.place(i, j) for i, j, _ in cut.runs]
+        self.places = [cut.position(i, j) for i, j, _ in cut.runs]
         self.tiles, self.step = Tiles(f, loops.unit), loops.depth * loops.isa.lanes
         self.x_pitch = loops.problem.x.strides[1] * loops.problem.stride[1]
         starts = loops.block_starts
@@ -240,14 +254,14 @@ class _Products:
         self.whole_blocks = len(starts) - (not self.even)
 
     def configured(self, pending: _Pending) -> None:
-        """Configure the registers unless they have these shapes."""
+        """Configure the tile registers unless they have these shapes already."""
         address = self.tiles.configuration(self.registers.shapes)
         with self.f.when(pending.configuration.compare("ne", address)):
             self.tiles.configure(self.registers.shapes)
             pending.configuration = address
 
     def write(self, epilogue: Any = None) -> None:
-        """Sum all of K. epilogue: writes straight-line code, which is spread among the first products."""
+        """Sum over all of K. epilogue: writes straight-line code, which is distributed among the first products."""
         for t in range(len(self.registers.rows)):
             for v in range(self.registers.vectors):
                 self.tiles.zero(self.registers.c(t, v))
@@ -260,14 +274,14 @@ class _Products:
         self._taps(levels, at, epilogue)
 
     def store(self) -> None:
-        """Store the sums as [place][vector][lane]."""
+        """Store the accumulators as [place][vector][lane]."""
         pitch = self.registers.vectors * LINE
         for t, first in enumerate(self.places):
             for v in range(self.registers.vectors):
                 self.tiles.store(self.registers.c(t, v), self.scratch + (first * pitch + v * LINE), pitch)
 
     def _taps(self, levels: Sequence[Level], at: dict[str, Value], epilogue: Any) -> None:
-        """The loops over taps; with an epilogue, the first run is apart from the others."""
+        """Emit the loops over taps; with an epilogue, the first run is separate from the others."""
         if not levels:
             self._run(at, epilogue)
             return
@@ -284,7 +298,7 @@ class _Products:
             at["x"] = start + step
 
     def _run(self, at: dict[str, Value], epilogue: Any) -> None:
-        """The blocks of one run."""
+        """Emit the blocks of one run."""
         apart = 0
         if epilogue:
             products = len(self.registers.rows) * self.registers.vectors
@@ -308,7 +322,7 @@ class _Products:
                                   f"@emulated.x86.{self.loops.product}")
 
     def _block(self, at: dict[str, Value]) -> None:
-        """One block of K. A register is loaded just before the first product that reads it."""
+        """Emit one block of K. A register is loaded just before the first product that reads it."""
         registers, tiles = self.registers, self.tiles
         for v in range(registers.vectors):
             weights = at["w"] + v * self.step
@@ -324,8 +338,11 @@ class _Products:
 
 
     def _load_x(self, t: int, address: Value) -> None:
-        """Load a register of x. What lies behind a run that ends inside a group is not multiplied by zero, for it may
-        be infinite: such runs are copied, with zeros behind them."""
+        """Load a register of x.
+
+        A run that ends inside a group is copied and padded with zeros: elements past its end may be infinite, and
+        infinity times a zero weight is NaN.
+        """
         register, f = self.registers.a(t), self.f
         if not self.loops.staged:
             self.tiles.load(register, address, self.x_pitch)
@@ -342,7 +359,7 @@ class _Products:
 
 
 def _spread(products: Sequence[str], epilogue: Sequence[str], *names: str) -> Iterator[str]:
-    """The lines of `products` with those of `epilogue` spread evenly behind its instructions of these names."""
+    """Yield the lines of `products`, with those of `epilogue` spread evenly after the instructions of these names."""
     count = sum(any(name in line for name in names) for line in products)
     done = written = 0
     for line in products:

@@ -1,4 +1,4 @@
-"""How a tile of pixels and its weights lie in the registers of a matrix unit."""
+"""Allocation of a matrix unit's tile registers to pixels and weights."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ from engines.backends.llvm.codegen.tiles import AMX, MatrixUnit, Shapes
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the pixels of a tile lie in registers of x: runs of up to 16 places that are a pixel's pitch of x apart.
+class PixelRuns:
+    """Division of a tile's pixels into x registers: runs of up to 16 places that are one pixel pitch apart.
 
-    Each row of the tile has runs of its own; or, if the pitch of rows is `wide` places, one run goes through all rows,
-    and the places between two rows are computed in vain.
+    Each row of the tile has its own runs. If the pitch of rows is `wide` places, one run continues through all rows,
+    and the results at the places between two rows are discarded.
     """
     rows: int
     cols: int
@@ -20,8 +20,11 @@ class Cut:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(row, column, places) of each register: as even as can be; or equal, where a run goes through all rows: the
-        last one overlaps the one before."""
+        """Return (row, column, places) of each register.
+
+        Runs of a row are as even as possible. Runs through all rows are of equal size, so that the last one may overlap
+        the one before.
+        """
         if self.wide:
             places = (self.rows - 1) * self.wide + self.cols
             count = -(-places // AMX.rows)
@@ -29,13 +32,13 @@ class Cut:
             return [(0, min(n * size, places - size), size) for n in range(count)]
         return [(i, start, size) for i in range(self.rows) for start, size in _even(self.cols)]
 
-    def place(self, i: int, j: int) -> int:
-        """The number of pixel (i, j) among all places."""
+    def position(self, i: int, j: int) -> int:
+        """Return the number of pixel (i, j) among all places."""
         return i * (self.wide or self.cols) + j
 
 
 def _even(places: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of pieces of up to 16 places."""
+    """Yield (start, size) of even pieces of up to 16 places."""
     pieces = -(-places // AMX.rows)
     for n in range(pieces):
         start = n * places // pieces
@@ -44,12 +47,12 @@ def _even(places: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Registers:
-    """The tile registers of a micro-kernel: sums first, then x, then weights.
+    """Tile registers of a micro-kernel: accumulators first, then x, then weights.
 
-    Where there are too few, weights take turns on what is left; or, beside weights of one vector, x does.
+    If registers are short, weights share those that are left in turn; with weights of one vector, x does so too.
     """
     unit: MatrixUnit
-    rows: Sequence[int]         # pixels of each register of x
+    rows: Sequence[int]         # pixels in each register of x
     vectors: int
     depth: int
 
@@ -58,7 +61,7 @@ class Registers:
 
     @property
     def count_a(self) -> int:
-        """Registers of x."""
+        """Return the number of registers for x."""
         left = self.unit.registers - len(self.rows) * self.vectors - 1
         assert len(self.rows) <= left or self.vectors == 1 and len(set(self.rows)) == 1, "x cannot take turns"
         return min(len(self.rows), left)

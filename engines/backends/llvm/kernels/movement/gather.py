@@ -1,4 +1,4 @@
-"""Elements picked by index: runs of neighbours, copied; or one by one, vectors of indices and a load for each."""
+"""Gathers: elements picked by index, as copies of contiguous runs or one element at a time."""
 from __future__ import annotations
 
 import math
@@ -20,20 +20,21 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View, joined
 
 CHUNK = 16          # vectors of an unrolled copy
-TOGETHER = 8        # elements of an unrolled turn, where they are picked one by one
+TOGETHER = 8        # elements that are gathered per iteration
 
 
 @solves(Take)
 class TakeKernel(Kernel[Take]):
+    """Gather with constant indices along one axis: copies of runs."""
     @property
     def run(self) -> int:
-        """Bytes of what one index picks."""
+        """Return the contiguous bytes that one index selects."""
         x = self.problem.x
         return x.size * math.prod(x.shape[self.problem.axis + 1:])
 
     @cached_property
     def outer(self) -> tuple[View, View]:
-        """x and y without the axes that are picked and copied."""
+        """Return x and y without the axes that are indexed and copied."""
         problem, axis = self.problem, self.problem.axis
         x, y = joined([View(v.dtype, (*v.shape[:axis], 1), (*v.strides[:axis], 0), v.item)
                        for v in (problem.x, problem.y)], keep_last=True)
@@ -56,16 +57,20 @@ class TakeKernel(Kernel[Take]):
                 _copy_run(f, isa, x + f.load(I64, offsets + i * 8), y + i * step, self.run)
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"index": ints of x's axis, one for each of y's; negative ones count from the end."""
+        """Convert "index" to byte offsets in x: one index of x's axis for each of y's.
+
+        Negative ones count from the end.
+        """
         index = np.asarray(constants["index"], np.int64) % self.problem.x.shape[self.problem.axis]
         return (index * self.problem.x.strides[self.problem.axis],)
 
 
 @solves(Lookup)
 class LookupKernel(Kernel[Lookup]):
+    """Gather of rows of a constant table, as of an embedding, by run-time indices."""
     @property
     def run(self) -> int:
-        """Bytes of a row of the table."""
+        """Return the bytes of a row of the table."""
         return self.problem.y.size * self.problem.y.shape[-1]
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -90,12 +95,13 @@ class LookupKernel(Kernel[Lookup]):
             _copy_run(f, isa, table + wide.at_most(problem.rows - 1) * self.run, target, self.run)
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"table": [rows, width], as it is stored."""
+        """Return "table", [rows, width], as it is stored."""
         return (np.ascontiguousarray(constants["table"]),)
 
 
 @solves(GatherElements)
 class GatherElementsKernel(Kernel[GatherElements]):
+    """GatherElements: an index for each element of y."""
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.y.shape[:-1]))
 
@@ -109,11 +115,11 @@ class GatherElementsKernel(Kernel[GatherElements]):
                 self._elements(isa, [offset(a, [start], s[-1:]) for a, s in zip(at, steps, strict=True)], count)
 
     def _steps(self) -> tuple[int, ...]:
-        """x's strides; along the axis the index says where to go."""
+        """Return x's strides, with 0 along the axis that the index replaces."""
         return tuple(0 if axis == self.problem.axis else stride for axis, stride in enumerate(self.problem.x.strides))
 
     def _elements(self, isa: Isa, at: list[Value], count: int) -> None:
-        """`count` neighbours; at: where in x, the index and y."""
+        """Gather `count` contiguous elements; at: addresses in x, the index and y."""
         problem, (x, index, y) = self.problem, at
         f, extent = x.f, problem.x.shape[problem.axis]
         chosen = load_integers(isa, problem.index, index, count)

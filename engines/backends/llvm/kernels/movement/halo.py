@@ -1,4 +1,4 @@
-"""The halo around each image of a buffer, written anew: runs of bytes by vectors."""
+"""Fill of the halo (border) around each image of a buffer, by vector stores."""
 from __future__ import annotations
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -12,6 +12,7 @@ UNROLLED = 4            # vectors
 
 @solves(HaloFill)
 class HaloFillKernel(Kernel[HaloFill]):
+    """Kernel that writes the border value into the runs of a halo."""
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(1)
 
@@ -26,7 +27,7 @@ class HaloFillKernel(Kernel[HaloFill]):
             for run in f.loop("run", shape[0]):
                 self._fill(f, isa, start + run * strides[0], shape[1:], strides[1:])
             return
-        for at, part in f.tiles("byte", shape[0], UNROLLED * isa.bytes, anyhow=True):
+        for at, part in f.tiles("byte", shape[0], UNROLLED * isa.bytes, split_tail=True):
             for first in range(0, part, isa.bytes):
                 bytes_ = vector(min(part - first, isa.bytes), I8)
                 f.store(f.constant(self.problem.value, bytes_), start + at + first)

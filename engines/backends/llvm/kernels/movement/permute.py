@@ -1,11 +1,12 @@
-"""Strided copies: transposes, concat, split, slice, layout changes, with an optional program on the way.
+"""Strided copies: transposes, concat, split, slice, layout changes, with an optional epilogue program.
 
-Four ways, chosen by the strides:
+The strides decide among four methods:
 
   runs         the innermost axis is contiguous in both: wide copies
   planes       y interleaves 2 to 4 planes of x (an NCHW image becomes NHWC): vectors of each plane, one byte shuffle
-  transpose    another axis is contiguous in x: blocks of n x n elements, transposed in registers by log2(n) zips; those
-               that share cache lines one after the other, for rows at a power of two fall into few sets of a cache
+  transpose    another axis is contiguous in x: blocks of n x n elements, transposed in registers by log2(n) zips.
+      Blocks
+               that share cache lines follow each other, because rows at a power of two fall into few sets of a cache
   elements     one by one
 """
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.codegen.lanes import from_float, to_float
 from engines.backends.llvm.kernels.common.access import (
     BLOCK,
-    Runs,
+    ViewRuns,
     copy_bytes,
     item_addresses,
     offset,
@@ -45,6 +46,7 @@ _LINE = 64              # bytes of a cache line
 
 @solves(Permute)
 class PermuteKernel(Kernel[Permute]):
+    """Kernel of a strided copy."""
     @cached_property
     def views(self) -> tuple[View, View]:
         problem = self.problem
@@ -63,13 +65,16 @@ class PermuteKernel(Kernel[Permute]):
 
     @property
     def across(self) -> int | None:
-        """The axis that is contiguous in x."""
+        """Return the axis that is contiguous in x, or None."""
         x, _ = self.views
         return next((axis for axis, stride in enumerate(x.strides) if stride == x.size), None)
 
     @cached_property
     def _pointwise(self) -> PointwiseKernel | None:
-        """The same as a program on runs or elements; a raw copy has ways of its own."""
+        """Return an equal pointwise kernel, if it runs a program on runs or elements.
+
+        It is None for raw copies and for the other methods.
+        """
         if self.way in ("planes", "transpose") or self.problem.raw:
             return None
         problem = self.problem
@@ -81,28 +86,28 @@ class PermuteKernel(Kernel[Permute]):
             return self._pointwise.grid(isa, tactic)
         if self.way in ("planes", "transpose"):
             return Grid(math.prod(self._outer) * self._blocks(isa))
-        return Grid(Runs(self.views).rows)
+        return Grid(ViewRuns(self.views).rows)
 
     def windows(self, isa: Isa, tactic: Tactic) -> Sequence[Window]:
         if self._pointwise:
             return self._pointwise.windows(isa, tactic)
         if self.way not in ("planes", "transpose"):
-            return Runs(self.views).windows()
+            return ViewRuns(self.views).windows()
         assert self.across is not None
         if not self._outer:
             block = self._block(isa)
             return [Window.along(view, self.across, 1, block, count=block) for view in self.views]
-        first = 0 if self.across else 1         # the outermost of the axes that count the rows of the grid
+        first = 0 if self.across else 1         # outermost axis whose indices are rows of the grid
         rows = math.prod(self._outer[1:]) * self._blocks(isa)
         return [Window.along(view, first, rows) for view in self.views]
 
     @property
     def _outer(self) -> list[int]:
-        """Extents of all axes but the innermost and `across`."""
+        """Return the extents of all axes but the innermost one and `across`."""
         return [n for axis, n in enumerate(self.views[0].shape[:-1]) if axis != self.across]
 
     def _block(self, isa: Isa) -> int:
-        """Elements along `across` in a row of the grid: whole steps."""
+        """Return the elements along `across` in a row of the grid, a multiple of the step."""
         step = self._step(isa)
         return max(BLOCK // (self.views[0].shape[-1] * step), 1) * step
 
@@ -111,12 +116,17 @@ class PermuteKernel(Kernel[Permute]):
         return -(-self.views[0].shape[self.across] // self._block(isa))
 
     def _tile(self, isa: Isa) -> int:
-        """Elements of a vector: of 128 bits where bytes are only moved, since zips are native there everywhere."""
+        """Return the elements of a vector.
+
+        Raw copies use 128 bits, since zips inside them are native on every machine.
+        """
         return 16 // self.problem.x.size if self.problem.raw else isa.lanes
 
     def _step(self, isa: Isa) -> int:
-        """Elements along `across` that are taken at once: where x is transposed, two cache lines of it, which are
-        fetched together."""
+        """Return the elements along `across` per step.
+
+        A transpose takes two cache lines of x, which are fetched together.
+        """
         return self._tile(isa) if self.way == "planes" else max(2 * _LINE // self.problem.x.size, self._tile(isa))
 
     # ---- code
@@ -131,16 +141,16 @@ class PermuteKernel(Kernel[Permute]):
             self._tiles(f, isa, x, y, begin, end, self._transpose(isa, constants))
         else:
             width = 4 * isa.bytes if self.way == "runs" else 1
-            Runs(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
+            ViewRuns(self.views).emit(f, [x, y], begin, end, width, partial(self._copy, isa))
 
     def _copy(self, isa: Isa, at: list[Value], start: Value, count: int) -> None:
-        """`count` neighbours from `start` on."""
+        """Copy `count` contiguous elements from `start` on."""
         x, y = (offset(a, [start], [v.strides[-1]]) for a, v in zip(at, self.views, strict=True))
         copy_bytes(isa, x, y, count * self.problem.x.size)
 
     def _tiles(self, f: Function, isa: Isa, x: Value, y: Value, begin: Value, end: Value,
                body: Callable[[Value, Value, int], None]) -> None:
-        """body(x, y, count) for every `count` neighbours along `across`, all of the innermost axis."""
+        """Emit the loops: body(x, y, count) for every `count` neighbours along `across`, over the innermost axis."""
         across, block, step = self.across, self._block(isa), self._step(isa)
         assert across is not None
         extent, rows = self.views[0].shape[across], math.prod(self._outer) * self._blocks(isa)
@@ -160,7 +170,7 @@ class PermuteKernel(Kernel[Permute]):
                         body(x0 + i * x_step, y0 + i * y_step, rest)
 
     def _load(self, isa: Isa, address: Value, count: int) -> Value:
-        """`count` neighbours in a whole vector: as stored where they are only moved, else float32."""
+        """Load `count` contiguous elements into a whole vector: as stored for raw copies, else as float32."""
         f, n = address.f, self._tile(isa)
         element = _INTEGERS[self.problem.x.size] if self.problem.raw else ELEMENTS[self.problem.x.dtype]
         value = f.load(vector(count, element), address, hint="run")
@@ -169,7 +179,7 @@ class PermuteKernel(Kernel[Permute]):
         return value if self.problem.raw else to_float(isa, self.problem.x.dtype, value)
 
     def _store(self, isa: Isa, value: Value, address: Value, count: int) -> None:
-        """The first `count` elements."""
+        """Store the first `count` elements."""
         f = address.f
         value = value if self.problem.raw else from_float(isa, self.problem.y.dtype, value)
         if count < self._tile(isa):
@@ -197,7 +207,10 @@ class PermuteKernel(Kernel[Permute]):
 
     @staticmethod
     def _store_bytes(isa: Isa, planes: list[Value], y: Value, count: int) -> None:
-        """The packs leave four pixels of each plane in a 128-bit part: shuffle inside parts, then close the gaps."""
+        """Store planes as interleaved bytes.
+
+        The packs leave four pixels of each plane in each 128-bit part: shuffle inside the parts, then close the gaps.
+        """
         f, depth = y.f, len(planes)
         ints = [isa.round(isa.min(plane, 255)) for plane in planes]
         packed = isa.pack_u8([*ints, *[ints[0].like(0)] * (4 - depth)])
@@ -210,7 +223,7 @@ class PermuteKernel(Kernel[Permute]):
     # ---- transpose
     def _transpose(self, isa: Isa, constants: Value) -> Callable[[Value, Value, int], None]:
         (x_view, y_view), across, n, f = self.views, self.across, self._tile(isa), constants.f
-        step = 0 if self.problem.uniform else 4     # bytes of constants of an index of the innermost axis
+        step = 0 if self.problem.uniform else 4     # bytes between the constants of neighbours on the innermost axis
         assert across is not None
 
         def tile(x: Value, y: Value, first: Value, size: int, count: int) -> None:
@@ -223,7 +236,7 @@ class PermuteKernel(Kernel[Permute]):
                 self._store(isa, value, y + i * y_view.strides[across], size)
 
         def tiles(x: Value, y: Value, count: int) -> None:
-            """All of the innermost axis in steps of a cache line of y."""
+            """Transpose all of the innermost axis in steps of a cache line of y."""
             line = max(_LINE // y_view.size, n)
             for start, some in f.tiles("innermost", y_view.shape[-1], line):
                 for column, width in f.tiles("column", count, n):
@@ -234,12 +247,12 @@ class PermuteKernel(Kernel[Permute]):
         return tiles
 
     def _pitch(self, isa: Isa) -> int:
-        """Floats from one constant to the next."""
+        """Return the floats from one constant to the next."""
         return -(-self.views[1].shape[-1] // isa.lanes) * isa.lanes
 
-    # ---- constants and meaning
+    # ---- constants
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"program": a sequence of float32 [1] or [channels] -> [constant][channel], rounded up to whole vectors."""
+        """Pack "program", float32 arrays [1] or [channels], as [constant][channel], padded to whole vectors."""
         given = constants.get("program", ())
         if self._pointwise:
             return self._pointwise.pack(isa, tactic, {"program": given})
@@ -250,11 +263,11 @@ class PermuteKernel(Kernel[Permute]):
 
 
 def _interleave(planes: list[Value]) -> list[Value]:
-    """k vectors of n -> k vectors holding element 0 of each, element 1 of each, ..."""
+    """Interleave k vectors of n: k vectors with element 0 of each, then element 1 of each, ..."""
     n, depth, result = lanes_of(planes[0].type), len(planes), []
     for first in range(0, n * depth, n):
         value = planes[0]
-        for k, plane in enumerate(planes[1:], 1):       # so far: planes below k are in place
+        for k, plane in enumerate(planes[1:], 1):       # invariant: planes below k are in place
             def pick(i: int, k: int = k, first: int = first) -> int:
                 element, of = divmod(first + i, depth)
                 if of == k:

@@ -1,4 +1,4 @@
-"""Resizing of images by tables of taps, so that the text of the kernel depends on shapes only."""
+"""Resize of images by tables of taps, so that the generated code depends on shapes only."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from engines.codegen.types import FLOAT, I8, I64, vector
 from engines.lowering.problems.images import Resize
 from engines.lowering.problems.problem import Array
 
-Tap = tuple[Value, Value | None]        # byte offset, weight in all lanes (None: the one tap of weight 1)
+Tap = tuple[Value, Value | None]        # (byte offset, weight in all lanes or None for a single tap of weight 1)
 
 
 @solves(Resize)
@@ -33,7 +33,7 @@ class ResizeKernel(Kernel[Resize]):
 
     @property
     def copies(self) -> bool:
-        """Bytes are only moved."""
+        """Return True if bytes are only copied."""
         return self.problem.taps == (1, 1) and self.packed and not self.problem.program.instructions
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
@@ -62,7 +62,7 @@ class ResizeKernel(Kernel[Resize]):
                                 constants + start * (4 * problem.program.constants), count)
 
     def _taps(self, f: Function, isa: Isa, axis: int, i: Value, offsets: Value, weights: Value) -> list[Tap]:
-        """Of output i of an axis."""
+        """Load the taps of output i of an axis."""
         count = self.problem.taps[axis]
         first = i * count
         return [(f.load(I64, offsets + first * 8 + k * 8, hint="tap"),
@@ -86,7 +86,7 @@ class ResizeKernel(Kernel[Resize]):
 
     # ---- constants and meaning
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"rows", "columns": (index, weight), each [outputs, taps], as taps_of makes them -> byte offsets, weights."""
+        """Convert "rows" and "columns", each (index, weight) of shape [outputs, taps], to byte offsets and weights."""
         problem = self.problem
         tables: list[Array] = []
         for axis, key in enumerate(("rows", "columns")):
@@ -97,7 +97,7 @@ class ResizeKernel(Kernel[Resize]):
 
 
 def _weighted(isa: Isa, terms: list[tuple[list[Value], Value | None]]) -> list[Value]:
-    """The sum of weight * value, vector by vector; a lone term has weight 1."""
+    """Return the sum of weight * value, vector by vector; a single term has weight 1."""
     total, weight = terms[0]
     if weight is None:
         return total

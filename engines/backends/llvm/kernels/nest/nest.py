@@ -1,9 +1,9 @@
-"""Nests of any loops, by vectors along one of them.
+"""Kernel of general loop nests, vectorised along one loop.
 
     for the outer loops: accumulators = 0; for the inner loops: accumulators += term; y = result
 
-Its tactics are which loop has the lanes, how many vectors of it and how many neighbours along another loop are
-computed at once. The grid's rows are blocks of the outer loops.
+A tactic chooses the vectorised loop, the vectors per iteration, and the neighbours along another loop that are computed
+at once. The rows of the grid are blocks of the outer loops.
 """
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from engines.codegen.nest.values import NEAR
 from engines.lowering.epilogue.functions import FUNCTIONS
 from engines.lowering.problems.nest import Nest
 
-BLOCK = 1 << 13     # turns of all loops in a row of the grid: enough to pay for its call, few enough to share out
-TURN = 3            # cycles of a loop's turn, beside what it does
-MOST_CUTS, MOST_WITHIN = 6, 3       # tactics that may be timed: without a loop inside that with the lanes, and with one
+BLOCK = 1 << 13     # iterations in a row of the grid: enough to amortise a call, few enough to share among threads
+TURN = 3            # overhead of a loop iteration, in cycles
+MOST_CUTS, MOST_WITHIN = 6, 3       # most tactics to time, without and with a loop inside the vectorised one
 
 
 @dataclass(frozen=True)
 class NestTactic(Tactic):
+    """Tactic of a nest: how its loops are vectorised and tiled."""
     cut: Cut
 
     def __str__(self) -> str:
@@ -40,17 +41,17 @@ class NestTactic(Tactic):
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The rows of the grid: all turns of the outer loops before `order[split]`, and blocks of that one.
+class GridBlocks:
+    """Rows of the grid: all iterations of the outer loops before `order[split]`, and blocks of that loop.
 
-    No loop of which neighbours are computed at once is before it.
+    No loop that is unrolled or vectorised around another one comes before it.
     """
     split: int
     block: int
     count: int
 
     @staticmethod
-    def of(loops: Loops, lanes: int) -> Blocks:
+    def of(loops: Loops, lanes: int) -> GridBlocks:
         work = max(math.prod(loops.extents[loop] for loop in loops.inner), 1)
         several = {loops.cut.rows} | ({loops.cut.lanes} if loops.cut.within != NONE else set())
         last = next((place for place, loop in enumerate(loops.order) if loop in several), len(loops.order))
@@ -58,13 +59,14 @@ class Blocks:
             extent, step = loops.extents[loops.order[split]], loops.width(lanes, loops.order[split])
             if work * extent >= BLOCK and split <= last or not split:
                 block = min(-(-max(BLOCK // work, 1) // step) * step, extent)
-                return Blocks(split, block, -(-extent // block))
+                return GridBlocks(split, block, -(-extent // block))
             work *= extent
-        return Blocks(0, 1, 1)
+        return GridBlocks(0, 1, 1)
 
 
 @solves(Nest)
 class NestKernel(Kernel[Nest]):
+    """Kernel of loop nests."""
     def loops(self, cut: Cut) -> Loops:
         problem = self.problem
         return Loops(problem.program, problem.sources, (*problem.loops, *problem.reduced), len(problem.loops), cut)
@@ -75,7 +77,7 @@ class NestKernel(Kernel[Nest]):
 
     def tactics(self, isa: Isa) -> Sequence[NestTactic]:
         along = [loop for loop, extent in enumerate(self.extents) if extent > 1]
-        if chased := self.problem.program.chased:       # lanes that each go a way of their own gain nothing
+        if chased := self.problem.program.chased:       # lanes that follow different pointers gain nothing
             depends = self.loops(Cut()).depends
             along = [loop for loop in along if not any(loop in depends[one] for one in chased)]
         if chased or not along:
@@ -87,11 +89,11 @@ class NestKernel(Kernel[Nest]):
         within: list[Cut] = []
         for lanes in along:
             for vectors in (1, 2, 4) if lanes != NONE and self.extents[lanes] > isa.lanes else (1,):
-                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared(lanes)
+                shared = [Cut(lanes, vectors, rows, count) for rows in self._shared_reads(lanes)
                           for count in ((4, 6) if self.extents[rows] >= 4 else (self.extents[rows],))]
                 cuts += [Cut(lanes, vectors), *shared]
                 within += [Cut(lanes, vectors, within=loop) for loop in self._free(lanes)]
-        # Each kind for itself: how the two compare is what cost knows least.
+        # Choose among each kind separately: the cost model compares the two kinds badly.
         kept = [tactic for some, most in ((cuts, MOST_CUTS), (within, MOST_WITHIN))
                 for tactic in self._cheapest(isa, some)[:most]]
         return sorted(kept, key=lambda tactic: self.cost(isa, tactic))
@@ -99,8 +101,8 @@ class NestKernel(Kernel[Nest]):
     def _cheapest(self, isa: Isa, cuts: Iterable[Cut]) -> list[NestTactic]:
         return sorted(map(NestTactic, cuts), key=lambda tactic: self.cost(isa, tactic))
 
-    def _shared(self, lanes: int) -> list[int]:
-        """Loops of which neighbours share what they read."""
+    def _shared_reads(self, lanes: int) -> list[int]:
+        """Return the loops whose neighbours share some of their reads."""
         if not self.problem.reduced or self.problem.inside:
             return []
         outer = [loop for loop in range(len(self.problem.loops)) if loop != lanes and self.extents[loop] > 1]
@@ -109,7 +111,7 @@ class NestKernel(Kernel[Nest]):
         return [loop for loop in outer if 0 < sum(loop in some for some in reads) < len(reads)]
 
     def _free(self, lanes: int) -> list[int]:
-        """Outer loops on which something does not depend that is made of what is known for each lane."""
+        """Return the outer loops that some vectorised operation does not depend on."""
         if not 0 <= lanes < len(self.problem.loops):
             return []
         depends = self.loops(Cut(lanes)).depends
@@ -136,12 +138,12 @@ class NestKernel(Kernel[Nest]):
             total += math.prod(stores) * (1 / isa.lanes if near else 2)
         wide = max((2 for one in loops.program.operations if one.op == "reduce" and one.kind not in ("f32", "i32")),
                    default=1)
-        if cut.count * cut.vectors * wide + cut.vectors + 4 > isa.registers:     # accumulators, and what they take
+        if cut.count * cut.vectors * wide + cut.vectors + 4 > isa.registers:     # accumulators and operands spill
             total *= 2
         return total
 
     def _cycles(self, isa: Isa, loops: Loops, number: int) -> float:
-        """Of one operation, once."""
+        """Return the cycles of one operation."""
         one, cut = loops.program.operations[number], loops.cut
         wide = 2 if one.kind in ("f64", "i64", "u64") else 1
         if one.op == "read":
@@ -154,7 +156,7 @@ class NestKernel(Kernel[Nest]):
 
     def grid(self, isa: Isa, tactic: NestTactic) -> Grid:
         loops = self.loops(tactic.cut)
-        blocks = Blocks.of(loops, isa.lanes)
+        blocks = GridBlocks.of(loops, isa.lanes)
         return Grid(math.prod(loops.extents[loop] for loop in loops.order[:blocks.split]) * blocks.count)
 
     def windows(self, isa: Isa, tactic: NestTactic) -> Sequence[Window]:
@@ -163,10 +165,10 @@ class NestKernel(Kernel[Nest]):
     # ---- code
     def emit(self, module: Module, name: str, isa: Isa, tactic: NestTactic) -> None:
         problem, loops = self.problem, self.loops(tactic.cut)
-        blocks, count = Blocks.of(loops, isa.lanes), len(problem.sources)
+        blocks, count = GridBlocks.of(loops, isa.lanes), len(problem.sources)
         f, addresses, (begin, end, *_) = begin_kernel(module, name, count + len(problem.targets))
         code = Code(f, isa, loops)
-        wanted = problem.program.needed(problem.program.results)
+        required = problem.program.needed(problem.program.results)
         gridded = loops.order[:blocks.split]
         rows = self.grid(isa, tactic).rows_per_item
         for row in f.range("row", begin, end):
@@ -174,15 +176,15 @@ class NestKernel(Kernel[Nest]):
             *outer, block = unravel(row.remainder(rows), (*(loops.extents[loop] for loop in gridded), blocks.count))
             bases = item_addresses(addresses, (*problem.sources, *problem.targets), item)
             frame = Frame(tuple(bases[:count]), tuple(bases), {-1: item})
-            code.fill(frame, wanted)
+            code.fill(frame, required)
             for loop, index in zip(gridded, outer, strict=True):
-                frame = code.enter(frame, loop, index, 1, wanted)
+                frame = code.enter(frame, loop, index, 1, required)
             first = block * blocks.block
             bounds = None
             if loops.order and blocks.count > 1:
                 extent = loops.extents[loops.order[blocks.split]]
                 bounds = (first, (first + blocks.block).at_most(extent))
-            code.over(frame, loops.order[blocks.split:], wanted,
+            code.over(frame, loops.order[blocks.split:], required,
                       lambda inside, at=bases[count:]: write_element(    # type: ignore[misc]
-                          code, inside, problem, at, wanted),
+                          code, inside, problem, at, required),
                       None, bounds)

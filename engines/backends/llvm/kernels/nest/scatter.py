@@ -1,9 +1,9 @@
-"""Scatters: a row of the grid copies its part of x, then goes through all updates of that part, in order.
+"""Kernel of scatters: a row of the grid copies its part of x, then applies all updates of that part in order.
 
     y = x; for the loops: y[place] = y[place] and value, combined
 
-Loops whose index is an index of y, over all of its extent, are apart: no two of their turns meet in an element. Their
-turns are rows of the grid, but for those of the one with lanes.
+A loop is *independent* if its index is an index of y, over all of its extent: different iterations update different
+elements. Its iterations are rows of the grid, unless it is the vectorised one.
 """
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from engines.backends.llvm.kernels.kernel import Grid, Kernel, Tactic, Window, b
 from engines.codegen.ir_builder import Module, Value
 from engines.codegen.nest.loops import Code, Frame
 from engines.codegen.nest.order import NONE, Cut, Loops
-from engines.codegen.nest.results import apart, update
+from engines.codegen.nest.results import independent_loops, update
 from engines.codegen.nest.values import load, store
 from engines.lowering.problems.nest import Scatter
 
 
 @solves(Scatter)
 class ScatterKernel(Kernel[Scatter]):
+    """Kernel of scatters."""
     @cached_property
-    def apart(self) -> dict[int, int]:
-        return apart(self.problem)
+    def independent_loops(self) -> dict[int, int]:
+        return independent_loops(self.problem)
 
     @cached_property
     def lanes(self) -> int:
-        """The loop with lanes: the one apart along which y's elements are neighbours, if there are several."""
+        """Return the vectorised loop, an independent one that is contiguous in y, or NONE."""
         y = self.problem.y
-        near = [loop for loop, axis in self.apart.items() if y.strides[axis] == y.size and y.shape[axis] > 1]
+        near = [loop for loop, axis in self.independent_loops.items()
+                if y.strides[axis] == y.size and y.shape[axis] > 1]
         return near[0] if near else NONE
 
     @cached_property
     def rows(self) -> list[int]:
-        """The loops whose turns are rows of the grid."""
-        return [loop for loop in self.apart if loop != self.lanes]
+        """Return the loops whose iterations are rows of the grid."""
+        return [loop for loop in self.independent_loops if loop != self.lanes]
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.loops[loop] for loop in self.rows))
@@ -52,7 +54,7 @@ class ScatterKernel(Kernel[Scatter]):
         views = (*problem.sources, problem.y)
         f, addresses, (begin, end, *_) = begin_kernel(module, name, len(views))
         loops = Loops(problem.program, problem.sources, problem.loops, len(problem.loops), Cut(self.lanes))
-        code, wanted = Code(f, isa, loops), problem.program.needed(problem.program.results)
+        code, required = Code(f, isa, loops), problem.program.needed(problem.program.results)
         count = self.grid(isa, tactic).rows_per_item
         for row in f.range("row", begin, end):
             item = row.divided(count)
@@ -60,16 +62,16 @@ class ScatterKernel(Kernel[Scatter]):
             indices = unravel(row.remainder(count), [problem.loops[loop] for loop in self.rows])
             self._copy(code, sources[0], y, indices)
             frame = Frame(tuple(sources), tuple(sources), {-1: item})
-            code.fill(frame, wanted)
+            code.fill(frame, required)
             for loop, index in zip(self.rows, indices, strict=True):
-                frame = code.enter(frame, loop, index, 1, wanted)
+                frame = code.enter(frame, loop, index, 1, required)
             rest = [loop for loop in loops.order if loop not in self.rows]
-            code.over(frame, rest, wanted, lambda inside, y=y: update(code, inside, problem, y))   # type: ignore[misc]
+            code.over(frame, rest, required, lambda inside, y=y: update(code, inside, problem, y))   # type: ignore[misc]
 
     def _copy(self, code: Code, x: Value, y: Value, indices: Sequence[Value]) -> None:
-        """What of x is in this row of the grid."""
+        """Copy the part of x that belongs to this row of the grid."""
         source, target = self.problem.sources[0], self.problem.y
-        fixed = [self.apart[loop] for loop in self.rows]
+        fixed = [self.independent_loops[loop] for loop in self.rows]
         for axis, index in zip(fixed, indices, strict=True):
             x, y = (offset(address, [index], [view.strides[axis]]) for address, view in ((x, source), (y, target)))
         free = [axis for axis in range(len(target.shape)) if axis not in fixed]
@@ -85,7 +87,8 @@ class ScatterKernel(Kernel[Scatter]):
         axis = axes[0] if axes else -1
         extent = target.shape[axis] if axes else 1
         steps = [view.strides[axis] if axes else view.size for view in (source, target)]
-        for start, count in code.f.tiles("element", extent, code.words.lanes, anyhow=True):
+        for start, count in code.f.tiles("element", extent, code.machine.lanes, split_tail=True):
             at = [address + start * step for address, step in zip((x, y), steps, strict=True)]
             step = steps[0] if steps[0] or count == 1 else 0
-            store(code.words, target.dtype, load(code.words, source.dtype, at[0], step, count), at[1], steps[1], count)
+            value = load(code.machine, source.dtype, at[0], step, count)
+            store(code.machine, target.dtype, value, at[1], steps[1], count)

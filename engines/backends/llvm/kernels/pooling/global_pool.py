@@ -1,9 +1,9 @@
-"""Pools over whole images.
+"""Pooling over whole images.
 
-    for item: for panel of channels:          both may be shared out: rows and columns of the grid
+    for item: for panel of channels:          rows and columns of the grid
       for i: for j: ... acc = sum or max of acc, x
 
-Many floats are summed run by run.
+Large images of floats are summed in runs, to bound the rounding error.
 """
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from engines.lowering.problems.problem import Array
 
 @solves(GlobalPool)
 class GlobalPoolKernel(Kernel[GlobalPool]):
+    """Kernel of global average, max and sum pooling."""
     @property
     def packed(self) -> bool:
         return self.problem.x.dtype == self.problem.y.dtype == "uint8"
@@ -82,6 +83,6 @@ class GlobalPoolKernel(Kernel[GlobalPool]):
             acc.update(enumerate(reduction.combine(list(acc.values()), reduction.load(pixel))))
         return list(acc.values())
 
-    # ---- constants and meaning
+    # ---- constants
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return (pack_panels(isa, constants, self.problem.channels, self.packed),)

@@ -1,7 +1,7 @@
-"""MaxPool and AveragePool over [height, width, channels], or [depth, height, width, channels].
+"""MaxPool and AveragePool over [height, width, channels] or [depth, height, width, channels].
 
     for output row, of any plane: for panel of channels:
-      for columns whose windows are cut alike by the border:        one group inside, a few at each side
+      for columns whose windows the border clips equally:           one group inside, a few at each side
         for tile of columns:
           reduce every x column of the tile over its tap rows,      shared by the windows that overlap
             in all tap planes of a volume
@@ -30,12 +30,12 @@ from engines.lowering.problems.images import Axis, Pool
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-MOST_UNROLLED = 25      # taps; larger windows are loops over their rows
+MOST_UNROLLED = 25      # most taps that are unrolled; larger windows are loops over their rows
 
 
 @dataclass(frozen=True)
 class PoolTile(Tactic):
-    """`cols` windows of `vectors` of channels at a time."""
+    """Tactic of pooling: `cols` windows of `vectors` of channels at a time."""
     cols: int
     vectors: int
 
@@ -45,6 +45,7 @@ class PoolTile(Tactic):
 
 @solves(Pool)
 class PoolKernel(Kernel[Pool]):
+    """Kernel of max and average pooling."""
     @property
     def packed(self) -> bool:
         return self.problem.x.dtype == self.problem.y.dtype == "uint8"
@@ -68,7 +69,7 @@ class PoolKernel(Kernel[Pool]):
     def windows(self, isa: Isa, tactic: PoolTile) -> Sequence[Window]:
         problem = self.problem
         read = (problem.kernel[0] - 1) * problem.dilation[0] + 1
-        rows = math.prod(problem.y.shape[1:-2])     # of a step along the first axis
+        rows = math.prod(problem.y.shape[1:-2])     # grid rows in one index of the first axis
         return [Window.along(problem.x, 0, rows, problem.stride[0], first=-problem.pads[0], count=read),
                 *(Window.along(view, 0, rows) for view in (*problem.operands, problem.y))]
 
@@ -76,7 +77,7 @@ class PoolKernel(Kernel[Pool]):
         return tactic.vectors
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: PoolTile) -> None:
-        _Emitter(self, isa, tactic).emit(module, name)
+        _PoolEmitter(self, isa, tactic).emit(module, name)
 
     def pack(self, isa: Isa, tactic: PoolTile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         return (pack_panels(isa, constants, self.problem.y.shape[-1], self.packed, tactic.vectors * isa.lanes),)
@@ -84,7 +85,9 @@ class PoolKernel(Kernel[Pool]):
 
 @dataclass(frozen=True)
 class _Taps:
-    """Axis.taps of an output row or plane, when it runs. unrolled: it is known now that they are all of the kernel's.
+    """Taps of an output row or plane (Axis.taps) as run-time numbers.
+
+    unrolled: they are all taps of the kernel, which is known at build time.
     """
     first: Value
     last: Value
@@ -92,7 +95,8 @@ class _Taps:
     unrolled: bool
 
 
-class _Emitter:
+class _PoolEmitter:
+    """Emitter of a pooling kernel."""
     def __init__(self, kernel: PoolKernel, isa: Isa, tile: PoolTile) -> None:
         self.kernel, self.problem, self.isa, self.tile = kernel, kernel.problem, isa, tile
         *self.planes, self.rows, self.cols = self.problem.axes
@@ -106,7 +110,7 @@ class _Emitter:
             i, image = row.remainder(self.rows.outputs), row.divided(self.rows.outputs)
             (x, *others), planes = self._of_plane([*inputs, y], views, image)
             x = x + i * (self.rows.stride * problem.x.strides[-3])
-            # of the window's corner, which may lie outside of the image
+            # address of the window's corner, which may lie outside of the image
             x = x + -(self.rows.begin * problem.x.strides[-3] + self.cols.begin * problem.x.strides[-2])
             others = [offset(a, [i], [view.strides[-3]]) for a, view in zip(others, views[1:], strict=True)]
             first, last = self.rows.whole
@@ -121,7 +125,10 @@ class _Emitter:
                     self._row(f, x, others, _clamped(self.rows, i), planes)
 
     def _of_plane(self, addresses: list[Value], views: Sequence[View], image: Value) -> tuple[list[Value], list[_Taps]]:
-        """The addresses of one of the images of all items; of volumes those are planes, whose taps come with them."""
+        """Return the addresses of one image, counted over all items.
+
+        For volumes an image is a plane, and its taps are returned too.
+        """
         if not self.planes:
             return item_addresses(addresses, views, image), []
         axis, = self.planes
@@ -131,7 +138,7 @@ class _Emitter:
         return [x + k * (axis.stride * first) + -axis.begin * first, *others], [_clamped(axis, k)]
 
     def _row(self, f: Function, x: Value, others: list[Value], rows: _Taps, planes: list[_Taps]) -> None:
-        """One row of outputs."""
+        """Emit one row of outputs."""
         problem = self.problem
         for start, channels in f.tiles("panel", problem.y.shape[-1], self.tile.vectors * self.isa.lanes):
             lanes = Lanes(self.isa, channels, self.kernel.packed)
@@ -141,14 +148,14 @@ class _Emitter:
             here = [offset(a, [start], [v.strides[-1]]) for a, v in zip(others, views, strict=True)]
             for first, count, taps in self.cols.groups:
                 scale, addend = self._average(f, [*planes, rows], taps)
-                for j, cols in f.tiles("column", count, self.tile.cols, anyhow=True):
+                for j, cols in f.tiles("column", count, self.tile.cols, split_tail=True):
                     corner = x + start * problem.x.size + (j + first) * (self.cols.stride * problem.x.strides[-2])
                     self._tile(f, lanes, rows, planes, taps, cols, corner, scale, addend, constants,
                                [offset(a, [j + first], [v.strides[-2]]) for a, v in zip(here, views, strict=True)])
 
     def _average(self, f: Function, others: list[_Taps], taps: tuple[int, int, int]) -> tuple[Value | None,
                                                                                              Value | None]:
-        """(1 / count, what padded taps add to a sum) for windows of these columns, and rows, in all lanes."""
+        """Return (1 / count, contribution of padded taps to a sum), in all lanes, for windows with these taps."""
         problem = self.problem
         if problem.kind == "max":
             return None, None
@@ -163,7 +170,7 @@ class _Emitter:
     def _tile(self, f: Function, lanes: Lanes, rows: _Taps, planes: list[_Taps], taps: tuple[int, int, int], cols: int,
               corner: Value, scale: Value | None, addend: Value | None, constants: list[list[Value]],
               others: list[Value]) -> None:
-        """`cols` neighbouring windows; corner: tap (0, 0) of the first."""
+        """Emit `cols` neighbouring windows; corner: address of tap (0, 0) of the first one."""
         problem, reduction = self.problem, self.kernel.reduction(lanes)
         windows = [[t * self.cols.stride + q * self.cols.dilation for q in range(*taps[:2])] for t in range(cols)]
         columns = sorted({column for window in windows for column in window})
@@ -184,7 +191,7 @@ class _Emitter:
 
     def _reduce_planes(self, f: Function, reduction: PixelReduction, rows: _Taps, planes: list[_Taps],
                        columns: list[int], corner: Value) -> dict[int, Pixel]:
-        """Each column of x over its tap rows, in all tap planes."""
+        """Reduce each column of x over its tap rows in all tap planes."""
         if not planes:
             return self._reduce_rows(f, reduction, rows, columns, corner)
         (axis,), (taps,) = self.planes, planes
@@ -198,7 +205,7 @@ class _Emitter:
 
     def _reduce_rows(self, f: Function, reduction: PixelReduction, rows: _Taps, columns: list[int],
                      corner: Value) -> dict[int, Pixel]:
-        """Each column of x over its tap rows."""
+        """Reduce each column of x over its tap rows."""
         x, step = self.problem.x, self.rows.dilation * self.problem.x.strides[-3]
         if rows.unrolled:
             reduced = {column: reduction.load(corner + column * x.strides[-2]) for column in columns}
@@ -217,7 +224,7 @@ class _Emitter:
 
     def _finish(self, reduction: PixelReduction, pixel: Pixel, scale: Value | None, addend: Value | None,
                 constants: list[list[Value]], others: list[Value], t: int) -> Pixel:
-        """The program on one reduced window; bytes stay bytes where there is none."""
+        """Run the program on one reduced window; without a program bytes stay bytes."""
         problem = self.problem
         if reduction.bytes and problem.y.dtype == "uint8" and not problem.program.instructions:
             return pixel
@@ -232,11 +239,11 @@ class _Emitter:
 
 
 def _clamped(axis: Axis, i: Value) -> _Taps:
-    """Of the i-th output along an axis. Unsigned: all is counted from the padded image's edge."""
+    """Return the taps of output i along an axis, clamped to the image."""
     start = i * axis.stride
 
     def reach(limit: int) -> Value:
-        """Taps before this place of the padded image."""
+        """Return the number of taps before this position of the padded image."""
         left = start.like(limit) - start.at_most(limit)
         return (left + (axis.dilation - 1)).divided(axis.dilation).at_most(axis.kernel)
 

@@ -1,6 +1,6 @@
 """Maxima and sums of pixels, in the narrowest registers that hold them exactly.
 
-    max of u8     bytes, as stored: a vector of them is 4 panels' worth of float32
+    max of u8     bytes, as stored: a vector of bytes holds as many channels as four of float32
     sum of u8     int32
     otherwise     float32
 """
@@ -18,7 +18,7 @@ Pixel = list[Value]
 
 @dataclass(frozen=True)
 class PixelReduction:
-    """kind: "max" or "sum"; dtype: as stored; lanes: of the result."""
+    """Reduction of pixels. kind: "max" or "sum"; dtype: the stored dtype; lanes: those of the result."""
     kind: str
     dtype: str
     lanes: Lanes
@@ -33,7 +33,7 @@ class PixelReduction:
 
     @property
     def registers(self) -> int:
-        """Of one pixel."""
+        """Return the registers of one pixel."""
         return 1 if self.bytes else self.lanes.vectors
 
     def load(self, address: Value) -> Pixel:
@@ -43,7 +43,7 @@ class PixelReduction:
         return [row] if self.bytes else self.lanes.integers(row)
 
     def neutral(self, of: Value) -> Pixel:
-        """What changes nothing; `of`: any value of the function."""
+        """Return the neutral element of the reduction; `of`: any value of the function."""
         if self.bytes:
             return [of.f.constant(0, vector(self.lanes.channels, I8))]
         if self.ints:
@@ -61,7 +61,7 @@ class PixelReduction:
         return self.lanes.isa.max(a, b)
 
     def finish(self, pixel: Pixel) -> Pixel:
-        """As float32, in the order of `lanes`."""
+        """Convert a pixel to float32, in the order of `lanes`."""
         if self.bytes:
             return self.lanes.widen("uint8", pixel[0])
         return [self.lanes.isa.to_float(value) for value in pixel] if self.ints else pixel

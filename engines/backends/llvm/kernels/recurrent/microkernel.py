@@ -1,7 +1,7 @@
-"""The micro-kernels of a Recurrence: for some items and units of a stage, the products in registers, then the updates.
+"""Micro-kernels of a Recurrence: for some items and units of a stage, the products in registers, then the updates.
 
-They also say how the states of a block of items lie in scratch: each item's h or other state in floats, behind it the
-same in integers where products read those, then the numbers of rounding.py where their unit is found at run time.
+They also define the layout of the states in scratch: for each item h or another state in floats, then its integers if
+products read those, then the numbers of rounding.py if the scale is found at run time.
 """
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from engines.codegen.types import I8, I16, I64, PTR, vector
 from engines.lowering.problems.recurrence import Source, Stage
 from engines.lowering.problems.view import SIZES
 
-STRANDS = 4             # units whose updates are written in turns
-FEWEST_CHAINS = 8       # sums that must be under way at once to hide an fma's latency; fewer are split
+STRANDS = 4             # units whose updates are interleaved
+FEWEST_CHAINS = 8       # independent sums that hide the latency of an fma; if there are fewer, they are split
 LINE = 64               # bytes of a cache line
 
 
 class MicroKernels:
-    """Those of one kernel, written once each."""
+    """Micro-kernels of one kernel, each emitted once."""
 
     def __init__(self, kernel: RecurrenceTiling, module: Module, name: str, isa: Isa, tactic: Panels,
                  block: int) -> None:
-        """block: items whose states lie side by side."""
+        """Make the emitter; block: items whose states are in scratch at the same time."""
         self.kernel, self.module, self.name, self.isa, self.tactic = kernel, module, name, isa, tactic
         self.problem, self.arithmetic = kernel.problem, kernel.arithmetic(isa)
         self.stored = kernel.stored(isa)
-        self.integers = kernel.room(isa) * 4            # where the state in integers follows
-        self.numbers = self.integers + kernel.room(isa) * SIZES[self.arithmetic.dtype]      # see rounding.py
+        self.integers = kernel.state_elements(isa) * 4            # byte offset of the state in integers
+        self.numbers = self.integers + kernel.state_elements(isa) * SIZES[self.arithmetic.dtype]      # see rounding.py
         size = self.numbers if self.stored or self.problem.rounds else self.integers
         size += NUMBERS * self.problem.rounds
         self.pitch = -(-size // ALIGNMENT) * ALIGNMENT                      # bytes from item to item
-        self.area = self.pitch * block                                      # of a state of all items
+        self.area = self.pitch * block                                      # bytes of a state of all items
 
     def lanes(self, count: int) -> Lanes:
         return Lanes(self.isa, count, packed=False)
 
     def write(self, which: int, number: int, size: int, width: int) -> str:
-        """`size` items by `width` units of a stage; its name."""
+        """Return the name of the micro-kernel for `size` items by `width` units of a stage, emitted once."""
         name = f"{self.name}_{which}_{number}_{size}x{width}"
         if name in self.module.functions:
             return name
@@ -64,13 +64,13 @@ class MicroKernels:
         return name
 
     def _products(self, f: Function, stage: Stage, size: int, vectors: int) -> dict[tuple[int, int, int], Value]:
-        """{(item, gate's place in the stage, vector): sum over k of state * weight}"""
+        """Return {(item, gate's position in the stage, vector): sum over k of state * weight}."""
         kernel, isa, arithmetic = self.kernel, self.isa, self.arithmetic
         source = f.parameters["old"] if stage.source == 0 else f.parameters["rest"] + (stage.source - 1) * self.area
         keys = [(item, g, v) for v in range(vectors) for g in range(len(stage.gates)) for item in range(size)]
         split = next(n for n in (1, 2, STEPS) if n * len(keys) >= FEWEST_CHAINS or n == STEPS)
         if kernel.by_batch and not arithmetic.exact:
-            split = 1       # floats are summed in one order in all tiles: an item's do not depend on its neighbours
+            split = 1       # one order of summation in all tiles, so that an item's result does not depend on the batch
         acc = {(part, key): arithmetic.zero(isa, source) for part in range(split) for key in keys}
         state = source + (self.integers if arithmetic.exact else 0)
         at = {"s": state, "w": f.parameters["w"], "ahead": f.parameters["ahead"]}
@@ -106,7 +106,7 @@ class MicroKernels:
 
     def _outer_product(self, acc: dict[Any, Value], part: int, states: dict[int, Value],
                        weights: dict[tuple[int, int], Value]) -> None:
-        """acc += state * weight for each pair, given addresses. The shorter side waits in registers."""
+        """Add state * weight to acc for each pair of addresses. The side with fewer vectors stays in registers."""
         isa, arithmetic = self.isa, self.arithmetic
 
         def add(item: int, place: tuple[int, int], state: Operand, weight: Operand) -> None:
@@ -116,7 +116,7 @@ class MicroKernels:
         if len(states) <= len(weights):
             pixels = {item: arithmetic.pixel(isa, address) for item, address in states.items()}
             for place, address in weights.items():
-                # Hidden, or LLVM loads all weights at once, and the tile spills.
+                # Opaque address; otherwise LLVM loads all weights at once, and the tile spills.
                 weight = arithmetic.weights(isa, hidden(address) if len(pixels) > 1 else address)
                 for item, pixel in pixels.items():
                     add(item, place, pixel, weight)
@@ -128,7 +128,7 @@ class MicroKernels:
                 add(item, place, pixel, weight)
 
     def store_y(self, value: Value, count: int, address: Value) -> None:
-        """h to y."""
+        """Run the program on h and store the result to y."""
         view = self.problem.y
         assert view is not None
         result = self.problem.program.run(self.isa, value, [], [value.like(number) for number in self.problem.numbers])
@@ -136,7 +136,10 @@ class MicroKernels:
 
 
 class _Unit:
-    """A vector of units of one item after the products: finds what updates read, stores what they make."""
+    """Update of a vector of units of one item.
+
+    It loads the operands of updates after the products, and stores the new states.
+    """
 
     def __init__(self, emitter: MicroKernels, f: Function, which: int, item: int, v: int, count: int,
                  sums: dict[int, Value]) -> None:
@@ -155,10 +158,10 @@ class _Unit:
 
     def find(self, source: Source) -> Value:
         if source not in self.known:
-            self.known[source] = self._found(*source)
+            self.known[source] = self._load_operand(*source)
         return self.known[source]
 
-    def _found(self, kind: str, index: int) -> Value:
+    def _load_operand(self, kind: str, index: int) -> Value:
         e, problem, isa, parameters = self.e, self.e.problem, self.e.isa, self.f.parameters
         scales = e.kernel.scales
         if kind == "gate" and scales:
@@ -177,7 +180,7 @@ class _Unit:
         return load_channels(e.lanes(self.count), problem.gates, address)[0]
 
     def _scale(self, gate: int) -> Value:
-        """What makes real numbers of a gate's integer sums."""
+        """Return the factor that converts the integer sums of a gate to real numbers."""
         scale = self._constant(self.cell.units + gate)
         if not self.e.problem.rounds:
             return scale
@@ -189,7 +192,7 @@ class _Unit:
         return self.f.load(isa.floats, place, isa.bytes, "constant")
 
     def _address(self, slot: int, h: str) -> Value:
-        """Of this vector of a state; h: which of its two buffers."""
+        """Return the address of this vector of a state; h: which of its two buffers."""
         e, parameters = self.e, self.f.parameters
         base = parameters["rest"] + (slot - 1) * e.area if slot else parameters[h]
         return base + (self.item * e.pitch + self.v * e.isa.bytes) + parameters["start"] * 4

@@ -1,4 +1,4 @@
-"""The order in which a step takes its tiles: of items, and of units there and back."""
+"""Order of the tiles in a step of a recurrence: of items, and of units forwards and backwards."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from engines.codegen.types import I64
 
 
 def there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator[tuple[Value, int]]:
-    """(start, size) of tiles of 0..extent-1, as Function.tiles has them; if `back`, from the last to the first."""
+    """Yield (start, size) of tiles of 0..extent-1 as Function.tiles does; if `back`, from the last to the first."""
     whole, tail = divmod(extent, step)
     last = f.constant(extent - tail, I64), tail
     if tail:
@@ -24,7 +24,10 @@ def there_and_back(f: Function, extent: int, step: int, back: Value) -> Iterator
 
 
 def tiles_of_items(f: Function, size: int, count: Value) -> Iterator[tuple[Value, int]]:
-    """(first item, items) of the tiles of `count` items: full ones, then one of 4, 2, 1 for each bit of the rest."""
+    """Yield (first item, items) of the tiles of `count` items.
+
+    Full tiles come first, then one of 4, 2, 1 for each bit of the rest.
+    """
     whole = count.divided(size)
     for item in f.range("tile", count.like(0), whole * size, size):
         yield item, size

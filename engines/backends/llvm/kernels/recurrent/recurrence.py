@@ -1,4 +1,4 @@
-"""Recurrent cells from step to step on a CPU: how weights are packed. tiling.py cuts the work, steps.py is the code."""
+"""Kernel of recurrent layers, and how it packs weights. tiling.py has the tiles, steps.py the code."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,23 +17,38 @@ from engines.lowering.problems.recurrence import Recurrence, crowded_units
 
 @solves(Recurrence)
 class RecurrenceKernel(RecurrenceTiling):
-    """The kernel of recurrent layers."""
+    """Kernel of recurrent layers."""
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
         RecurrenceEmitter(self, module, name, isa, tactic).emit()
 
     # ---- constants
     def pack(self, isa: Isa, tactic: Panels, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32, int16, int8 -> [direction][stage][vector of units][k][gate][lane][element],
-        where there is a zero point, before the first k the int32 that makes up for it, or for -1 of it; before them
-        all the int32 of crowded units, whose weights stand behind the others;
-        "units": a sequence of float32 [D, H], "scales": [D, G H] -> [direction][vector of units][constant][lane];
-        "first": for each given state float32 [D H], as it is."""
+        """Pack the constants of all directions.
+
+        Parameters
+        ----------
+        constants : "weights": [D, G H, H], float32, int16 or int8. "units": float32 arrays [D, H]; "scales": [D, G H].
+            "first":
+            for each constant initial state float32 [D H].
+
+        Returns
+        -------
+        tuple of arrays
+            Weights [direction][stage][vector of units][k][gate][lane][element]. If states have a zero point, an int32
+                precedes
+            the first k: the correction of the sum, or for a zero point that is found at run time, the correction for
+                -1. A
+            header with the int32 numbers of all crowded units precedes the weights; weights of crowded units follow the
+                others
+            along k. Then units and scales [direction][vector of units][constant][lane], and the initial states,
+                unchanged.
+        """
         problem = self.problem
         vectors = -(-problem.hidden // isa.lanes)
         arithmetic, weights = self.arithmetic(isa), np.asarray(constants["weights"])
         weights = arithmetic.store_weights(weights).reshape(len(problem.cells), -1, problem.hidden, problem.hidden)
-        header, weights = self._crowded_apart(weights)
+        header, weights = self._separate_crowded(weights)
         rows = ((0, vectors * isa.lanes - problem.hidden), (0, self.turns() * arithmetic.elements - weights.shape[-1]))
         parts = [header]
         for cell, own in zip(problem.cells, weights, strict=True):
@@ -52,13 +67,13 @@ class RecurrenceKernel(RecurrenceTiling):
         first = (np.asarray(state, np.float32) for state in problem.first_constants(constants))
         return np.concatenate(parts), by_vector.ravel(), *first
 
-    def _crowded_apart(self, weights: Array) -> tuple[Array, Array]:
-        """The header, and the weights [..., k] with those by crowded units at their second places."""
+    def _separate_crowded(self, weights: Array) -> tuple[Array, Array]:
+        """Return the header, and the weights [..., k] with those of crowded units moved behind the others."""
         if not self.problem.crowded:
             return weights[:0].ravel(), weights
         units = crowded_units(weights)
-        wide = np.pad(weights, ((0, 0),) * 3 + ((0, self.behind - self.problem.hidden + 2 * len(units)),))
-        wide[..., self.behind::2], wide[..., units] = wide[..., units], 0
+        wide = np.pad(weights, ((0, 0),) * 3 + ((0, self.crowded_offset - self.problem.hidden + 2 * len(units)),))
+        wide[..., self.crowded_offset::2], wide[..., units] = wide[..., units], 0
         header = np.zeros(self.header(), np.int8)
         header[:4 * len(units)] = units.astype(np.int32).view(np.int8)
         return header, wide

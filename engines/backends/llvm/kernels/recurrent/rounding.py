@@ -1,10 +1,12 @@
-"""A state rounded by its own range, before a step: as by_own_range (engines/lowering/problems/recurrence.py) has it.
+"""Dynamic quantisation of a state by its own range, before each step.
+
+It computes what by_own_range (engines/lowering/problems/recurrence.py) defines:
 
     step = (max(h, 0) - min(h, 0)) / 255, or 1        zero = round(-min(h, 0) / step)
     integers[k] = clip(round(h[k] / step) + zero, 0, 255) - zero            16 bits
-    or bytes[k] = clip(round(h[k] / step) + zero, 0, 255)                   and those of crowded units once more
+    or bytes[k] = clip(round(h[k] / step) + zero, 0, 255)                   followed by copies of crowded units
 
-Behind them stand the step and -zero, which is how often the sum of all weights is to be added to a sum of bytes.
+The step and -zero are stored behind them; a sum of products of bytes needs -zero times the sum of all weights.
 """
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ from engines.backends.llvm.codegen.lanes import Lanes
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import FLOAT, I8, I16, I32, I64, vector
 
-NUMBERS = 8             # bytes of the two numbers
+NUMBERS = 8             # bytes of step and -zero
 
 
 @dataclass(frozen=True)
 class Crowded:
-    """Units whose bytes are wanted again: int32 of each, in memory, and from where on, every second place."""
+    """Units whose bytes are stored a second time: their int32 numbers in memory, and the offset of the copies.
+
+    The copies are at every second byte from `offset` on.
+    """
     units: Value
     count: int
-    behind: int
+    offset: int
 
 
 def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Value, numbers: Value,
                 crowded: Crowded | None) -> None:
-    """The floats at `state` as integers, which are bytes if it is known which of their units are crowded."""
+    """Quantise a state by its own range, and store its step and -zero.
+
+    Parameters
+    ----------
+    hidden : units of the state.
+    state : address of its floats.
+    integers : address of the result: bytes if `crowded` is given, else 16-bit integers.
+    numbers : address for the step (float32) and -zero (int32).
+    crowded : units whose bytes are stored a second time.
+    """
     nothing = f.constant(0, isa.floats)
     ends = {"low": nothing, "high": nothing}
     for at, count in f.tiles("unit", hidden, isa.lanes, ends=ends):
@@ -49,26 +63,26 @@ def round_state(f: Function, isa: Isa, hidden: int, state: Value, integers: Valu
     if crowded and crowded.count:
         for i in f.loop("crowded", crowded.count):
             unit = f.cast("zext", f.load(I32, crowded.units + i * 4, 4, "crowded"), I64, "crowded")
-            f.store(f.load(I8, integers + unit, 1, "byte"), integers + crowded.behind + i * 2, 1)
+            f.store(f.load(I8, integers + unit, 1, "byte"), integers + crowded.offset + i * 2, 1)
 
 
 def load_shift(isa: Isa, numbers: Value) -> Value:
-    """-zero, in all lanes."""
+    """Load -zero into all lanes."""
     return numbers.f.splat(numbers.f.load(I32, numbers + 4, 4, "shift"), isa.lanes)
 
 
 def load_unit(isa: Isa, address: Value) -> Value:
-    """What 1 of a state's integers means, in all lanes."""
+    """Load the step of a state's integers into all lanes."""
     return address.f.splat(address.f.load(FLOAT, address, 4, "unit"), isa.lanes)
 
 
 def _load(isa: Isa, address: Value, count: int) -> Value:
-    """Floats that are 0 in lanes past the last unit."""
+    """Load floats; lanes past the last unit are 0."""
     return Lanes(isa, count, packed=False).load_natural("float32", address, 0)
 
 
 def _across(isa: Isa, value: Value, which: str) -> Value:
-    """The least or greatest lane, in all lanes."""
+    """Return the least or greatest lane, in all lanes."""
     pick, size = isa.min if which == "low" else isa.max, isa.lanes
     while size > 1:
         size //= 2

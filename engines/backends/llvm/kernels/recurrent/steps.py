@@ -1,4 +1,4 @@
-"""The code of a Recurrence: cells from step to step (recurrence.py says how weights lie, microkernel.py how states do).
+"""Code of a Recurrence: cells from step to step. recurrence.py defines the layout of weights, microkernel.py of states.
 
     for direction: for block of items:             the states of the block stay in scratch on the stack
       for t in time:
@@ -8,10 +8,10 @@
               sum[item, gate, unit] += state[item, k] * R[gate, unit, k]         all in registers
             the updates of the stage; h goes to y
 
-h has two buffers that change places after each step, so the units of a step may be computed one after the other, in any
-order. What takes the time of large layers is reading R in every step. So each panel's weights are read once for all
-items of the block; K may be read at several places at once, for a core has more lines of far memory under way if they
-belong to several streams; and every other step may take the panels backwards, to begin with what is still in a cache.
+h has two buffers that are swapped after each step, so that the units of a step may be computed in any order. Large
+layers are bound by reading R in every step. Each panel's weights are therefore read once for all items of the block; K
+may be read at several places at once, since a core keeps more cache misses in flight if they belong to several streams;
+and every other step may take the panels backwards, to begin with those that are still in a cache.
 """
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from engines.lowering.problems.view import View
 
 @dataclass(frozen=True)
 class _Pointers:
-    """What a block's items are reached by; of the first item."""
+    """Addresses of a block's first item."""
     x: Value
     y: Value | None
-    old: Value              # h of the last step ...
-    new: Value              # ... and of this one
-    rest: Value             # the other states
-    back: Value             # an i1: where panels alternate, those of this step go backwards
+    old: Value              # h of the last step
+    new: Value              # h of this step
+    rest: Value             # the states other than h
+    back: Value             # i1: this step takes the panels backwards, if they alternate
 
 
 class RecurrenceEmitter:
-    """Writes one kernel: the loops around, and the micro-kernels they call."""
+    """Emitter of one kernel: the outer loops, and the micro-kernels that they call."""
 
     def __init__(self, kernel: RecurrenceTiling, module: Module, name: str, isa: Isa, tactic: Panels) -> None:
         problem = kernel.problem
@@ -53,7 +53,7 @@ class RecurrenceEmitter:
         self.block = 1 if problem.lengths is not None else BLOCK
         self.micro = MicroKernels(kernel, module, name, isa, tactic, self.block)
 
-    # ---- the loops around
+    # ---- outer loops
     def emit(self) -> None:
         problem = self.problem
         operands = len(problem.inputs) + 2 + len(problem.given) + len(problem.outputs)
@@ -65,7 +65,7 @@ class RecurrenceEmitter:
         self.lengths = next(given) if problem.lengths else None
         weights, self.units = next(given), next(given)
         self.weights, crowded = weights + self.kernel.header(), problem.crowded
-        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.behind)
+        self.crowded = None if crowded is None else Crowded(weights, crowded, self.kernel.crowded_offset)
         self.first |= {slot: (every_item, next(given)) for slot in problem.given}
         self.y = next(given) if problem.y else None
         self.last = [next(given) if view else None for view in problem.last]
@@ -81,7 +81,7 @@ class RecurrenceEmitter:
                     self._direction(f, d, start, count)
 
     def _direction(self, f: Function, d: int, start: Value, count: Value) -> None:
-        """One cell over the whole sequence of the block's `count` items, from item `start` on."""
+        """Run one cell over the whole sequence of the block's `count` items, from item `start` on."""
         problem, micro, cell = self.problem, self.micro, self.problem.cells[d]
         f.write(f"; direction {d}")
         for at, _ in f.tiles("clear", (1 + cell.states) * micro.area, self.isa.bytes):
@@ -101,7 +101,7 @@ class RecurrenceEmitter:
             steps = f.cast("zext", length, I64, "length").at_most(problem.steps)
         h = self._walk(f, d, x, y, count, steps)
         if y is not None and isinstance(steps, Value):
-            self._clear_behind(f, y, steps)
+            self._clear_rest(f, y, steps)
         for item in f.range("item", count.like(0), count):
             for slot, view in enumerate(problem.last):
                 if view is not None:
@@ -109,7 +109,7 @@ class RecurrenceEmitter:
                     self._store_last(f, d, slot, view, start + item, state + item * micro.pitch)
 
     def _walk(self, f: Function, d: int, x: Value, y: Value | None, count: Value, steps: Value | int) -> Value:
-        """The steps in their order; where the last h is. x and y: of step 0."""
+        """Run the steps in their order, and return the address of the last h. x and y: addresses of step 0."""
         problem, micro = self.problem, self.micro
         moves = {"x": problem.gates.strides[0]}
         at = {"x": x, "old": self.memory, "new": self.memory + micro.area}
@@ -136,8 +136,8 @@ class RecurrenceEmitter:
         return at["old"]
 
     def _clear_integers(self, f: Function, state: Value, zero: int) -> None:
-        """Zeros in integers, where they are not the integer 0."""
-        for at, _ in f.tiles("zero", self.kernel.room(self.isa), self.isa.lanes):
+        """Set a state in integers to its zero point."""
+        for at, _ in f.tiles("zero", self.kernel.state_elements(self.isa), self.isa.lanes):
             f.store(f.constant(zero, vector(self.isa.lanes, I8)), state + at, self.isa.lanes)
 
     def _load_first(self, f: Function, d: int, slot: int, item: Value, place: Value) -> None:
@@ -156,8 +156,8 @@ class RecurrenceEmitter:
             value = f.load(self.isa.floats, state + unit * 4, self.isa.bytes, "state")
             store_channels(self.micro.lanes(count), view, [[value]], [target + unit * view.strides[0]])
 
-    def _clear_behind(self, f: Function, y: Value, length: Value) -> None:
-        """What y holds where an item has no step."""
+    def _clear_rest(self, f: Function, y: Value, length: Value) -> None:
+        """Store the outputs of steps past the length of an item."""
         view = self.problem.y
         assert view is not None
         for t in f.range("behind", length, length.like(self.problem.steps)):
@@ -167,7 +167,7 @@ class RecurrenceEmitter:
 
     # ---- a stage of a step
     def _stage(self, f: Function, d: int, number: int, here: _Pointers, count: Value) -> None:
-        """By the largest tile that `count` items fill, which decides how wide a panel is."""
+        """Emit a stage by the largest tile that `count` items fill, which decides the width of a panel."""
         if self.items == 1 or self.block == 1:
             self._panels(f, d, number, here, 1, count)
             return
@@ -179,7 +179,7 @@ class RecurrenceEmitter:
                 self._panels(f, d, number, here, size, count)
 
     def _panels(self, f: Function, d: int, number: int, here: _Pointers, size: int, count: Value) -> None:
-        """The units, over tiles of up to `size` items: a panel's weights stay in cache while the tiles pass."""
+        """Emit all units over tiles of up to `size` items; a panel's weights stay in cache for all tiles."""
         kernel, problem, isa, cell = self.kernel, self.problem, self.isa, self.problem.cells[d]
         stage, vectors = cell.stages[number], -(-problem.hidden // isa.lanes)
         before = sum(vectors * kernel.stage_vector(isa, s) for c in problem.cells[:d] for s in c.stages)

@@ -1,9 +1,10 @@
-"""How a recurrence is cut into tiles on a CPU, and how its weights and states lie in memory.
+"""Tiles of a recurrence on a CPU, and the layout of its weights and states.
 
-Pairs of 16 bits are multiplied at a time (vpmaddwd, vpdpwssd), four of 8 (vpdpbusd). A state that the model rounds by
-its own range is bytes with a zero point, which a share of each sum makes up for. vpmaddubsw multiplies those; weights
-whose neighbours' products do not fit into 16 bits are set apart. Where those are many, the state is 9 bits with its
-sign, so 16, without a zero point, and its weights stay bytes in memory.
+16-bit products are computed two at a time (vpmaddwd, vpdpwssd), 8-bit ones four at a time (vpdpbusd). A state that the
+model quantises by its own range is stored as bytes with a zero point, for which each sum gets a correction. For
+vpmaddubsw, weights of units whose neighbouring products do not fit 16 bits (crowded units) are stored separately. If
+there are many of them, the state is a signed number of 9 bits instead, stored in 16 without a zero point, and its
+weights stay bytes in memory.
 """
 from __future__ import annotations
 
@@ -25,21 +26,24 @@ from engines.lowering.problems.recurrence import QUANTIZED_STATES, SECOND_LEVEL,
 from engines.lowering.problems.view import SIZES
 
 ARITHMETIC: dict[str, Arithmetic] = {"fp32": FP32, "int16": INT16, "int8": QUADS}
-SIGNED_STATE = QuantizedState(127, 0)       # what "int8" multiplies where signed bytes take fewer instructions
-FIRST_LEVEL = 1 << 15   # bytes of cache that most machines have there
-BLOCK = 8               # items whose states are in scratch together
-STEPS = 4               # the K loop's turns are a multiple of this, so that it can be cut
+SIGNED_STATE = QuantizedState(127, 0)       # state of "int8" on machines where signed bytes take fewer instructions
+FIRST_LEVEL = 1 << 15   # bytes of L1 on most machines
+BLOCK = 8               # items whose states are in scratch at the same time
+STEPS = 4               # the iterations of the K loop are a multiple of this, so that it can be split
 PLACES = (1, 2, STEPS)
-PARTLY_CACHED = 1 << 23 # bytes of weights of which a large second level of cache keeps a share from step to step
+PARTLY_CACHED = 1 << 23 # bytes of weights of which a large L2 keeps a share from step to step
 
 
 @dataclass(frozen=True)
 class Panels(Tactic):
-    """Vectors of units that one item's micro-kernel computes; larger tiles of items take what registers are left."""
+    """Tactic of a recurrence: vectors of units that one item's micro-kernel computes.
+
+    Tiles of several items have fewer, as many as the registers allow.
+    """
     vectors: int
-    places: int = 1             # of K that are read side by side: streams of weights, for each vector
-    prefetch: bool = False      # ask for the next panel's weights, a line at every k
-    alternate: bool = False     # every other step takes the panels backwards: it begins with what is in a cache
+    places: int = 1             # places of K that are read at the same time, as streams of weights for each vector
+    prefetch: bool = False      # prefetch the next panel's weights, a line at every k
+    alternate: bool = False     # every other step takes the panels backwards, to begin with those in a cache
 
     def __str__(self) -> str:
         words = (f"panels of {self.vectors} vectors", f"{self.places} places" if self.places > 1 else "",
@@ -48,22 +52,22 @@ class Panels(Tactic):
 
 
 class RecurrenceTiling(Kernel[Recurrence]):
-    """How a recurrence is cut into tiles, and how its weights and states lie; asked by packing and by the code."""
+    """Tiles of a recurrence, and the layout of its weights and states, for packing and for code."""
 
     @property
     def step_bytes(self) -> int:
-        """Of the weights that one step of one direction reads."""
+        """Return the bytes of the weights that one step of one direction reads."""
         rows, plain = self.problem.cells[0].gates * self.problem.hidden, self._plain
         return rows * self.turns() * plain.elements * SIZES[plain.weights_dtype]
 
     @property
     def elements(self) -> int:
-        """Of a state, that are multiplied in a turn of the K loop."""
+        """Return the elements of a state that are multiplied in an iteration of the K loop."""
         return self._plain.elements
 
     @property
     def _plain(self) -> Arithmetic:
-        """The arithmetic of most machines."""
+        """Return the arithmetic of most machines."""
         return BYTE_PAIRS if self.problem.rounds and not self.rounds_to_bytes else ARITHMETIC[self.problem.precision]
 
     def arithmetic(self, isa: Isa) -> Arithmetic:
@@ -73,16 +77,22 @@ class RecurrenceTiling(Kernel[Recurrence]):
 
     @property
     def rounds_to_bytes(self) -> bool:
-        """Whether a state that the model rounds is multiplied as bytes, with its zero point."""
+        """Return True if a state that the model quantises dynamically is multiplied as bytes, with its zero point."""
         return self.problem.rounds and self.problem.crowded is not None
 
     @property
-    def behind(self) -> int:
-        """Where, in a state of bytes, the crowded ones stand again, each beside a byte that no weight is for."""
+    def crowded_offset(self) -> int:
+        """Return the offset of the copies of crowded units in a state of bytes.
+
+        Each is beside a byte that has no weight.
+        """
         return -(-self.problem.hidden // 2) * 2
 
     def stored(self, isa: Isa) -> QuantizedState | None:
-        """The state in integers of one step for all times, as this machine multiplies it."""
+        """Return the quantisation of the state with a constant step, as this machine multiplies it.
+
+        It is None if the state is quantised dynamically.
+        """
         if self.problem.rounds:
             return None
         return SIGNED_STATE if self._signed(isa) else QUANTIZED_STATES.get(self.problem.precision)
@@ -92,11 +102,11 @@ class RecurrenceTiling(Kernel[Recurrence]):
 
     @property
     def scales(self) -> int:
-        """Constants of a unit that make real numbers of its integer sums."""
+        """Return the number of a unit's constants that convert its integer sums to real numbers."""
         return self.problem.cells[0].gates if self.problem.precision in QUANTIZED_STATES else 0
 
     def zero(self, isa: Isa) -> int:
-        """The zero point of the state in integers."""
+        """Return the zero point of the state in integers."""
         stored = self.stored(isa)
         return stored.zero if stored else 0
 
@@ -106,19 +116,25 @@ class RecurrenceTiling(Kernel[Recurrence]):
 
     # ---- tiles
     def tile_items(self, isa: Isa) -> int:
-        """Of the largest tile. Weights that stay in the first level of cache are read for one item as fast as they are
-        multiplied; others are read once for as many items as there are registers."""
+        """Return the items of the largest tile.
+
+        Weights that stay in L1 can be read for one item as fast as they are multiplied; others are read once for as
+        many items as the registers hold.
+        """
         if not self.by_batch:
             return 1
         most = max(len(stage.gates) for stage in self.problem.cells[0].stages)
         return max(items for items in range(1, BLOCK + 1) if items == 1 or self._fits(isa, items, most))
 
     def vectors(self, isa: Isa, tactic: Panels, stage: Stage, items: int) -> int:
-        """Of units, in a tile of that many items."""
+        """Return the vectors of units in a tile of so many items."""
         return max(v for v in range(1, tactic.vectors + 1) if v == 1 or self._fits(isa, items, v * len(stage.gates)))
 
     def _fits(self, isa: Isa, items: int, weights: int) -> bool:
-        """Where dot2 is two instructions, their products need a register; a factor of dot4 may take several."""
+        """Return True if a tile fits the registers.
+
+        If dot2 is two instructions, their products need a register; a factor of dot4 may take several.
+        """
         each = isa.ready_bytes // isa.bytes if self._plain is QUADS else 1
         return fits(isa, items, weights, int(bool(self.scales) and items > 1 and not isa.one_dot2), each)
 
@@ -135,42 +151,47 @@ class RecurrenceTiling(Kernel[Recurrence]):
         return found + [replace(best, alternate=True)] * (self.step_bytes <= PARTLY_CACHED)
 
     def packing(self, tactic: Panels) -> None:
-        """Weights lie vector by vector, whatever the panels."""
+        """Return None: weights are packed vector by vector, which does not depend on the panels."""
         return
 
     def grid(self, isa: Isa, tactic: Panels) -> Grid:
         return Grid(1, self.tile_items(isa), len(self.problem.cells))
 
-    # ---- how weights and states lie
+    # ---- layout of weights and states
     def turns(self) -> int:
-        """Of the K loop."""
+        """Return the iterations of the K loop."""
         return -(-self._multiplied // (self.elements * STEPS)) * STEPS
 
     def head(self, isa: Isa) -> int:
-        """Turns before the K loop's: where the state has a zero point, a turn's bytes hold what a sum begins with, or
-        what it begins with for -1 in the zero point if that is found step by step."""
+        """Return the iterations' worth of bytes before the K loop's weights: 1 if the state has a zero point.
+
+        They hold the initial sum, or if the zero point is found at run time, the initial sum for a zero point of -1.
+        """
         return int(self.zero(isa) != 0 or self.rounds_to_bytes)
 
     def stage_vector(self, isa: Isa, stage: Stage) -> int:
-        """Bytes of the weights of one vector of units."""
+        """Return the bytes of the weights of one vector of units."""
         return (self.head(isa) + self.turns()) * len(stage.gates) * self.arithmetic(isa).weight_bytes(isa)
 
-    def room(self, isa: Isa) -> int:
-        """Elements of a state: whole vectors, and all that the K loop reads."""
+    def state_elements(self, isa: Isa) -> int:
+        """Return the elements of a state in memory: whole vectors, and all that the K loop reads."""
         step = max(isa.lanes, self.elements * STEPS)
         return -(-self._multiplied // step) * step
 
     @property
     def _multiplied(self) -> int:
-        """Elements of a state that are multiplied."""
-        return self.behind + 2 * self.problem.crowded if self.problem.crowded else self.problem.hidden
+        """Return the elements of a state that are multiplied."""
+        return self.crowded_offset + 2 * self.problem.crowded if self.problem.crowded else self.problem.hidden
 
     def header(self) -> int:
-        """Bytes before the weights: which units are crowded."""
+        """Return the bytes before the weights, which hold the numbers of the crowded units."""
         return -(-4 * (self.problem.crowded or 0) // ALIGNMENT) * ALIGNMENT
 
 
 def fits(isa: Isa, items: int, weights: int, spare: int = 0, each: int = 1) -> bool:
-    """Whether a tile's accumulators fit the registers, beside the fewer of its two sides and one of the other, each in
-    so many registers, and what the arithmetic needs to spare."""
+    """Return True if a tile fits the registers.
+
+    They hold its accumulators, the smaller of its two sides and one vector of the other, each in `each` registers, and
+    `spare` more.
+    """
     return items * weights + each * (min(items, weights) + 1) + spare <= isa.registers

@@ -1,4 +1,4 @@
-"""The greatest or least element of a whole batch: one thread goes over all rows of all items, and stores once."""
+"""Greatest or least element of a whole batch: one thread reads all rows of all items, and stores once."""
 from __future__ import annotations
 
 import math
@@ -7,16 +7,17 @@ from dataclasses import replace
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.common.access import item_addresses, offset, unravel
 from engines.backends.llvm.kernels.kernel import Grid, Tactic, begin_kernel, solves
-from engines.backends.llvm.kernels.rows.passes import OverRows, Row, combine
+from engines.backends.llvm.kernels.rows.passes import OverRows, RowCode, combine
 from engines.codegen.ir_builder import Module
 from engines.lowering.problems.rows import NEUTRAL, Extreme
 from engines.lowering.problems.view import joined
 
-UNCUT = 1 << 40         # rows that the grid is cut at multiples of: never
+UNCUT = 1 << 40         # row step that keeps the grid from being split
 
 
 @solves(Extreme)
 class ExtremeKernel(OverRows[Extreme]):
+    """Kernel of the extreme of a whole batch."""
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return replace(super().grid(isa, tactic), row_step=UNCUT)
 
@@ -31,6 +32,6 @@ class ExtremeKernel(OverRows[Extreme]):
             items = item_addresses(inputs, views, number.divided(math.prod(outer)))
             indices = unravel(number.remainder(math.prod(outer)), outer)
             sources = [offset(a, indices, view.strides[:-1]) for a, view in zip(items, views, strict=True)]
-            row = Row(f, isa, problem, sources, prologue, [], program, y, None)
+            row = RowCode(f, isa, problem, sources, prologue, [], program, y, None)
             best[0] = combine(isa, problem.kind, best[0], row.reduce(problem.kind, row.x))
-        Row(f, isa, problem, [], prologue, [], program, y, None).store_one(best[0])
+        RowCode(f, isa, problem, [], prologue, [], program, y, None).store_one(best[0])

@@ -1,63 +1,64 @@
-"""The kernels along rows: softmax, norms, local response normalisation, reductions, each as the passes over one row."""
+"""Kernels along rows: softmax, normalisations, local response normalisation, reductions, as passes over a row."""
 from __future__ import annotations
 
 from engines.backends.llvm.kernels.kernel import solves
-from engines.backends.llvm.kernels.rows.passes import At, Row, RowKernel, live
+from engines.backends.llvm.kernels.rows.passes import RowCode, RowKernel, RowVector, live
 from engines.codegen.ir_builder import Value
 from engines.codegen.row_formulas import norm, response, softmax
 from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, Reduce, Softmax
 
 KEPT = 1 << 13          # widest row whose exponentials are kept on the stack (32 KiB)
-MARGIN = WIDEST_LRN     # zeros kept before and behind the squares of a row
+MARGIN = WIDEST_LRN     # zeros before and after the squares of a row
 
 
 @solves(Softmax)
 class SoftmaxKernel(RowKernel[Softmax]):
-    """The exponentials of a row are kept on the stack, or computed twice where it is too wide."""
+    """Softmax of rows. Exponentials are kept on the stack, or computed twice if the row is too wide."""
 
     @property
     def scratch(self) -> int:
         return 0 if self.problem.log or self.problem.width > KEPT else self.problem.width
 
-    def emit_row(self, row: Row) -> None:
-        keeps = (row.keep, row.kept) if self.scratch else (None, None)
+    def emit_row(self, row: RowCode) -> None:
+        keeps = (row.save, row.load_saved) if self.scratch else (None, None)
         softmax(row, row.isa, self.problem.log, *keeps)
 
 
 @solves(Norm)
 class NormKernel(RowKernel[Norm]):
-    def emit_row(self, row: Row) -> None:
+    """Layer, RMS and L2 normalisation of rows."""
+    def emit_row(self, row: RowCode) -> None:
         norm(row, row.isa, self.problem)
 
 
 @solves(Lrn)
 class LrnKernel(RowKernel[Lrn]):
-    """The squares of a row are kept with margins."""
+    """Local response normalisation. The squares of a row are kept on the stack, with margins of zeros."""
 
     @property
     def scratch(self) -> int:
-        return self.problem.width + 3 * MARGIN      # one more than the margins: the row is rounded up
+        return self.problem.width + 3 * MARGIN      # two margins, and one for rounding up the row
 
-    def emit_row(self, row: Row) -> None:
+    def emit_row(self, row: RowCode) -> None:
         lrn = self.problem
         assert lrn.size <= MARGIN, f"a window of {lrn.size} channels; the margins have {MARGIN}"
         f, lanes = row.f, row.isa.lanes
         zero, behind = f.constant(0, row.isa.floats), -(-lrn.width // lanes) * lanes
         before = (lrn.size - 1) // 2
         for first in range(-(-before // lanes) * -lanes, 0, lanes):
-            row.keep(zero, At(f.constant(0, "i64"), lanes), MARGIN + first)
+            row.save(zero, RowVector(f.constant(0, "i64"), lanes), MARGIN + first)
         for first in range(behind, behind + lrn.size - 1 - before, lanes):
-            row.keep(zero, At(f.constant(0, "i64"), lanes), MARGIN + first)
+            row.save(zero, RowVector(f.constant(0, "i64"), lanes), MARGIN + first)
 
-        def square(at: At) -> Value:
+        def square(at: RowVector) -> Value:
             value = row.x(at)
-            return row.keep(live(row.isa, value * value, at.count, 0), at, MARGIN)
+            return row.save(live(row.isa, value * value, at.count, 0), at, MARGIN)
 
-        def normalised(at: At) -> Value:
+        def normalised(at: RowVector) -> Value:
             first = MARGIN - before
-            total = row.kept(at, first)
+            total = row.load_saved(at, first)
             for k in range(1, lrn.size):
-                total = total + row.kept(at, first + k)
+                total = total + row.load_saved(at, first + k)
             return response(row.isa, lrn, lambda: row.x(at), total)
 
         row.visit(square)
@@ -66,5 +67,6 @@ class LrnKernel(RowKernel[Lrn]):
 
 @solves(Reduce)
 class ReduceKernel(RowKernel[Reduce]):
-    def emit_row(self, row: Row) -> None:
+    """Sum, max or min of rows."""
+    def emit_row(self, row: RowCode) -> None:
         row.store_one(row.reduce(self.problem.kind, row.x))

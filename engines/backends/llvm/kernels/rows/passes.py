@@ -1,12 +1,12 @@
-"""Programs of several passes over a row, for softmax, norms and reductions: vectorised along the innermost axis.
+"""Framework of kernels that make several passes over a row (softmax, norms, reductions), vectorised along it.
 
-A row program is written as its definition: its passes are functions of one vector.
+A row program is written like its definition, with passes as functions of one vector:
 
     peak = row.reduce("max", row.x)
     total = row.reduce("sum", lambda at: exp(row.x(at) - peak))
     row.store(lambda at: exp(row.x(at) - peak) / total)
 
-`reduce_row` sums in the order that problems/rows.py lays down, whatever the lanes.
+`reduce_row` sums in the order that problems/rows.py defines, on every vector width.
 """
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
 from engines.lowering.problems.view import View, joined
 
 R = TypeVar("R", bound=RowProblem)
-STRANDS = 4             # vectors of a row whose instructions take turns, on their way to a reduction
+STRANDS = 4             # vectors of a row whose instructions are interleaved before a reduction
 
 
 @dataclass(frozen=True)
-class At:
-    """A vector of a row: its first column, and how many of its lanes are elements; where that is known at run time
-    only, as many as this signed number has, and memory is read as if all of them were."""
+class RowVector:
+    """Position of a vector in a row: its first column and the number of its lanes that are elements.
+
+    A run-time count is signed and may exceed the lanes or be negative; memory is then read as if all lanes were
+    elements.
+    """
     column: Value
     count: int | Value
 
     def lanes(self, isa: Isa) -> int:
-        """How many are read."""
+        """Return the number of lanes that are read."""
         return isa.lanes if isinstance(self.count, Value) else self.count
 
 
-class Row:
-    """One row: `x` is what the prologue makes of the sources, `store` runs the epilogue.
+class RowCode:
+    """One row: `x` loads and runs the prologue, `store` runs the epilogue.
 
-    scratch: float32 memory that outlives a pass, as many as the kernel asks for.
+    scratch: float32 memory that outlives a pass, of the size that the kernel declares.
     """
 
     def __init__(self, f: Function, isa: Isa, problem: RowProblem, sources: list[Value], prologue: Value,
@@ -58,67 +61,68 @@ class Row:
         self.f, self.isa, self.problem, self.width, self._scratch = f, isa, problem, problem.width, scratch
         self._sources, self._prologue, self._operands, self._program, self._y = sources, prologue, operands, program, y
 
-    def x(self, at: At) -> Value:
-        """float32 elements; lanes past the row hold nothing of meaning."""
+    def x(self, at: RowVector) -> Value:
+        """Return float32 elements; lanes past the row are undefined."""
         prologue, views = self.problem.prologue, self.problem.sources
         values = [self._load(view, source, at) for view, source in zip(views, self._sources, strict=True)]
         return prologue.run(self.isa, None, values, self._constants(prologue, self._prologue, at))
 
-    def keep(self, value: Value, at: At, shift: int = 0) -> Value:
-        """Remember a vector until a later pass asks for it, `shift` elements (whole vectors) further on."""
-        self.f.store(value, self._kept_at(at, shift), self.isa.bytes)
+    def save(self, value: Value, at: RowVector, shift: int = 0) -> Value:
+        """Store a vector in scratch for a later pass, `shift` elements (whole vectors) further on."""
+        self.f.store(value, self._scratch_address(at, shift), self.isa.bytes)
         return value
 
-    def kept(self, at: At, shift: int = 0) -> Value:
+    def load_saved(self, at: RowVector, shift: int = 0) -> Value:
+        """Load a vector that `save` stored."""
         whole = shift % self.isa.lanes == 0 and not isinstance(self.width, Extent)
         align = self.isa.bytes if whole else 4
-        return self.f.load(self.isa.floats, self._kept_at(at, shift), align, "kept")
+        return self.f.load(self.isa.floats, self._scratch_address(at, shift), align, "kept")
 
-    def _kept_at(self, at: At, shift: int) -> Value:
+    def _scratch_address(self, at: RowVector, shift: int) -> Value:
         assert self._scratch is not None, f"{self.problem.family} has no scratch"
         return self._scratch + at.column * 4 + shift * 4
 
-    def visit(self, body: Callable[[At], Value]) -> None:
-        """A pass for what the body does by itself."""
+    def visit(self, body: Callable[[RowVector], Value]) -> None:
+        """Run a pass whose body has its own effects."""
         for _, places in strips(self.f, self.isa, self.width, 1, {}):
             for at in places:
                 body(at)
 
-    def store(self, body: Callable[[At], Value]) -> None:
-        """y = program(body(at)), over the row."""
-        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, anyhow=True):
+    def store(self, body: Callable[[RowVector], Value]) -> None:
+        """Store y = program(body(at)) over the row."""
+        for column, count in self.f.tiles("column", self.width, PANEL * self.isa.lanes, split_tail=True):
             lanes = Lanes(self.isa, count, packed=False)
             values = [self._finished(body(at), at) for at in vectors(self.isa, column, count)]
-            values += values[:1] * (lanes.vectors - len(values))        # of three vectors, the fourth is not stored
+            values += values[:1] * (lanes.vectors - len(values))        # pad three vectors to four; it is not stored
             store_channels(lanes, self.problem.y, [values], [offset(self._y, [column], [self.problem.y.strides[-1]])])
 
     def store_one(self, value: Value) -> None:
-        """y, one element, = program(value)."""
-        result = self._finished(value, At(self._y.f.constant(0, "i64"), 1))
+        """Store y = program(value), one element."""
+        result = self._finished(value, RowVector(self._y.f.constant(0, "i64"), 1))
         store_channels(Lanes(self.isa, 1, packed=False), self.problem.y, [[result]], [self._y])
 
-    def reduce(self, kind: str, body: Callable[[At], Value]) -> Value:
-        """The sum, max or min of body over the row, in all lanes."""
+    def reduce(self, kind: str, body: Callable[[RowVector], Value]) -> Value:
+        """Return the sum, max or min of body over the row, in all lanes."""
         return reduce_row(self.f, self.isa, self.width, kind, body)
 
-    def _finished(self, value: Value, at: At) -> Value:
+    def _finished(self, value: Value, at: RowVector) -> Value:
         operands = [self._load(view, a, at) for view, a in zip(self.problem.operands, self._operands, strict=True)]
         program = self.problem.program
         return program.run(self.isa, value, operands, self._constants(program, self._program, at))
 
-    def _load(self, view: View, address: Value, at: At) -> Value:
+    def _load(self, view: View, address: Value, at: RowVector) -> Value:
         lanes = Lanes(self.isa, at.lanes(self.isa), packed=False)
         return load_channels(lanes, view, offset(address, [at.column], [view.strides[-1]]))[0]
 
-    def _constants(self, program: EpilogueProgram, address: Value, at: At) -> list[Value]:
+    def _constants(self, program: EpilogueProgram, address: Value, at: RowVector) -> list[Value]:
         pitch = 4 * _pitch(self.problem.constants_width)
         place = address + (at.column * 4 if self.problem.constants_width > 1 else 0)
         return [self.f.load(self.isa.floats, place + c * pitch, self.isa.bytes, "constant")
                 for c in range(program.constants)]
 
 
-def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At], Value]) -> Value:
-    """The sum, max or min of body over `width` elements, in all lanes."""
+def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[RowVector], Value]) -> Value:
+    """Return the sum, max or min of body over `width` elements, in all lanes."""
     neutral = f.constant(NEUTRAL[kind], isa.floats)
     partial = dict.fromkeys(range(PARTIALS // isa.lanes), neutral)
     for start, places in strips(f, isa, width, STRANDS, partial):
@@ -138,9 +142,11 @@ def reduce_row(f: Function, isa: Isa, width: int, kind: str, body: Callable[[At]
 
 
 def strips(f: Function, isa: Isa, width: int, together: int,
-           carried: dict[Any, Value]) -> Iterator[tuple[int, list[At]]]:
-    """A row's vectors, as many as PARTIALS elements fill, in a loop; then those that are left: (the number among them
-    of the first, vectors). Where how many are left is known at run time only, so many `together` as there are."""
+           carried: dict[Any, Value]) -> Iterator[tuple[int, list[RowVector]]]:
+    """Yield (number of the first vector, vectors) in a loop over strips of PARTIALS elements, then for the rest.
+
+    If the rest is symbolic, it is yielded as groups of `together` vectors, in code that runs if the group has elements.
+    """
     step = PARTIALS // isa.lanes
     if not isinstance(width, Extent):
         for column, count in f.tiles("column", width, PARTIALS, carried=carried):
@@ -151,13 +157,13 @@ def strips(f: Function, isa: Isa, width: int, together: int,
     for column in f.range("column", end.like(0), end, PARTIALS, carried=carried):
         yield 0, vectors(isa, column, PARTIALS)
     for first in range(0, step, together):
-        with f.chosen(rest.compare("ugt", first * isa.lanes), carried):
+        with f.when_carrying(rest.compare("ugt", first * isa.lanes), carried):
             some = range(first, min(first + together, step))
-            yield first, [At(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
+            yield first, [RowVector(end + i * isa.lanes, rest - i * isa.lanes) for i in some]
 
 
 def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
-    """The sum, max or min of the lanes, in all of them; of int32 the sum."""
+    """Return the sum, max or min of the lanes, in all lanes; for int32 only the sum."""
     distance = isa.lanes // 2
     while distance:
         others = result.f.shuffle(result, None, [i ^ distance for i in range(isa.lanes)], "others")
@@ -166,13 +172,13 @@ def across_lanes(isa: Isa, kind: str, result: Value) -> Value:
     return result
 
 
-def vectors(isa: Isa, column: Value, count: int) -> list[At]:
-    """`count` elements from a column on, by vectors."""
-    return [At(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
+def vectors(isa: Isa, column: Value, count: int) -> list[RowVector]:
+    """Return `count` elements from a column on, as vectors."""
+    return [RowVector(column + first, min(isa.lanes, count - first)) for first in range(0, count, isa.lanes)]
 
 
 def live(isa: Isa, value: Value, count: int | Value, neutral: float) -> Value:
-    """The value, neutral in the lanes from `count` on."""
+    """Replace the lanes from `count` on by the neutral element."""
     if isinstance(count, Value):
         f, lanes = value.f, vector(isa.lanes, I64)
         places = Value(f, lanes, f"<{', '.join(f'{I64} {lane}' for lane in range(isa.lanes))}>")
@@ -188,7 +194,7 @@ def combine(isa: Isa, kind: str, a: Value, b: Value) -> Value:
 
 
 class OverRows(Kernel[R]):
-    """A row of the grid is one of the problem's."""
+    """Base class of kernels whose grid rows are the problem's rows."""
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.sources[0].shape[:-1]))
@@ -200,7 +206,7 @@ class OverRows(Kernel[R]):
         return [Window.along(view, rows=math.prod(shape[1:-1])) for view in (*problem.inputs, problem.y)]
 
     def pack(self, isa: Isa, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """-> the prologue's and the program's, each [constant][index], rounded up to whole vectors."""
+        """Pack the constants of prologue and program, each as [constant][index], rounded up to whole vectors."""
         return tuple(self._table(constants.get(key, ())) for key in ("prologue", "program"))
 
     def _table(self, constants: Sequence[Array]) -> Array:
@@ -212,16 +218,16 @@ class OverRows(Kernel[R]):
 
 
 class RowKernel(OverRows[R]):
-    """Computes a row by the passes of `emit_row`."""
+    """Base class of kernels that compute a row by the passes of `emit_row`."""
 
     @property
     def scratch(self) -> int:
-        """Elements of a row that it keeps from one pass to another."""
+        """Return the elements of a row that are kept from one pass to another."""
         return 0
 
     @abstractmethod
-    def emit_row(self, row: Row) -> None:
-        """The passes over one row."""
+    def emit_row(self, row: RowCode) -> None:
+        """Emit the passes over one row."""
 
     def emit(self, module: Module, name: str, isa: Isa, tactic: Tactic) -> None:
         problem = self.problem
@@ -230,20 +236,20 @@ class RowKernel(OverRows[R]):
         rows = [_row_view(view, problem.width) for view in (*problem.inputs, problem.y)]
         views = joined(rows, keep_last=True)
         scratch = None
-        if self.scratch:    # in the entry block: elsewhere the stack would grow with each row
-            scratch = f.room(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
+        if self.scratch:    # allocated in the entry block; in the loop the stack would grow with each row
+            scratch = f.alloca(4 * _pitch(self.scratch) + ALIGNMENT, ALIGNMENT, "scratch")
         split = len(problem.sources)
         for *starts, target in each_row(f, begin, end, [*inputs, y], views, views[0].shape[:-1]):
-            self.emit_row(Row(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
+            self.emit_row(RowCode(f, isa, problem, starts[:split], prologue, starts[split:], program, target, scratch))
 
 
 def _row_view(view: View, width: int) -> View:
-    """One element a row, repeated: so that all views have one shape."""
+    """Broadcast a view with one element per row to the width of the row."""
     if view.shape[-1] == width:
         return view
     return View(view.dtype, (*view.shape[:-1], width), (*view.strides[:-1], 0), view.item)
 
 
 def _pitch(width: int) -> int:
-    """Floats from one constant to the next."""
+    """Return the floats from one constant to the next."""
     return -(-width // PARTIALS) * PARTIALS

@@ -1,4 +1,4 @@
-"""The code of Winograd's kernel: the loops of winograd.py, a function for each shape of a patch and of a product."""
+"""Code of Winograd's kernel: the loops of winograd.py, with a function for each shape of a patch and of a product."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ from engines.lowering.problems.view import SIZES, View
 LINE = 64                   # bytes of a cache line
 
 
-# ---- how a precision's numbers become those of the transforms, and back
+# ---- conversion of stored numbers to those of the transforms, and back
 def _load(address: Value, dtype: str, count: int) -> Value:
-    """`count` channels of x, as they are transformed."""
+    """Load `count` channels of x in the type in which they are transformed."""
     f = address.f
     if dtype == "float32":
         return f.load(vector(count, FLOAT), address, 4, "x")
@@ -39,7 +39,7 @@ def _load(address: Value, dtype: str, count: int) -> Value:
 
 
 def _rescaled(isa: Isa, value: Value, dtype: str) -> Value:
-    """A sum as float32, no longer too large."""
+    """Return a sum as float32, without the factor that the integer transforms add."""
     if dtype == "float32":
         return value
     ninth = pow(9, -1, 1 << 32) - (1 << 32)
@@ -49,13 +49,14 @@ def _rescaled(isa: Isa, value: Value, dtype: str) -> Value:
 # ---- the kernel
 @dataclass(frozen=True)
 class _Position:
-    """Where a tile of the batch is: its image, and its row and column among the image's tiles."""
+    """Position of a tile in the batch: its image plane, and its row and column among the image's tiles."""
     plane: Value
     row: Value
     column: Value
 
 
-class Emitter:
+class WinogradEmitter:
+    """Emitter of Winograd's kernel."""
     def __init__(self, tiling: Tiling, module: Module, name: str, isa: Isa, tactic: Winograd) -> None:
         self.tiling, self.module, self.name, self.isa, self.tactic = tiling, module, name, isa, tactic
         self.planes, self.problem, self.arithmetic = tiling.planes, tiling.planes.image, tiling.arithmetic
@@ -102,24 +103,24 @@ class Emitter:
 
     def _transform_output(self, f: Function, tile: Value, channels: int, m: Value, constants: Value,
                           outputs: Sequence[Value]) -> None:
-        """outputs: addresses of the operands and y, of the panel's first cout."""
+        """Transform a tile of M and store it. outputs: addresses of the operands and y, at the panel's first cout."""
         position = self._position(tile)
         here = [address + offset for address, offset in zip(outputs, self._offsets(position)[1:], strict=True)]
         self._cut(f, position, lambda rows, cols: f.run(self._output(rows, cols, channels), m, constants, *here))
 
     def _offsets(self, position: _Position) -> list[Value]:
-        """Bytes to the tile's first pixel in x, the operands and y."""
+        """Return the bytes to the tile's first pixel in x, the operands and y."""
         planes = self.planes.offsets(position.plane, self.views)
         return [plane + position.row * (OUTPUT * view.strides[0]) + position.column * (OUTPUT * view.strides[1])
                 for plane, view in zip(planes, self.views, strict=True)]
 
     def _position(self, tile: Value) -> _Position:
-        """Of a tile of the batch."""
+        """Return the position of a tile of the batch."""
         plane, inside = tile.divided(self.tiling.of_plane), tile.remainder(self.tiling.of_plane)
         return _Position(plane, inside.divided(self.tiling.across), inside.remainder(self.tiling.across))
 
     def _cut(self, f: Function, position: _Position, body: Callable[[int, int], None]) -> None:
-        """body(rows, columns that the tile has inside the image)."""
+        """Call body(rows, columns) with the part of the tile that lies inside the image."""
         def along(index: Value, extent: int, then: Callable[[int], None]) -> None:
             whole, tail = divmod(extent, OUTPUT)
             if whole:
@@ -134,7 +135,10 @@ class Emitter:
 
     # ---- V = B' d B
     def _input(self, rows: int, cols: int) -> str:
-        """A patch of which so many rows and columns lie in x; what lies beyond is 0. Its name."""
+        """Return the name of the function that transforms a patch of which rows x cols pixels lie in x.
+
+        The other pixels are 0.
+        """
         name = f"{self.name}_input_{rows}x{cols}"
         if name in self.module.functions:
             return name
@@ -171,11 +175,11 @@ class Emitter:
                 call(size, start)
 
     def _w_position(self, vectors: int) -> int:
-        """Bytes of a panel's weights at one position."""
+        """Return the bytes of a panel's weights at one position."""
         return self.v_tile * vectors * self.isa.lanes
 
     def _micro(self, tiles: int, vectors: int) -> str:
-        """tiles x vectors of M at one position, all of cin in registers; its name."""
+        """Return the name of the micro-kernel for tiles x vectors of M at one position, all of cin in registers."""
         name = f"{self.name}_product_{tiles}x{vectors}"
         if name in self.module.functions:
             return name
@@ -196,7 +200,7 @@ class Emitter:
 
     # ---- y = program(A' M A)
     def _output(self, rows: int, cols: int, channels: int) -> str:
-        """rows x cols pixels of `channels` couts; its name."""
+        """Return the name of the function that computes rows x cols pixels of `channels` couts from M."""
         name = f"{self.name}_output_{rows}x{cols}x{channels}"
         if name in self.module.functions:
             return name

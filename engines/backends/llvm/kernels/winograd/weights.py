@@ -1,4 +1,4 @@
-"""Winograd's weights, G g G', made of plain ones when a plan is loaded: a plan holds 9 where 36 are multiplied.
+"""Expansion of Winograd's weights to G g G' when a plan is loaded: a plan stores 9 numbers for 36 that are multiplied.
 
     kept    [panel][k][tap of 3x3][vector][element]         int8 or float32
     made    [panel][position of 6x6][k][vector][element]    int16 or float32
@@ -6,7 +6,7 @@
     for panel: for k: for vector:
       made[panel, :, k, vector] = G kept[panel, k, :, vector] G'        9 registers to 36
 
-Sums of float32 are taken in the order of `transform_weights`, so that every machine makes the same bits.
+Sums of float32 are computed in the order of `transform_weights`, so that every machine gives the same bits.
 """
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _MADE = {"int8": "int16", "float32": "float32"}
 
 
 def transform_weights(g: Sequence[Any]) -> list[Any]:
-    """G g, three numbers to six; G is that of winograd.py."""
+    """Return G g, three numbers to six; G is that of winograd.py."""
     s, t, d = g[0] + g[2], g[0] + g[2] * 4, g[1] * 2
     return [g[0] * 6, (s + g[1]) * -4, (s - g[1]) * -4, t + d, t - d, g[2] * 6]
 
 
 @dataclass(frozen=True)
 class WinogradWeights(Problem):
-    """It has one item: constants have no batch."""
-    dtype: str                  # of the weights as kept
-    steps: int                  # ks
-    elements: int               # of a vector
-    panels: int                 # of `vectors`
+    """Problem of expanding Winograd's weights. It has one item: constants have no batch."""
+    dtype: str                  # dtype of the stored weights
+    steps: int                  # steps of K
+    elements: int               # elements of a vector
+    panels: int                 # number of panels of `vectors` vectors
     vectors: int
-    last: int                   # vectors of one panel more; 0: there is none
+    last: int                   # vectors of one more panel, or 0
     family = "winograd_weights"
 
     @property
@@ -54,7 +54,7 @@ class WinogradWeights(Problem):
 
     @property
     def _vectors(self) -> int:
-        """Of all panels and ks."""
+        """Return the vectors of all panels and steps."""
         return (self.panels * self.vectors + self.last) * self.steps
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -67,7 +67,7 @@ class WinogradWeights(Problem):
 
 @solves(WinogradWeights)
 class WinogradWeightsKernel(Kernel[WinogradWeights]):
-    """A row of the grid is a k, a column a panel."""
+    """Kernel of the expansion. A row of the grid is a step of K, a column a panel."""
 
     def grid(self, isa: Isa, tactic: Tactic) -> Grid:
         return Grid(self.problem.steps, columns=self.problem.panels + bool(self.problem.last))
@@ -94,7 +94,7 @@ class WinogradWeightsKernel(Kernel[WinogradWeights]):
                     panel(index, problem.last)
 
     def _transform(self, f: Function, kept: Value, made: Value, vectors: int) -> None:
-        """One k of a panel. The vectors of a position are stored together: they fill its cache lines."""
+        """Expand one step of a panel. All vectors of a position are stored together, to fill its cache lines."""
         problem = self.problem
         size = SIZES[_MADE[problem.dtype]] * problem.elements
         taps = [[[self._load(f, kept + ((p * TAPS + q) * vectors + v) * SIZES[problem.dtype] * problem.elements)
@@ -116,7 +116,7 @@ class WinogradWeightsKernel(Kernel[WinogradWeights]):
 
 
 def _transformed(taps: Array) -> Array:
-    """[panel, k, 3, 3, element] -> [panel, 6, 6, k, element], flat."""
+    """Transform [panel, k, 3, 3, element] to [panel, 6, 6, k, element], flat."""
     rows = transform_weights([taps[:, :, p] for p in range(TAPS)])
     both = [transform_weights([row[:, :, q] for q in range(TAPS)]) for row in rows]
     return np.stack([np.stack(row, 1) for row in both], 1).ravel()

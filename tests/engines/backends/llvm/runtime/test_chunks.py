@@ -8,7 +8,7 @@ import pytest
 
 from engines.backends.llvm.runtime import chunks
 from engines.backends.llvm.runtime.abi import ChunkRow, StageRow
-from engines.backends.llvm.runtime.chunks import Cut, cut, make_schedule, rows_awaited
+from engines.backends.llvm.runtime.chunks import GridSplit, make_schedule, rows_awaited, split_grid
 from engines.backends.llvm.runtime.execution import LoadedPlan
 from engines.plan.plan import Footprint, Step
 from tests.engines.tiny import mix_plan
@@ -26,7 +26,7 @@ def test_pieces_cover_a_grid_exactly_once(workers: int, us: float) -> None:
         batch = int(rng.integers(1, 5))
         rows = step.rows_per_item * batch or step.rows
         covered = np.zeros((rows, step.columns), int)
-        pieces = cut(step, batch, us, workers)
+        pieces = split_grid(step, batch, us, workers)
         assert len(pieces) < 2 * workers * chunks.PIECES_PER_WORKER
         for (r0, r1), (c0, c1) in pieces.pieces():
             assert r0 % row_step == 0 and c0 % column_step == 0 and r0 < r1 and c0 < c1
@@ -36,24 +36,24 @@ def test_pieces_cover_a_grid_exactly_once(workers: int, us: float) -> None:
 
 def test_large_weights_are_cut_by_columns_and_short_steps_not_at_all() -> None:
     step = Step("k", (), rows_per_item=56, columns=256, column_step=64)
-    assert cut(step, 1, 1.0, 2) == Cut(((0, 56),), ((0, 256),), True)
-    assert cut(step, 1, 50.0, 2) == Cut(((0, 28), (28, 56)), ((0, 256),), True)
+    assert split_grid(step, 1, 1.0, 2) == GridSplit(((0, 56),), ((0, 256),), True)
+    assert split_grid(step, 1, 50.0, 2) == GridSplit(((0, 28), (28, 56)), ((0, 256),), True)
     large = Step("k", (), rows_per_item=56, columns=256, column_step=64, constant_bytes=1 << 20)
-    assert cut(large, 1, 50.0, 2) == Cut(((0, 56),), ((0, 128), (128, 256)), False)
+    assert split_grid(large, 1, 50.0, 2) == GridSplit(((0, 56),), ((0, 128), (128, 256)), False)
 
 
 def test_many_workers_do_not_cut_a_step_into_crumbs() -> None:
     step = Step("k", (), rows_per_item=56)
-    assert len(cut(step, 1, 10.0, 16)) == 4
-    assert len(cut(step, 1, 400.0, 16)) == 16
+    assert len(split_grid(step, 1, 10.0, 16)) == 4
+    assert len(split_grid(step, 1, 400.0, 16)) == 16
 
 
 def test_every_worker_gets_an_equal_share_if_either_axis_allows_it() -> None:
     seven_rows = Step("k", (), rows_per_item=7, columns=256, column_step=64)
-    assert cut(seven_rows, 1, 50.0, 2) == Cut(((0, 7),), ((0, 128), (128, 256)), False)
+    assert split_grid(seven_rows, 1, 50.0, 2) == GridSplit(((0, 7),), ((0, 128), (128, 256)), False)
     one_column = Step("k", (), rows_per_item=7, columns=256, column_step=256, constant_bytes=1 << 20)
-    assert cut(one_column, 1, 50.0, 2) == Cut(((0, 3), (3, 7)), ((0, 256),), True)
-    assert len(cut(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"
+    assert split_grid(one_column, 1, 50.0, 2) == GridSplit(((0, 3), (3, 7)), ((0, 256),), True)
+    assert len(split_grid(Step("k", (), rows_per_item=56), 1, 110.0, 2)) == 6, "a multiple of the workers"
 
 
 def random_reach(rng: np.random.Generator, period: int) -> Footprint:
@@ -78,7 +78,7 @@ def test_a_range_of_rows_waits_for_every_range_that_writes_what_it_reads() -> No
     for _ in range(200):
         periods, batch = rng.integers(1, 12, 2).tolist(), int(rng.integers(1, 4))
         steps = [Step("k", (), rows_per_item=period) for period in periods]
-        writer, reader = (cut(step, batch, 1e3, 2) for step in steps)
+        writer, reader = (split_grid(step, batch, 1e3, 2) for step in steps)
         written, read = (random_reach(rng, period) for period in periods)
         awaited = rows_awaited([(read, written)], reader.rows, writer.rows)
         for mine, ranges in zip(reader.rows, awaited, strict=True):

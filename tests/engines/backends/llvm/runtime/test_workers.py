@@ -186,7 +186,7 @@ def test_arrays_that_a_late_helper_may_write_to_are_kept_and_not_the_callers() -
         x += 1
         execution.workers[1, WorkerRow.INSIDE] = execution.runs[0].ctypes.data if late else 0
         got, is_ours = run_lent(execution, plan, x)
-        assert is_ours is not late and bool(execution._kept) is late
+        assert is_ours is not late and bool(execution._retained) is late
         for name, want in mix_reference(reads, outputs, x).items():
             np.testing.assert_array_equal(got[name], want)
             np.testing.assert_array_equal(run(execution, plan, x)[name], want)
