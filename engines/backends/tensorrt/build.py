@@ -1,7 +1,7 @@
-"""An ONNX model -> TensorRT's engine, ahead of time; and which layers it fused, as its log says.
+"""Builds a TensorRT engine from an ONNX model, and reads the fused layers from TensorRT's log.
 
-Networks are strongly typed: the precision of each tensor is what the model says. A profile has one item at least, and
-is tuned for the batch asked for.
+Networks are strongly typed: the model decides each tensor's precision. The optimisation profile covers batches from one
+item to the maximum, and is tuned for the given batch.
 """
 from __future__ import annotations
 
@@ -16,22 +16,39 @@ _LAYER = re.compile(r"Layer\((?P<kind>[^)]*)\): (?P<name>.*?), Tactic: (?P<tacti
 
 
 class Layer(NamedTuple):
-    """What the engine runs as one."""
-    name: str           # as TensorRT names it: the nodes that it fuses, or the first and the last of them
+    """Layer of the engine: the nodes that TensorRT runs as one kernel."""
+    name: str           # TensorRT's: the fused nodes, or the first and last of them
     kind: str
     tactic: str
-    tensors: str        # inputs -> outputs, with their types and shapes
+    tensors: str        # "inputs -> outputs" with types and shapes
 
 
 class Built(NamedTuple):
+    """Serialised engine and its layers."""
     engine: bytes
     layers: tuple[Layer, ...]
 
 
 def build(module: Any, model: bytes, name: str, batch: tuple[int, int], exact: bool) -> Built:
-    """batch: items to tune for, and at most. exact: float32 is not cut to TF32.
+    """Build an engine.
 
-    Raises ConfigError: TensorRT does not take a node, or the whole.
+    Parameters
+    ----------
+    module : module
+        TensorRT's Python module.
+    model : bytes
+        Serialised ONNX model.
+    name : str
+        Name of the model, for errors.
+    batch : (int, int)
+        Batch to tune for, and the largest batch.
+    exact : bool
+        Disable TF32, so that float32 products keep their precision.
+
+    Raises
+    ------
+    ConfigError
+        TensorRT rejects a node or the network.
     """
     logger = logger_of(module)
     builder = module.Builder(logger)
@@ -64,7 +81,7 @@ def _add_profile(builder: Any, config: Any, network: Any, batch: tuple[int, int]
 
 
 def layers_of(messages: Sequence[Message]) -> tuple[Layer, ...]:
-    """What the log lists under "Engine Layer Information"."""
+    """Return the layers that the log lists under "Engine Layer Information"."""
     listed = [text for _, text in messages if text.startswith("Engine Layer Information")]
     return tuple(Layer(found["name"], found["kind"], found["tactic"], found["tensors"])
                  for text in listed for found in _LAYER.finditer(text))
