@@ -73,7 +73,7 @@ def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says
 
     (tactic, _), = GpuTuner(refuses(64), GPU, TimingCache()).choose([wanted()], CARD)
     assert tactic.threads == 64
-    with pytest.raises(ConfigError, match=r"no tactic of a kernel of contraction runs on this GPU \(emulated\).*701"):
+    with pytest.raises(ConfigError, match=r"no tactic of the contraction kernel runs on this GPU \(emulated\).*701"):
         GpuTuner(refuses(0), GPU, TimingCache()).choose([wanted()], CARD)
 
 

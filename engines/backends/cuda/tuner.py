@@ -1,8 +1,8 @@
-"""Tactics timed on the GPU at hand, by its own clock, for the batch that is asked for: the fastest of each kernel.
+"""Times tactics on a GPU, with its own clock and for the batch to optimise, and picks the fastest.
 
-A tactic runs as it will in a network: a CUDA graph of launches, one after the other, whose gaps count. It runs on
-tensors of its own, in which only the bytes of floats and quantised numbers are random: an index of 0 is one that fits.
-Times are kept in the timing cache by the name of the GPU.
+A tactic is timed as it will run: as a CUDA graph of consecutive launches, including the gaps between them. Its tensors
+are private. Only floats and quantised numbers are random; indices are zeros, which are always valid. Times are kept in
+the timing cache under the name of the GPU.
 """
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ from engines.lowering.problems.view import View
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
 
-HOPEFUL = 2.0           # times the least cost: what the model thinks worse of is not timed
-LAUNCHES, ROUNDS = 10, 3        # of a graph; of graphs, of which the fastest counts
+HOPEFUL = 2.0           # tactics that cost more than this times the least estimate are not timed
+LAUNCHES, ROUNDS = 10, 3        # launches per graph; graphs, of which the fastest counts
 SYMBOL = "kernel"
-BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # every float of such bytes is a usual one
+BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # as floats these are finite and normal
 RANDOM = ("uint8", "int8", "float16", "bfloat16", "float32")
 
 
 class Wanted(NamedTuple):
-    """A kernel whose tactic is to be chosen."""
+    """Kernel whose tactic is to be chosen."""
     kernel: GpuKernel[Any]
-    constants: Mapping[str, Any]    # any values of the right shapes
+    constants: Mapping[str, Any]    # their values do not matter
     items: int
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """Kernel with a tactic, to be timed for a number of items."""
     kernel: GpuKernel[Any]
     tactic: Any
     items: int
 
 
 class GpuTuner:
-    """Times for one architecture on one GPU."""
+    """Tuner for one architecture on one GPU."""
 
     def __init__(self, device: GpuDriver, target: Gpu, cache: TimingCache) -> None:
         self.device, self.target, self.cache = device, target, cache
 
     def choose(self, wanted: Sequence[Wanted], card: Card, progress: Progress | None = None) -> list[tuple[Any, float]]:
-        """The fastest tactic of each kernel, and its seconds. Raises NoKernelError: a kernel does not run at all."""
+        """Return the fastest tactic of each kernel and its seconds. Raise NoKernelError if all tactics of one fail."""
         candidates = [likely(one, card) for one in wanted]
         found = {one: us for some in candidates for one in some if (us := self.cache.get(self._key(one))) is not None}
         missing = [(one, of.constants) for of, some in zip(wanted, candidates, strict=True)
@@ -73,7 +74,7 @@ class GpuTuner:
             try:
                 found[one] = self._seconds(one, constants, binary) * 1e6
                 self.cache.put(self._key(one), found[one])
-            except CudaError as error:      # more registers than there are, say: another one may run
+            except CudaError as error:      # for example too many registers: another tactic may run
                 refusals[one] = error
             report(next(done), 2 * len(missing), f"timed {one.kernel.problem.family}")
         return [self._fastest(some, found, refusals) for some in candidates]
@@ -83,7 +84,7 @@ class GpuTuner:
         ran = [one for one in candidates if one in found]
         if not ran:
             one = candidates[0]
-            raise NoKernelError(f"no tactic of a kernel of {one.kernel.problem.family} runs on this GPU "
+            raise NoKernelError(f"no tactic of the {one.kernel.problem.family} kernel runs on this GPU "
                                 f"({self.device.name}): {one.tactic}: {refusals[one]}")
         best = min(ran, key=lambda one: found[one])
         return best.tactic, found[best] / 1e6
@@ -94,7 +95,7 @@ class GpuTuner:
 
     # ---- on the GPU
     def _seconds(self, one: Candidate, constants: Mapping[str, Any], code: bytes) -> float:
-        """Of a launch. Raises CudaError."""
+        """Return the seconds of a launch. Raise CudaError if it fails."""
         device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
         device.use()
         with Passing(device) as held:
@@ -111,14 +112,14 @@ class GpuTuner:
                              grid.shared_bytes)
             graph = stream.record(partial(_again, launch))
             held.add(graph.close)
-            stream.seconds(graph)       # the first brings code and clock to where they stay
+            stream.seconds(graph)       # warm up: loads the code and raises the clock
             return min(stream.seconds(graph) for _ in range(ROUNDS)) / LAUNCHES
 
     def _module(self, one: Candidate, code: bytes) -> Any:
-        """Raises CudaError."""
+        """Load the code of a candidate, compiled from PTX if the driver rejects the machine code."""
         try:
             return self.device.load(code)
-        except CudaCodeError:       # machine code of a later CUDA than the driver's: it compiles the PTX
+        except CudaCodeError:       # machine code of a newer CUDA than the driver's
             return self.device.load(code_of(_text(one), self.target, cubin=False))
 
     def _tensor(self, view: View, items: int, held: Passing) -> int:
@@ -132,14 +133,14 @@ class GpuTuner:
 
 
 def cheapest(wanted: Wanted, card: Card) -> tuple[Any, float]:
-    """The tactic that costs least by the model, and its seconds there."""
+    """Return the tactic with the least estimated cost and its estimated seconds."""
     kernel, items = wanted.kernel, wanted.items
     tactic = least(kernel, card, items)
     return tactic, kernel.cost(tactic, card, items)
 
 
 def likely(wanted: Wanted, card: Card) -> list[Candidate]:
-    """The tactics that by their cost may be the fastest, the cheapest first."""
+    """Return the candidates within HOPEFUL of the least estimated cost, cheapest first."""
     kernel, items = wanted.kernel, wanted.items
     costs = {tactic: kernel.cost(tactic, card, items) for tactic in kernel.tactics()}
     limit = HOPEFUL * min(costs.values())

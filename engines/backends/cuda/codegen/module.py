@@ -1,20 +1,20 @@
-"""The builder's words for GPUs: kernels, who a thread is, shared memory, barriers, exchanges within a warp."""
+"""IR builder for GPUs: kernels, thread indices, shared memory, barriers and warp shuffles."""
 from __future__ import annotations
 
 from engines.codegen.ir_builder import Function, Module, Value
 from engines.codegen.types import DOUBLE, I1, I32, I64, pointer, vector
 
 GLOBAL, SHARED = pointer(1), pointer(3)
-ALL_LANES = -1      # of a warp, as a mask
+ALL_LANES = -1      # mask of all lanes of a warp
 
 
 class GpuModule(Module):
-    """Kernels, and the dynamic shared memory that they see as `shared`."""
+    """Module of kernels and their dynamic shared memory, the symbol `shared`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.threads: dict[str, int] = {}       # kernel -> threads of a block
-        self.beside: dict[str, int] = {}        # kernel -> blocks that a multiprocessor has registers for, at least
+        self.threads: dict[str, int] = {}       # kernel -> threads per block
+        self.beside: dict[str, int] = {}        # kernel -> minimum of resident blocks per multiprocessor
 
     def text(self) -> str:
         said = [(name, word, number) for word, numbers in (("maxntidx", self.threads), ("minctasm", self.beside))
@@ -26,8 +26,17 @@ class GpuModule(Module):
 
 
 def begin_kernel(module: GpuModule, name: str, threads: int, operands: int) -> tuple[Function, list[Value], Value]:
-    """A kernel for blocks of so many threads: (f, addresses of its operands, rows of its grid, which it may not
-    exceed)."""
+    """Begin a kernel with blocks of `threads` threads.
+
+    Returns
+    -------
+    f : Function
+        The kernel.
+    operands : list of Value
+        Addresses of its operands.
+    rows : Value
+        Number of rows of its grid (i32), the bound to check row indices against.
+    """
     keys = [f"operand{i}" for i in range(operands)]
     f = module.function(name, internal=False, **dict.fromkeys(keys, GLOBAL), rows=I32)
     parameters = ", ".join([*(f"{GLOBAL} noalias align 1 %{key}" for key in keys), f"{I32} %rows"])
@@ -37,21 +46,22 @@ def begin_kernel(module: GpuModule, name: str, threads: int, operands: int) -> t
 
 
 def special(f: Function, register: str) -> Value:
-    """register: tid.x, ctaid.x, ctaid.y."""
+    """Read a special register: tid.x, ctaid.x or ctaid.y."""
     return f.call(I32, f"llvm.nvvm.read.ptx.sreg.{register}", hint=register)
 
 
 def shared(f: Function) -> Value:
+    """Return the address of the block's dynamic shared memory."""
     return Value(f, SHARED, "@shared")
 
 
 def barrier(f: Function) -> None:
-    """All threads of the block are here, and see what the others stored."""
+    """Synchronise the block and make shared-memory stores visible to all of its threads."""
     f.run("llvm.nvvm.barrier0")
 
 
 def across(value: Value, distance: int) -> Value:
-    """The number of the lane whose own number differs from this one's by that bit; all of the warp ask together."""
+    """Return the value of the lane whose number differs in bit `distance`. All lanes of the warp must take part."""
     f = value.f
     if value.type == I1:
         return f.cast("trunc", across(f.cast("zext", value, I32, "bit"), distance), I1, "other")
@@ -67,45 +77,46 @@ def across(value: Value, distance: int) -> Value:
 
 
 def again(address: Value) -> Value:
-    """The same address in global memory; what is read there is read here, and not once before a loop."""
+    """Return an opaque copy of a global address, which keeps LLVM from hoisting its loads out of a loop."""
     return address.f.op(GLOBAL, f'call {GLOBAL} asm sideeffect "mov.u64 $0, $1;", "=l,l"({address})', "again")
 
 
 def pick_bytes(a: Value, b: Value, order: int) -> Value:
-    """A word of four bytes of a (0..3) and b (4..7): the lowest hexadecimal digit of `order` is the lowest byte."""
+    """Assemble a word from bytes of a (0..3) and b (4..7): the lowest hex digit of `order` selects the lowest byte."""
     return a.f.call(I32, "llvm.nvvm.prmt", a, b, a.f.constant(order, I32), hint="bytes")
 
 
 def wide(value: Value) -> Value:
-    """i32 -> i64, unsigned: an offset."""
+    """Zero-extend an i32 to i64, for use as an offset."""
     return value.f.cast("zext", value, I64, "wide")
 
 
 def where(test: Value, number: int) -> Value:
-    """The number where the test (an i1) holds, else 0; an i32."""
+    """Return the i32 `number` if the i1 `test` holds, else 0."""
     assert test.type == I1
     return test.f.select(test, test.f.constant(number, I32), test.f.constant(0, I32), "number")
 
 
 # ---- several registers in one value
 def struct(type_: str, count: int) -> str:
+    """Return the type of a struct of `count` equal members."""
     return f"{{{', '.join([type_] * count)}}}"
 
 
 def fields(value: Value) -> list[Value]:
-    """A struct's members."""
+    """Extract the members of a struct."""
     types = value.type.strip("{}").split(", ")
     return [value.f.op(type_, f"extractvalue {value}, {i}", "part") for i, type_ in enumerate(types)]
 
 
 def elements(value: Value) -> list[Value]:
-    """A vector's elements."""
+    """Extract the elements of a vector."""
     count, type_ = value.type.strip("<>").split(" x ")
     return [value.f.op(type_, f"extractelement {value}, i32 {i}", "element") for i in range(int(count))]
 
 
 def vector_of(values: list[Value]) -> Value:
-    """Values of one type side by side."""
+    """Pack values of one type into a vector."""
     f, type_ = values[0].f, f"<{len(values)} x {values[0].type}>"
     result = Value(f, type_, "poison")
     for i, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Cumulative sums and products along an axis: a thread for each line, in the order in which the reference rounds."""
+"""Cumulative sums and products along an axis: one thread per line, rounding in the order of the reference."""
 from __future__ import annotations
 
 import math
@@ -17,6 +17,8 @@ from engines.lowering.problems.view import View
 
 @solves(CumulativeSum)
 class CumulativeByThreads(GpuKernel[CumulativeSum]):
+    """Kernel with one thread per line."""
+
     def grid(self, tactic: Tactic) -> Grid:
         shape = self.problem.y.shape
         return Grid(math.prod(shape) // shape[self.problem.axis], THREADS, THREADS)
@@ -38,7 +40,7 @@ class CumulativeByThreads(GpuKernel[CumulativeSum]):
                 store(self.gpu, problem.y.dtype, found, target + i * problem.y.strides[axis], 0, 1)
 
     def _line(self, view: View, line: Value) -> Value:
-        """Bytes to the first element of the line-th of all items."""
+        """Return the byte offset of the line-th line, counting over all items."""
         shape, strides = (tuple(n for i, n in enumerate(numbers) if i != self.problem.axis)
                           for numbers in (view.shape, view.strides))
         return pixel_offset(line, shape, strides, view.item)

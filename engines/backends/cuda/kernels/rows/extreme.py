@@ -1,4 +1,4 @@
-"""The greatest or least element of a whole batch: one block, whose warps take the rows of all items in turns.
+"""Maximum or minimum over a whole batch: one block, whose warps take the rows of all items in turn.
 
     warp: best = of rows warp, warp + 32, ...       in shared memory; then the first warp: y = program(best of all)
 """
@@ -18,6 +18,8 @@ UNCUT = 1 << 30         # rows of a block: all there are
 
 @solves(Extreme)
 class ExtremeByBlock(OverRows[Extreme]):
+    """Kernel with a single block."""
+
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(self.rows_of_item, UNCUT, WARPS * WARP, shared_bytes=4 * WARPS)
 

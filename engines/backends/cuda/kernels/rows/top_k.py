@@ -1,8 +1,8 @@
-"""The k largest or smallest of a row: a warp finds one after the other, by their keys (engines/codegen/keys.py).
+"""Top-k of a row: a warp finds one element after the other by integer keys (engines/codegen/keys.py).
 
-    k times: of the elements that come behind the last one found, in order of key and then of place, the first
+    k times: the first element, ordered by key and then by index, after the one found before
 
-k passes over the row take longer than a sort where k is large; of what networks ask for it is small.
+k passes are slower than a sort for large k, but k is small in networks.
 """
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from engines.codegen.nest.values import load
 from engines.codegen.types import ELEMENTS, I32
 from engines.lowering.problems.elementwise import TopK
 
-NOWHERE = 0x7FFFFFFF        # the place of no element, behind all others
+NOWHERE = 0x7FFFFFFF        # index of no element, after all others
 
-Found = dict[str, Value]        # "key", "place"
+Found = dict[str, Value]        # "key" and "place" of an element
 
 
 @solves(TopK)
 class TopKByWarp(GpuKernel[TopK]):
+    """Kernel with a warp per row."""
+
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.x.shape[:-1]), WARPS, WARPS * WARP)
 
@@ -49,7 +51,7 @@ class TopKByWarp(GpuKernel[TopK]):
                         f.store(value, target + turn * outputs[0].strides[-1], problem.x.size)
 
     def _next(self, source: Value, lane: Value, found: Found) -> Found:
-        """The first element behind the one found."""
+        """Return the first element after `found`."""
         f, x = lane.f, self.problem.x
         key = found["key"]
         best = {"key": key.like(lowest_of(int(key.type[1:]))), "place": f.constant(NOWHERE, I32)}
@@ -63,7 +65,7 @@ class TopKByWarp(GpuKernel[TopK]):
 
 
 def first_of_warp(found: Found) -> Found:
-    """Of what its lanes have found."""
+    """Return the first of all lanes' elements."""
     for distance in (16, 8, 4, 2, 1):
         other = {name: across(value, distance) for name, value in found.items()}
         found = chosen(before(other, found), other, found)
@@ -71,11 +73,11 @@ def first_of_warp(found: Found) -> Found:
 
 
 def chosen(test: Value, a: Found, b: Found) -> Found:
-    """a where the test holds, else b."""
+    """Select a if the test holds, else b."""
     return {name: test.f.select(test, a[name], b[name], name) for name in a}
 
 
 def before(a: Found, b: Found) -> Value:
-    """Whether a comes before b: by its key, of equals by its place."""
+    """Return true (i1) if a comes before b, by key and then by index."""
     return a["key"].compare("sgt", b["key"]) | (
         a["key"].compare("eq", b["key"]) & a["place"].compare("slt", b["place"]))
