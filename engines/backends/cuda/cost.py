@@ -24,7 +24,7 @@ START, LAUNCH = 1200, 2e-6  # cycles before a block's first product; seconds bet
 LATENCY = 6e-7              # of a load from memory, in seconds
 REGISTERS, BESIDE = 65536, 90       # per multiprocessor; per thread in addition to its sums
 MOST_REGISTERS = 250                # per thread before it spills
-THREADS = 2048                      # of a multiprocessor
+THREADS = 2048                      # per multiprocessor
 
 
 @dataclass(frozen=True)

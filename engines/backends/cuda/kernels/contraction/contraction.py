@@ -115,7 +115,7 @@ class _Writer:
         self.lane, self.warp = thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
         self.pixel0 = special(self.f, "ctaid.x") * tile.pixels
         block = special(self.f, "ctaid.y")
-        blocks = columns(problem, tile) // problem.groups // tile.couts         # of a group
+        blocks = columns(problem, tile) // problem.groups // tile.couts         # per group
         self.column0 = block * tile.couts
         self.group = block.divided(blocks) if problem.groups > 1 else block.like(0)
         self.cout0 = block.remainder(blocks) * tile.couts if problem.groups > 1 else self.column0

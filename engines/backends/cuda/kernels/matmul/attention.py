@@ -1,7 +1,8 @@
-"""Attention: its tactics. On tensor cores where there are some for its type, keys in shared memory (shared_tiles.py) or
-read through the caches (query_tiles.py); or a warp or a block for each query (one_query.py), which has no limits.
+"""Attention kernel and its tactics.
 
-INT8 sums are exact (engines/lowering/problems/matmul.py).
+On tensor cores keys are in shared memory (shared_tiles.py) or read through the caches (query_tiles.py). The tactics of
+one_query.py, a warp or a block per query, work for all types and shapes. INT8 sums are exact
+(engines/lowering/problems/matmul.py).
 """
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.problem import Array
 
-WARPS = 4               # of a block
-BESIDE = 2              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
-WAITING = 64            # bytes that a lane of a tile waits for at once, about
+WARPS = 4               # per block
+BESIDE = 2              # minimum of resident blocks; without it ptxas may spill to fit more
+WAITING = 64            # bytes in flight per lane of a tile, about
 
 
 @dataclass(frozen=True)
 class Way(Tactic):
-    """What a warp takes on."""
+    """Tactic, identified by its name."""
     name: str
 
     def __str__(self) -> str:
@@ -39,14 +40,16 @@ class Way(Tactic):
 SHARED_TILES, QUERY_TILES, QUERY, BLOCK = (
     Way("64 queries a block, keys in shared memory"), Way("16 queries a warp"), Way("a query a warp"),
     Way("a query a block"))
-# Of tiles, in INT8 or not: instructions for a score and multiply-adds to one beside them, counted in SASS; how often q
-# and k are multiplied, in INT8 by ones, too.
+# By tactic and INT8 or not, counted in SASS: instructions per score, multiply-adds per further instruction, and
+# products of q and k per score (INT8 needs products by ones, too).
 COUNTED = {(SHARED_TILES, True): (23, 15, 4), (SHARED_TILES, False): (7, 26, 1), (QUERY_TILES, True): (23, 8, 4),
            (QUERY_TILES, False): (7, 8, 2)}
 
 
 @solves(Attention)
 class GpuAttention(GpuKernel[Attention]):
+    """Kernel for attention with one of four tactics."""
+
     def tactics(self) -> Sequence[Way]:
         able = {SHARED_TILES: shared_tiles.suits(self.problem, self.gpu, self.aligned),
                 QUERY_TILES: query_tiles.suits(self.problem, self.gpu, self.aligned),
@@ -85,7 +88,7 @@ class GpuAttention(GpuKernel[Attention]):
         return cut_of(self.problem, self.aligned, WARPS if tactic == BLOCK else 1)
 
     def pack(self, tactic: Way, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Scale and zero points; the program's constants [constant][columns]."""
+        """Return scale and zero points, and the program's constants [constant][columns]."""
         columns = self.problem.y.shape[-1]
         table = np.zeros((max(self.problem.program.constants, 1), columns), np.float32)
         for row, constant in zip(table, constants["program"], strict=False):

@@ -1,6 +1,4 @@
-"""Attention by parts of its keys: a block for a part of a query's; a thread for a few neighbouring columns of what they
-come to.
-"""
+"""Split attention: one block per query and slice of keys, and a combination with one thread per few columns."""
 from __future__ import annotations
 
 import math
@@ -27,13 +25,13 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
+WARPS = 4               # per block
 
 P = TypeVar("P", bound=AttentionPeaks | AttentionSums)
 
 
 class _ByParts(GpuKernel[P]):
-    """A block for each part of each query of all heads and items, in the order of its results."""
+    """Kernel with one block per query and slice, over all heads and items."""
 
     @cached_property
     def cut(self) -> Cut:
@@ -43,7 +41,7 @@ class _ByParts(GpuKernel[P]):
         return Grid(math.prod(self.problem.peaks.shape), 1, WARPS * WARP, shared_bytes=self.cut.shared_bytes)
 
     def cost(self, tactic: Tactic, card: Card, items: int) -> float:
-        """In INT8 the peaks are half of what a whole one does, the sums the other."""
+        """Estimate a launch; in INT8 peaks and sums each take half of the whole attention."""
         rows = math.prod(self.problem.peaks.shape) * items
         whole = one_query.seconds(self.problem.whole, self.cut, card, rows, items, self.problem.parts) - LAUNCH
         return whole / (2 if self.problem.integers else 1) + LAUNCH
@@ -63,21 +61,26 @@ class _ByParts(GpuKernel[P]):
 
     @abstractmethod
     def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
-        """last: of its inputs."""
+        """Emit the code after the query's setup. `last` is the address of the last input."""
 
     def store(self, query: OneQuery, value: Value, row: Value, there: Value, to: Value) -> None:
+        """Store a value of the row by the first thread."""
         with query.f.when(there & query.thread.compare("eq", 0)):
             query.f.store(value, to + wide(row) * 4, 4)
 
 
 @solves(AttentionPeaks)
 class PeaksOfParts(_ByParts[AttentionPeaks]):
+    """Kernel of the slices' maxima."""
+
     def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
         self.store(query, query.peak(), row, there, results[0])
 
 
 @solves(AttentionSums)
 class SumsOfParts(_ByParts[AttentionSums]):
+    """Kernel of the slices' sums."""
+
     def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
         sums, totals, *peaks = results
         if self.problem.integers:
@@ -91,6 +94,7 @@ class SumsOfParts(_ByParts[AttentionSums]):
 
 @solves(JoinedAttention)
 class JoinedByThread(ProgramKernel[JoinedAttention]):
+    """Kernel that combines the slices, one thread for a few columns."""
     tables = 2
 
     @property
@@ -103,7 +107,7 @@ class JoinedByThread(ProgramKernel[JoinedAttention]):
         return [(sums, base), y]
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Scale and zero points, then the program's constants."""
+        """Return scale and zero points, then the program's constants."""
         return (self.problem.whole.numbers(constants), *super().pack(tactic, constants))
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -128,7 +132,7 @@ class JoinedByThread(ProgramKernel[JoinedAttention]):
 
 
 def _largest(gpu: Gpu, parts: int, peaks: Value, query: Value) -> Value:
-    """Of a query's parts."""
+    """Return the maximum over a query's slices."""
     f, peak = query.f, {"": query.f.constant(-math.inf, FLOAT)}
     for part in f.loop("peak", parts, peak=peak):
         at = peaks + (wide(query * parts) + part) * 4

@@ -1,10 +1,9 @@
-"""The product of two run-time tensors: on tensor cores where there are some for its type (product_tiles.py); else a
-thread for a few neighbouring outputs, over all of K.
+"""Product of two run-time tensors: on tensor cores if possible, else one thread for a few outputs over all of K.
 
     y[n, ..., m, o] = program(sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb))
 
-INT8 in int32, exact; floats by fma in float32. Large ones go through shared memory (shared_products.py), the others
-are read through the caches.
+INT8 is exact in int32; floats use fma in float32. On tensor cores large products go through shared memory
+(shared_products.py), others read through the caches (product_tiles.py).
 """
 from __future__ import annotations
 
@@ -30,25 +29,30 @@ from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
-BESIDE = 3              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
-MACS, SHARED_MACS = 8, 15       # counted in SASS: multiply-adds to one instruction, of tiles and out of shared memory
+WARPS = 4               # per block
+BESIDE = 3              # minimum of resident blocks; without it ptxas may spill to fit more
+MACS, SHARED_MACS = 8, 15       # multiply-adds per SASS instruction, by tiles and from shared memory
 
 
 @dataclass(frozen=True)
 class ByTiles(Tactic):
+    """Tactic of product_tiles.py."""
+
     def __str__(self) -> str:
         return "16 x 32 a warp"
 
 
 @dataclass(frozen=True)
 class ByBlocks(Tactic):
+    """Tactic of shared_products.py."""
+
     def __str__(self) -> str:
         return "64 x 64 a block, in shared memory"
 
 
 @solves(Product)
 class GpuProduct(ProgramKernel[Product]):
+    """Kernel for products, with three tactics."""
     tables = 2
 
     def tactics(self) -> Sequence[Tactic]:
@@ -100,7 +104,7 @@ class GpuProduct(ProgramKernel[Product]):
         return list(super().vectors)[2:]
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The zero points, then the program's constants."""
+        """Return the zero points, then the program's constants."""
         return (np.asarray(constants["numbers"], np.float32), *super().pack(tactic, constants))
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -124,7 +128,7 @@ class GpuProduct(ProgramKernel[Product]):
 
 
 def load_factor(gpu: Gpu, view: View, address: Value, zero: Value | int, integers: bool) -> Value:
-    """An element less its zero point, as it is multiplied: an i32, or a float."""
+    """Load an element minus its zero point, as i32 if `integers`, else as float32."""
     f = address.f
     stored = f.load(ELEMENTS[view.dtype], address, view.size, "stored")
     if integers:
@@ -133,5 +137,5 @@ def load_factor(gpu: Gpu, view: View, address: Value, zero: Value | int, integer
 
 
 def added(gpu: Gpu, acc: Value, a: Value, b: Value) -> Value:
-    """acc + a * b"""
+    """Return acc + a * b."""
     return acc + a * b if acc.type == I32 else gpu.fma(a, b, acc)

@@ -1,9 +1,8 @@
-"""The steps of one direction, as a block goes through them with some items: each thread has places (sharing.py).
+"""Time steps of one direction, run by a block for its items; each thread updates its places (sharing.py).
 
-What a later product reads of a state goes to shared memory: h into one of two rows by turns, so that a step needs one
-barrier for it; others after their stage. Integer states are rounded there; where the model itself rounds h to its own
-range, the block finds that range first. A block of several items goes on until the longest ends; the states of the
-others stay as they are.
+States that later products read go to shared memory: h alternates between two rows, so that a step needs one barrier for
+it; other states follow their stage. Integer states are rounded there; if the model quantises h to its own range, the
+block first reduces that range. A block of several items runs until the longest ends; finished items keep their states.
 """
 from __future__ import annotations
 
@@ -22,15 +21,18 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
 from engines.lowering.problems.view import View
 
-Key = tuple[int, int]           # a place of the thread; a slot, or a gate
+Key = tuple[int, int]           # (place of the thread, slot or gate)
 States = dict[Key, Value]
-Carried = dict[Any, Value]      # "row": where that of h is; where the model rounds, ("zero", item) and ("step", item)
+Carried = dict[Any, Value]      # "row": offset of h; with quantised h ("zero", item) and ("step", item)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Shared memory behind `begin`: a row for each state that products read, h's second one, and so many extremes, if
-    they are looked for: of each warp and item."""
+    """Layout of states in shared memory from `begin` on.
+
+    There is a row for each state that products read, a second one for h, then `searching` pairs of extremes of each
+    warp and item if ranges are needed.
+    """
     begin: int
     row: int
     sources: Sequence[int]
@@ -49,11 +51,12 @@ class Rows:
         return self.extremes + self.searching * 8
 
     def of(self, slot: int) -> int:
+        """Return the offset of a slot's row."""
         return self.begin + self.sources.index(slot) * self.row
 
 
 class Direction:
-    """Writes them. items: of the batch, of which the block's begin at `first`."""
+    """Emitter of a direction's steps. `items` is the batch size."""
 
     def __init__(self, problem: Recurrence, gpu: Gpu, f: Function, operands: list[Value], items: Value, d: int,
                  sharing: Sharing, rows: Rows) -> None:
@@ -81,14 +84,14 @@ class Direction:
         self.longest = self._longest(*lengths) if lengths and sharing.items > 1 else self.ends[0]
 
     def _by_item(self, address: Value, view: View) -> list[Value]:
-        """Where the thread's items lie."""
+        """Return the address of each of the thread's items."""
         return [address + wide(self.places[first].item) * view.item for first, *_ in self.of_item]
 
     def _length(self, address: Value) -> Value:
         return wide(self.f.load(I32, address, 4, "length")).at_most(self.problem.steps)
 
     def _longest(self, address: Value, view: View) -> Value:
-        """Of the block's items."""
+        """Return the longest sequence among the block's items."""
         ends = [self._length(address + wide(self.seat.item(column)) * view.item)
                 for column in range(self.sharing.items)]
         return reduce(lambda a, b: self.f.call(I64, "llvm.umax.i64", a, b, hint="longest"), ends)
@@ -123,7 +126,7 @@ class Direction:
                         store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
 
     def _time(self, turn: Value, item: int) -> Value:
-        """Of the turn of an item; of one behind the last, any that there is."""
+        """Return the time index of a step of an item, clamped to valid steps."""
         backwards = self.problem.backwards[self.d]
         return (self.ends[item] - 1 - turn if backwards else turn).at_most(self.problem.steps - 1)
 
@@ -134,7 +137,7 @@ class Direction:
 
     # ---- a step
     def _step(self, turn: Value, x: States, states: States, carried: Carried) -> States:
-        """All states after it; 0 stays the old h for products and updates of the step."""
+        """Return all states after a step. Products and updates read the old h throughout."""
         old, new, numbers = dict(states), states, range(len(self.places))
         for stage in self.cell.stages:
             row = self._row(stage.source)
@@ -158,7 +161,7 @@ class Direction:
         return {"x": x, "sum": sums, "gate": full, "state": states}[kind][n, index]
 
     def _products(self, stage: Stage, row: Value, turn: Value, x: States, carried: Carried) -> tuple[States, States]:
-        """The sums as real numbers, and with x."""
+        """Return the products as real numbers, without and with x."""
         sums, full, rounds = {}, {}, self.problem.rounds
         zeros = [carried["zero", self.item_of[n]] for n in range(len(self.places))] if rounds else []
         found = self.products.sums(stage, row, zeros)
@@ -197,7 +200,7 @@ class Direction:
         return shared(self.f) + self.rows.of(slot)
 
     def _share(self, states: States, slot: int, row: Value) -> Carried:
-        """What the next products read of it."""
+        """Store a state in shared memory for the next products."""
         found: Carried = {}
         values = [states[n, slot] for n in range(len(self.places))]
         if self.problem.rounds:
@@ -210,7 +213,10 @@ class Direction:
         return found
 
     def _by_own_range(self, states: Sequence[Value]) -> tuple[list[Value], Carried]:
-        """Integers, and of each item that of 0 among 256 steps, and the step: problems.recurrence.by_own_range."""
+        """Quantise states to their own range of 256 steps, as problems.recurrence.by_own_range.
+
+        Returns the integers, and the zero point and the step of each item.
+        """
         f, gpu, found = self.f, self.gpu, Carried()
         values = list(states)
         for item, (low, high) in enumerate(self._extremes(states)):
@@ -224,7 +230,7 @@ class Direction:
         return values, found
 
     def _extremes(self, states: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Of each of the thread's items, in the whole block."""
+        """Return the minimum and maximum of each of the thread's items over the block, with 0 included."""
         f, gpu, lanes = self.f, self.gpu, self.sharing.lanes
         columns = [self.places[first].column for first, *_ in self.of_item]
         places = [shared(f) + (column * 8 + self.rows.extremes) for column in columns]
@@ -256,7 +262,7 @@ class Direction:
             self._store_y(n, self._time(turn, item), states[n, 0], there)
 
     def _behind(self) -> None:
-        """Zeros behind the ends of items."""
+        """Store zeros after the ends of the items."""
         steps = self.f.constant(self.problem.steps, I64)
         for item, numbers in enumerate(self.of_item):
             for t in self.f.range("behind", self.ends[item], steps):
@@ -270,14 +276,14 @@ class Direction:
             with self.f.when(there):
                 store_channels(self.gpu, view, [result], self._place(self.y, view, n) + t * view.strides[0])
 
-    # ---- what is a place's
+    # ---- addresses of a place
     def _place(self, addresses: Sequence[Value], view: View, n: int) -> Value:
-        """Of its unit, in a tensor whose innermost axis is [D H]."""
+        """Return the address of a place's unit in a tensor whose innermost axis is [D H]."""
         unit = self.places[n].unit + self.d * self.problem.hidden
         return addresses[self.item_of[n]] + wide(unit) * view.strides[-1]
 
     def _of_unit(self, table: Value, n: int, row: int) -> Value:
-        """In float32 [row][D unit]."""
+        """Load the place's number from a float32 table [row][D unit]."""
         width = len(self.problem.cells) * self.problem.hidden
         at = table + wide(self.places[n].unit + (row * width + self.d * self.problem.hidden)) * 4
         return self.f.load(FLOAT, at, 4, "number")

@@ -12,7 +12,7 @@ from engines.codegen.ir_builder import Value
 from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.rows import NEUTRAL, Extreme
 
-WARPS = 32              # of the block
+WARPS = 32              # per block
 UNCUT = 1 << 30         # rows of a block: all there are
 
 

@@ -33,7 +33,7 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
+WARPS = 4               # per block
 KEPT = 1 << 10          # elements per row: 32 registers per lane
 
 P = TypeVar("P", bound=RowProblem)

@@ -23,7 +23,7 @@ from engines.codegen.keys import key_of, lowest_of
 from engines.codegen.types import FLOAT, I32, I64
 from engines.lowering.problems.selection import Suppression
 
-WARPS = 32              # of the block
+WARPS = 32              # per block
 THREADS = WARPS * WARP
 BITS = 32               # boxes per word of the alive mask
 LOWEST = lowest_of(32)
