@@ -1,12 +1,12 @@
-"""Which tensors share a buffer: views instead of copies.
+"""Alias analysis: which tensors are views of another tensor's buffer, so that nothing is copied.
 
-  Split, Slice     each output is a part of its input
-  Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
-  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
-  Pad by zeros     the output is the input seen with its halo
+  Split, Slice     outputs are parts of the input
+  Concat           inputs are parts of the output, if they are not views yet: their producers write there directly
+  Reshape          the output is the input, if the strides allow it
+  Transpose        next to a product of two run-time tensors, which reads and writes any axis order
+  Pad with zeros   the output is the input with its halo
 
-Tensors that share a buffer share its halo. A constant tensor is placed too, among the plan's constants.
+Tensors in one buffer share its halo. Constant tensors have placements in the plan's constants.
 """
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from engines.lowering.problems.view import SIZES, Halo, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 
-VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # results that may lie in the memory of what they are made of
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # operators whose outputs may be views of the input
 
 
 class Aliasing:
-    """Tensor -> Placement for a whole graph. `buffers` in the order of their making."""
+    """Map from tensor names to placements for a whole graph. `buffers` are in order of creation."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -65,16 +65,16 @@ class Aliasing:
         return self._placements[name]
 
     def scratch(self, name: str, view: View, items: Dim) -> Placement:
-        """A new buffer, for what a node's kernels hand to each other."""
+        """Create a buffer for data that a node's kernels exchange."""
         self.buffers.append(Storage(name, view, items))
         return Placement(len(self.buffers) - 1, 0, view, items)
 
     def is_view(self, child: str, parent: str) -> bool:
-        """Child lies inside parent's buffer: nothing has to be copied between them."""
+        """Return True if `child` lies inside the buffer of `parent`, so that nothing is copied between them."""
         inside = self._parent.get(child)
         return inside is not None and inside.parent == parent
 
-    # ---- which tensors are parts of which
+    # ---- views
     def _tensors(self) -> Iterator[str]:
         yield from self.graph.inputs
         for node in self.graph.nodes:
@@ -88,7 +88,10 @@ class Aliasing:
         return wanted
 
     def _alike(self, a: str, b: str, cut: int = 0) -> bool:
-        """Stored alike, the items leading: one may be a part of the other, by a cut of this axis of the item."""
+        """Return True if both tensors are stored alike with leading items.
+
+        One can then be a part of the other, cut along axis `cut` of the item.
+        """
         one, other = self.graph.types[a], self.graph.types[b]
         return ((one.quant, stored_dtype(one)) == (other.quant, stored_dtype(other))
                 and (items_of(one) == items_of(other) or cut == ITEMS and not has_batch(one) and not has_batch(other))
@@ -114,7 +117,7 @@ class Aliasing:
                 self._parent[output] = _Inside(source, cuts=tuple(cut))
 
     def _see_reshape(self, node: Node) -> None:
-        """Without a batch the leading axis is one like others."""
+        """Record a Reshape as a view. Without a batch, the leading axis may change, too."""
         source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         batched = BATCH in output.shape
         if (items_stay(source, output) if batched else BATCH not in source.shape) and (
@@ -123,14 +126,14 @@ class Aliasing:
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
 
     def _see_pad(self, node: Node) -> None:
-        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
+        """Record a Pad as a view, unless a convolution pads its output again: a halo around a halo is a copy."""
         if node.op != "Pad" or self._wanted.get(node.outputs[0]):
             return
         if halo := halo_of_pad(self.graph, node):
             self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
 
     def _see_transpose(self, node: Node) -> None:
-        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
+        """Record a Transpose as a view. The batch leads in memory, so moving only the batch axis moves no data."""
         source, output = node.inputs[0], node.outputs[0]
         axes = self._transposed_axes(node)
         if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
@@ -139,7 +142,7 @@ class Aliasing:
             self._parent[output] = _Inside(source, perm=axes)
 
     def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
-        """How a Transpose moves the axes in memory, the items' first; None if the two tensors cannot share memory."""
+        """Return the permutation of axes in memory, items first, or None if the tensors cannot share memory."""
         source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         if (source.quant, stored_dtype(source)) != (target.quant, stored_dtype(target)):
             return None
@@ -174,7 +177,7 @@ class Aliasing:
             self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
 
     def _drop_torn_reshapes(self) -> None:
-        """Stop treating a Reshape of a tensor with gaps as a view if one of its axes would cross a gap."""
+        """Drop views by Reshape of a tensor with gaps if one of the new axes would cross a gap."""
         flat: dict[str, Placement] = {}
         roots: dict[str, str] = {}
         halos = self._halos_of_groups(roots)
@@ -187,7 +190,7 @@ class Aliasing:
                 halos = self._halos_of_groups(roots)
 
     def _can_reshape(self, name: str, inside: _Inside, flat: dict[str, Placement]) -> bool:
-        """flat: placements in buffers without halos, as far as they are known."""
+        """Return True if a Reshape can be a view. `flat` caches placements in buffers without halos."""
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
@@ -197,12 +200,12 @@ class Aliasing:
             for node in self.graph.consumers[name]))
 
     def _flat_buffer(self, name: str) -> Placement:
-        """The tensor as a whole buffer that has no halo."""
+        """Return the tensor as a whole buffer without a halo."""
         tensor = self.graph.types[name]
         return Placement(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str, known: dict[str, str]) -> str:
-        """The tensor that has the buffer in which this one lies."""
+        """Return the tensor that owns the buffer of this one."""
         path = []
         while name not in known and name in self._parent:
             path.append(name)
@@ -212,7 +215,7 @@ class Aliasing:
         return root
 
     def _halos_of_groups(self, roots: dict[str, str]) -> dict[str, Halo]:
-        """The halo of each buffer, by the tensor that has it."""
+        """Return the halo of each buffer, by the tensor that owns it."""
         halos: dict[str, Halo] = {}
         for name, wanted in self._wanted.items():
             root = self._root(name, roots)
@@ -221,7 +224,7 @@ class Aliasing:
 
     # ---- placements
     def _placed(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
-        """Find the placement of a tensor; `known` collects it, and those of the tensors that it is a part of."""
+        """Return the placement of a tensor; `known` caches it and those of its parents."""
         path = []
         while name not in known and name in self._parent:
             path.append(name)
@@ -234,7 +237,7 @@ class Aliasing:
         return placement
 
     def _new_buffer(self, name: str) -> Placement:
-        """A new buffer, with the halo that its group needs."""
+        """Create a buffer with the halo that its views need."""
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
         whole = dense_view(dtype, halo.around(shape) if halo else shape)
@@ -248,13 +251,12 @@ class Aliasing:
 
 @dataclass(frozen=True)
 class _Inside:
-    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
-    another shape."""
+    """View of a tensor in another: cut along the item's axes, with its halo, permuted, or reshaped."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
-    perm: tuple[int, ...] = ()                              # of the items and the item's axes
+    perm: tuple[int, ...] = ()                              # permutation of the items and the item's axes
 
     def derive(self, placement: Placement) -> Placement:
         view = placement.view
@@ -273,7 +275,7 @@ class _Inside:
 
 
 def _check_dtypes(graph: Graph) -> None:
-    """ModelError for a tensor, or a constant that nothing folds, of a type that plans cannot hold."""
+    """Raise ModelError for a tensor, or a constant that is not folded, of a dtype that plans cannot hold."""
     for name in (*graph.inputs, *graph.constants, *(o for node in graph.nodes for o in node.outputs if o)):
         if (dtype := stored_dtype(graph.types[name])) not in SIZES:
             maker = graph.producer.get(name) or next(iter(graph.consumers.get(name, ())), None)
@@ -283,7 +285,13 @@ def _check_dtypes(graph: Graph) -> None:
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
-    """For each output of a Split or Slice its cuts in the item, or of ITEMS, or None where it is no view."""
+    """Return the cuts of each output of a Split or Slice.
+
+    Returns
+    -------
+    list
+        Per output, tuples (axis of the item or ITEMS, start, stop, step), or None if it cannot be a view.
+    """
     rank = len(source.shape)
     if node.op == "Split":
         axis = node.attrs.get("axis", 0) % rank
@@ -310,7 +318,7 @@ def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[l
 
 
 def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
-    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    """Return a Transpose's permutation of the item's axes, or None if it moves a leading axis that is not the batch."""
     perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
     if items_of(source) != BATCH and perm[0] != 0:
         return None

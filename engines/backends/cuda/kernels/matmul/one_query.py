@@ -103,23 +103,7 @@ def cut_of(problem: Attention, aligned: Sequence[int], warps: int) -> Cut:
 
 
 def seconds(problem: Attention, cut: Cut, card: Card, rows: int, items: int, parts: int = 1) -> float:
-    """Return the estimated seconds of a launch.
-
-    Parameters
-    ----------
-    problem : Attention
-        Problem to solve.
-    cut : Cut
-        Partition of keys and columns.
-    card : Card
-        GPU to estimate for.
-    rows : int
-        Queries of all heads and items, times `parts`.
-    items : int
-        Batch size.
-    parts : int
-        Slices of the keys.
-    """
+    """Return the estimated seconds of a launch for `rows` queries, over all heads, items and slices of keys."""
     turns, threads = -(-problem.keys // (parts * cut.turn)), rows * cut.warps * WARP
     integers, columns = problem.precision == "int8", sum(
         -(-chunks.count // cut.lanes) * chunks.each for chunks in (cut.k, cut.v))
@@ -133,11 +117,7 @@ class OneQuery:
 
     def __init__(self, problem: Attention, gpu: Gpu, cut: Cut, operands: Sequence[Value], row: Value, thread: Value,
                  begin: Value, keys: int) -> None:
-        """Begin the code of a query.
-
-        `operands` are q, k, v, the mask if there is one, and the table of numbers. `keys` limits the keys from `begin`
-        (i32) on.
-        """
+        """Begin the code of a query. `operands` are q, k, v, the mask if there is one, and the table of numbers."""
         self.problem, self.gpu, self.cut, self.f = problem, gpu, cut, row.f
         self.integers = problem.precision == "int8"
         inputs = len(problem.inputs)
@@ -284,10 +264,7 @@ class OneQuery:
         return [self.lane + first for first in range(0, chunks.count, self.cut.lanes)]
 
     def _row(self, chunks: Chunks, number: int, key: Value) -> Columns:
-        """Load the lane's columns of a row of k or v, as floats or as words of bytes minus MIDDLE.
-
-        Keys and chunks past the end read the last one.
-        """
+        """Load the lane's columns of a row of k or v, as floats or words of bytes minus MIDDLE. Indices are clamped."""
         view, zero = chunks.view, self.zeros[number]
         row = self._of_head(number, view) + wide(key.at_most(self.problem.keys - 1)) * view.strides[-2]
         result = []
