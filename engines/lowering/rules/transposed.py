@@ -1,9 +1,9 @@
-"""ConvTranspose -> a Contraction for each phase of the output's rows (of volumes, of planes and rows), and of its
-columns or of all of those together; of an image whose channels make one each of their own, a Depthwise.
+"""Rule for ConvTranspose: a Contraction per phase of the output, or a Depthwise for images with one channel per group.
 
-The phases of the columns lie beside each other in memory: an output of n of them, c channels each, is an image of a
-column in n whose pixels have n * c channels. Where they read much the same pixels, one Contraction makes all of them:
-few channels then fill a vector better, and x is read once. So it is without groups, whose channels would lie apart.
+There is a call per phase of the rows (of planes and rows for volumes), and per phase of the columns or for all of these
+together. Phases of columns are adjacent in memory: an output of n phases with c channels is an image of one column in n
+whose pixels have n * c channels. If they read mostly the same pixels, one Contraction computes all of them: it fills
+vectors better and reads x once. This needs a single group, as channels of groups would not be contiguous.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     groups = int(conv.attrs.get("group", 1))
     weights = _as_of_conv(ctx.constant(conv.inputs[1]), groups)
     if set(conv.attrs.get("dilations") or (1,)) != {1}:
-        raise Refused("only a transposed convolution without dilation is compiled")
+        raise Refused("a transposed convolution with dilation is not compiled by this rule")
     if not _alone(weights, groups):
         weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     *outer, columns = axes = phases(ctx.graph, conv)
@@ -45,19 +45,19 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _as_of_conv(weights: Array, groups: int) -> Array:
-    """[groups * cin, cout, *kernel] -> [groups * cout, cin, *kernel]"""
+    """Rearrange [groups * cin, cout, *kernel] to [groups * cout, cin, *kernel]."""
     cin, cout, *kernel = weights.shape
     blocks = weights.reshape(groups, cin // groups, cout, *kernel).swapaxes(1, 2)
     return blocks.reshape(groups * cout, cin // groups, *kernel)
 
 
 def _alone(weights: Array, groups: int) -> bool:
-    """Whether each channel of an image makes one of its own."""
+    """Return True for an image with one input and output channel per group."""
     return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
 
 
 def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequence[Phase]) -> Call:
-    """weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
+    """Return the call of a phase. weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
     conv, output = node.anchor, node.outputs[0]
     for axis, phase in enumerate(place, 2):
         weights = np.take(weights, phase.taps, axis)
@@ -76,18 +76,17 @@ def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequenc
 
 
 def _part(placement: Placement, place: Sequence[Phase]) -> Placement:
-    """The pixels of a phase."""
+    """Return the pixels of a phase."""
     for axis, phase in enumerate(place):
         placement = placement.part(axis, phase.start, placement.view.shape[axis], phase.step)
     return placement
 
 
 def _together(ctx: Context, apart: Sequence[Call], place: Sequence[Phase], columns: Sequence[Phase]) -> Call | None:
-    """The calls of all phases of the columns as one, their channels one behind the other. place: the phase along each
-    axis before them.
+    """Merge the calls of all phases of the columns, with their channels side by side.
 
-    None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
-    pixels that a phase does not read, cost more vectors than are saved.
+    `place` is the phase along each axis before them. Returns None if the calls differ in more than constants, if pixels
+    have gaps, or if multiplications by zeros, for pixels that a phase does not read, cost more vectors than are saved.
     """
     (x, *others), (y,), problem = apart[0].inputs, apart[0].outputs, apart[0].problem
     assert isinstance(problem, Contraction)

@@ -1,4 +1,4 @@
-"""Scatters: a copy of the data, in which updates take the place of elements or are combined with them, in order."""
+"""General rules for scatters: a copy of the data, whose elements updates replace or combine with, in order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def lower_unpool(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("ScatterND")
 def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
-    """The last axis of the indices counts along the first axes of the data."""
+    """Lower a ScatterND: the last axis of the indices addresses the data's first axes."""
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)
     outer = len(ctx.type(index).shape) - 1
