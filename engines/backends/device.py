@@ -39,7 +39,7 @@ class ShowsOutputs(Protocol):
         """
 
 
-def whole_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
+def final_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
     """Map each step to the outputs that are final before it runs.
 
     Outputs that keep their buffer until the end are under len(machine.steps).
@@ -78,7 +78,7 @@ class BindsArrays(Protocol):
             The array is not on this device, or its dtype, shape or strides do not fit.
         """
 
-    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
+    def run_with(self, batch: int, arrays: Mapping[TensorView, Sequence[Any]]) -> None:
         """Run `batch` items with some tensors in arrays on the device, for this run only.
 
         Parameters

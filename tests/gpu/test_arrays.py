@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda.runtime.arrays import NotOnDevice, Rows, device_tensor, rows_of
+from engines.backends.cuda.runtime.arrays import NotOnDevice, StridedCopy, device_tensor, rows_of
 from engines.ir.graph import Array
 from engines.plan.plan import TensorView
 
@@ -103,5 +103,5 @@ def test_what_cannot_be_used_where_it_lies_is_refused_with_the_reason(array: Any
 
 def test_a_tensor_with_gaps_is_copied_by_rows() -> None:
     view = TensorView("x", "float32", (3, 4), 0, 64, (32, 4), 128)
-    assert list(rows_of(view, 2)) == [Rows(64, 32, 0, 16, 3), Rows(192, 32, 48, 16, 3)]
-    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [Rows(64, 96, 0, 96, 1)]
+    assert list(rows_of(view, 2)) == [StridedCopy(64, 32, 0, 16, 3), StridedCopy(192, 32, 48, 16, 3)]
+    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [StridedCopy(64, 96, 0, 96, 1)]

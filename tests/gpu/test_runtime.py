@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends import gpus_here
+from engines.backends import local_gpus
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.holdings import Holdings, Passing
-from engines.backends.cuda.runtime.library import CudaMemoryError, found_gpus
+from engines.backends.cuda.runtime.holdings import GpuResources, ScopedResources
+from engines.backends.cuda.runtime.library import CudaMemoryError, list_gpus
 from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
@@ -119,7 +119,7 @@ def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, 
 def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
     own, other = EmulatedGpu("sm_80"), EmulatedGpu("sm_80")
     memory, owner = SharedMemory(other, other.share(other.allocate(8))), set[int]()
-    Holdings(other, owner).allocate(8)
+    GpuResources(other, owner).allocate(8)
     own.use()
     del memory
     assert used() is own.cuda and not other.opened
@@ -129,7 +129,7 @@ def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
 
 def test_what_was_held_for_a_block_keeps_nothing_of_a_gpu_after_it() -> None:
     gpu = EmulatedGpu("sm_80")
-    with Passing(gpu) as held:
+    with ScopedResources(gpu) as held:
         held.allocate(8)
         assert len(gpu.allocated) == 1
     assert not gpu.allocated
@@ -197,7 +197,7 @@ def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why
 def test_what_is_built_for_each_gpu_of_a_machine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {"sm_75": "sm_75", "sm_87": "sm_86", "sm_90": "sm_90a", "sm_103": "sm_100", "sm_52": ""}
     install(monkeypatch, *map(EmulatedGpu, targets))
-    assert [(gpu.architecture, target) for gpu, target in gpus_here()] == list(targets.items())
+    assert [(gpu.architecture, target) for gpu, target in local_gpus()] == list(targets.items())
     install(monkeypatch, EmulatedGpu("sm_52"))
     with pytest.raises(ConfigError, match="that is sm_52, which is older than all that there are kernels for: sm_61"):
         Builder(BuildConfig(target="cuda"))
@@ -236,7 +236,7 @@ def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu
         plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
-    assert found_gpus() == []
+    assert list_gpus() == []
     assert "no NVIDIA driver is installed (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
     with pytest.raises(PlanTargetError, match="no NVIDIA driver"):

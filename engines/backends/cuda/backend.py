@@ -24,7 +24,7 @@ class CudaBackend:
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
         """Return a session, which times tactics if this machine has a GPU of the target's architecture."""
-        target = _at_hand() if target == self.name else target
+        target = _local_target() if target == self.name else target
         try:
             from engines.backends.cuda.session import CudaSession
         except ImportError as error:
@@ -37,7 +37,7 @@ class CudaBackend:
 
     def peaks(self) -> Peaks:
         """Return the data-sheet peaks of this machine's GPU. Nothing is measured."""
-        target = _at_hand()
+        target = _local_target()
         card = CARDS[target]
         macs = {precision: rate * card.grouped * card.multiprocessors * card.hertz if precision != "fp32" else
                 rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
@@ -47,7 +47,7 @@ class CudaBackend:
         return [(gpu, _target_of(gpu.architecture)) for gpu in DEVICE.find()]
 
 
-def _at_hand() -> str:
+def _local_target() -> str:
     """Return the target for this machine's GPU. Raise ConfigError if there is none, or it is too old."""
     try:
         here = DEVICE.gpu.architecture

@@ -42,20 +42,20 @@ class Card:
     shared: int                 # bytes per multiprocessor
     grouped: float = 1          # speed-up of wgmma over mma.sync
 
-    def moving(self, size: int) -> float:
+    def copy_seconds(self, size: int) -> float:
         """Return the seconds of a launch that only moves `size` bytes."""
         return size / self.memory + LAUNCH
 
-    def reading(self, size: int, threads: int, each: int) -> float:
+    def read_seconds(self, size: int, threads: int, each: int) -> float:
         """Return the seconds of a launch that reads `size` bytes, with `each` bytes in flight per thread."""
         waiting = min(threads, self.multiprocessors * THREADS // 2) * each
         return max(size / self.memory, size / waiting * LATENCY) + LAUNCH
 
-    def by_thread(self, macs: int, threads: int) -> float:
+    def scalar_seconds(self, macs: int, threads: int) -> float:
         """Return the seconds of a launch whose threads multiply one by one."""
         return PLAIN * macs / min(threads, ISSUE * self.multiprocessors) / self.hertz + LAUNCH
 
-    def together(self, precision: str, macs: int, blocks: int) -> float:
+    def tensor_core_seconds(self, precision: str, macs: int, blocks: int) -> float:
         """Return the seconds of a launch whose warps use tensor cores."""
         return macs / (self.products[precision] * min(blocks, self.multiprocessors)) / self.hertz + LAUNCH
 

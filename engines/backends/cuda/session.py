@@ -15,7 +15,7 @@ from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import KERNELS, GpuKernel, kernel_for
 from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.splitting import Splitting, aligned
-from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
+from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
 from engines.errors import NoKernelError
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
@@ -103,14 +103,14 @@ class CudaSession:
                progress: Progress | None = None) -> CudaChosen:
         """Lower a graph and choose a tactic per kernel for `opt_batch` items; None means max_batch."""
         items, card = opt_batch or max(max_batch, 1), CARDS[self.target]
-        lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS, KERNELS))
+        lowered = Splitting(self.gpu, card, items).apply(lower(graph, GROUP_COUTS, KERNELS))
         check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         lowered = write_borders(lowered, max_batch)
-        wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}
-        each = [self._wanted(call, items) for call in wanted.values()]
+        requests = {_key(call): call for call in map(self._compiled, lowered.calls)}
+        each = [self._tuning_request(call, items) for call in requests.values()]
         found = self.tuner.choose(each, card, progress) if self.tuner else [cheapest(one, card) for one in each]
         choices = {key: GpuChoice(one.kernel, tactic, seconds, one.items)
-                   for key, one, (tactic, seconds) in zip(wanted, each, found, strict=True)}
+                   for key, one, (tactic, seconds) in zip(requests, each, found, strict=True)}
         return CudaChosen(lowered, choices, max_batch, items, self.tuner.device.name if self.tuner else "")
 
     def _compiled(self, call: AnyCall) -> Call:
@@ -120,13 +120,14 @@ class CudaSession:
                                 "a plan for a GPU runs nothing on the host")
         return call
 
-    def _wanted(self, call: Call, items: int) -> Wanted:
+    def _tuning_request(self, call: Call, items: int) -> TuningRequest:
         problem, aligned = _key(call)
         kernel = kernel_for(problem, self.gpu, aligned)
         refusal = kernel.refusal if kernel else f"there is no GPU kernel for {problem.family}"
         if kernel is None or refusal:
             raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
-        return Wanted(kernel, call.constants, items if call.outputs[0].items == BATCH else int(call.outputs[0].items))
+        own = call.outputs[0].items
+        return TuningRequest(kernel, call.constants, items if own == BATCH else int(own))
 
     def settle(self, chosen: CudaChosen, progress: Progress | None = None) -> CudaChosen:
         return chosen

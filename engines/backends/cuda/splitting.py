@@ -35,7 +35,7 @@ PARTS_OF_KEYS = (2, 4, 8, 16, 32, 64)
 LEAST_KEYS = 64             # per slice
 QUERIES = 16                # upper bound; more queries fill the GPU
 
-Place = Callable[[str, View], Placement]        # places a scratch tensor between the calls of a split
+ScratchPlacer = Callable[[str, View], Placement]        # places a scratch tensor between the calls of a split
 
 
 def aligned(placement: Placement) -> int:
@@ -50,15 +50,15 @@ class Splitting:
     card: Card
     batch: int
 
-    def of(self, lowered: Lowered) -> Lowered:
+    def apply(self, lowered: Lowered) -> Lowered:
         """Return the lowered graph with calls split where that is faster."""
         calls = [each for call in lowered.calls for each in self._calls(lowered, call)]
         return replace(lowered, calls=tuple(calls))
 
     def _calls(self, lowered: Lowered, call: AnyCall) -> Sequence[AnyCall]:
-        if not isinstance(call, Call) or type(call.problem) not in CUTS:
+        if not isinstance(call, Call) or type(call.problem) not in SPLITS:
             return (call,)
-        cut, items = CUTS[type(call.problem)], call.outputs[0].items
+        cut, items = SPLITS[type(call.problem)], call.outputs[0].items
         times = {parts: sum(map(self._seconds, cut(call, parts, lambda name, view: Placement(0, 0, view, items))))
                  for parts in self._possible(call.problem, self._items(call.outputs[0]))}
         parts = min(times, key=times.__getitem__, default=1)
@@ -90,7 +90,7 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _contraction(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
+def _contraction(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
     between = place("parts", first.y)
@@ -98,7 +98,7 @@ def _contraction(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
             Call(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
 
 
-def _attention(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
+def _attention(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Attention)
     sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
     found = [place(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
@@ -115,5 +115,5 @@ def _named(call: Call, part: str) -> Node:
     return replace(call.node, name=f"{name_of(call)}.{part}")
 
 
-CUTS: Mapping[type[Problem], Callable[[Call, int, Place], tuple[Call, ...]]] = {
+SPLITS: Mapping[type[Problem], Callable[[Call, int, ScratchPlacer], tuple[Call, ...]]] = {
     Contraction: _contraction, Attention: _attention}

@@ -23,7 +23,7 @@ from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.kernel import GpuKernel
 from engines.backends.cuda.kernels.kernel import cheapest as least
 from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.holdings import ScopedResources
 from engines.backends.cuda.runtime.library import CudaCodeError, CudaError
 from engines.errors import NoKernelError
 from engines.lowering.problems.view import View
@@ -37,7 +37,7 @@ BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # as flo
 RANDOM = ("uint8", "int8", "float16", "bfloat16", "float32")
 
 
-class Wanted(NamedTuple):
+class TuningRequest(NamedTuple):
     """Kernel whose tactic is to be chosen."""
     kernel: GpuKernel[Any]
     constants: Mapping[str, Any]    # their values do not matter
@@ -58,11 +58,12 @@ class GpuTuner:
     def __init__(self, device: GpuDriver, target: Gpu, cache: TimingCache) -> None:
         self.device, self.target, self.cache = device, target, cache
 
-    def choose(self, wanted: Sequence[Wanted], card: Card, progress: Progress | None = None) -> list[tuple[Any, float]]:
+    def choose(self, requests: Sequence[TuningRequest], card: Card,
+               progress: Progress | None = None) -> list[tuple[Any, float]]:
         """Return the fastest tactic of each kernel and its seconds. Raise NoKernelError if all tactics of one fail."""
-        candidates = [likely(one, card) for one in wanted]
+        candidates = [candidates_for(one, card) for one in requests]
         found = {one: us for some in candidates for one in some if (us := self.cache.get(self._key(one))) is not None}
-        missing = [(one, of.constants) for of, some in zip(wanted, candidates, strict=True)
+        missing = [(one, of.constants) for of, some in zip(requests, candidates, strict=True)
                    for one in some if one not in found]
         report = progress or (lambda done, of, what: None)
         done = iter(range(1, 2 * len(missing) + 1))
@@ -98,19 +99,19 @@ class GpuTuner:
         """Return the seconds of a launch. Raise CudaError if it fails."""
         device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
         device.use()
-        with Passing(device) as held:
+        with ScopedResources(device) as held:
             module = self._module(one, code)
             held.add(partial(device.unload, module))
             function = device.function(module, SYMBOL, grid.shared_bytes)
             split, tensors = len(kernel.problem.inputs), [*kernel.problem.inputs, *kernel.problem.outputs]
             addresses = [self._tensor(view, one.items, held) for view in tensors]
-            tables = [held.place(array) for array in kernel.pack(one.tactic, constants)]
+            tables = [held.upload(array) for array in kernel.pack(one.tactic, constants)]
             stream = device.stream()
             held.add(stream.close)
             launch = partial(stream.launch, function, grid.blocks(one.items), grid.threads,
                              [*addresses[:split], *tables, *addresses[split:]], grid.rows_per_item * one.items,
                              grid.shared_bytes)
-            graph = stream.record(partial(_again, launch))
+            graph = stream.record(partial(_launch_repeatedly, launch))
             held.add(graph.close)
             stream.seconds(graph)       # warm up: loads the code and raises the clock
             return min(stream.seconds(graph) for _ in range(ROUNDS)) / LAUNCHES
@@ -122,7 +123,7 @@ class GpuTuner:
         except CudaCodeError:       # machine code of a newer CUDA than the driver's
             return self.device.load(code_of(_text(one), self.target, cubin=False))
 
-    def _tensor(self, view: View, items: int, held: Passing) -> int:
+    def _tensor(self, view: View, items: int, held: ScopedResources) -> int:
         reach = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True))
         size = view.size + reach + (items - 1) * view.item
         address = held.allocate(size)
@@ -132,16 +133,16 @@ class GpuTuner:
         return address
 
 
-def cheapest(wanted: Wanted, card: Card) -> tuple[Any, float]:
+def cheapest(request: TuningRequest, card: Card) -> tuple[Any, float]:
     """Return the tactic with the least estimated cost and its estimated seconds."""
-    kernel, items = wanted.kernel, wanted.items
+    kernel, items = request.kernel, request.items
     tactic = least(kernel, card, items)
     return tactic, kernel.cost(tactic, card, items)
 
 
-def likely(wanted: Wanted, card: Card) -> list[Candidate]:
+def candidates_for(request: TuningRequest, card: Card) -> list[Candidate]:
     """Return the candidates within HOPEFUL of the least estimated cost, cheapest first."""
-    kernel, items = wanted.kernel, wanted.items
+    kernel, items = request.kernel, request.items
     costs = {tactic: kernel.cost(tactic, card, items) for tactic in kernel.tactics()}
     limit = HOPEFUL * min(costs.values())
     ranked = sorted((tactic for tactic, cost in costs.items() if cost <= limit and cost < math.inf),
@@ -149,7 +150,7 @@ def likely(wanted: Wanted, card: Card) -> list[Candidate]:
     return [Candidate(kernel, tactic, items) for tactic in ranked or costs]
 
 
-def _again(launch: Callable[[], None]) -> None:
+def _launch_repeatedly(launch: Callable[[], None]) -> None:
     for _ in range(LAUNCHES):
         launch()
 

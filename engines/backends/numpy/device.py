@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.device import Device, Loaded, Show, whole_before
+from engines.backends.device import Device, Loaded, Show, final_before
 from engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
@@ -35,7 +35,7 @@ def solve(call: Call, memory: Memories, batch: int) -> None:
             target[...] = result
 
 
-class LoadedPlan:
+class NumpyPlan:
     """Lowered graph of a plan, shared by all executions."""
 
     def __init__(self, plan: Plan) -> None:
@@ -62,7 +62,7 @@ class LoadedPlan:
 class NumpyExecution:
     """Buffers of one context, and a way to run the steps on them."""
 
-    def __init__(self, loaded: LoadedPlan) -> None:
+    def __init__(self, loaded: NumpyPlan) -> None:
         self._loaded, self._memory, self._filled = loaded, Memory(loaded.layout.total).bytes, 0
 
     def input(self, view: TensorView, batch: int) -> Array:
@@ -77,7 +77,7 @@ class NumpyExecution:
             step()
 
     def show(self, batch: int, show: Show) -> None:
-        whole = whole_before(self._loaded.plan.machine)
+        whole = final_before(self._loaded.plan.machine)
         for index, step in enumerate((*self._steps(batch), None)):
             for view in whole.get(index, ()):
                 show(view.name, self.output(view, batch))
@@ -130,9 +130,9 @@ class NumpyDevice:
     def mismatch(self, plan: Plan) -> str:
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> NumpyPlan:
         """Load a plan. `threads` is ignored: NumPy decides itself."""
-        return LoadedPlan(plan)
+        return NumpyPlan(plan)
 
 
 DEVICE: Device = NumpyDevice()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from engines.backends.tensorrt.runtime.library import Message, logger_of, said
+from engines.backends.tensorrt.runtime.library import Message, logged_errors, logger_of
 from engines.errors import ConfigError
 
 _LAYER = re.compile(r"Layer\((?P<kind>[^)]*)\): (?P<name>.*?), Tactic: (?P<tactic>\S+), (?P<tensors>.*)")
@@ -59,14 +59,14 @@ def build(module: Any, model: bytes, name: str, batch: tuple[int, int], exact: b
     if not parser.parse(model):
         faults = [parser.get_error(i) for i in range(parser.num_errors)]
         what = "; ".join(f"'{fault.node_name()}' ({fault.node_operator()}): {fault.desc()}" for fault in faults[:3])
-        raise ConfigError(f"{name}: TensorRT does not take it: {what or said(logger)}")
+        raise ConfigError(f"{name}: TensorRT does not take it: {what or logged_errors(logger)}")
     config = builder.create_builder_config()
     if exact:
         config.clear_flag(module.BuilderFlag.TF32)
     _add_profile(builder, config, network, batch)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise ConfigError(f"{name}: TensorRT builds no engine: {said(logger)}")
+        raise ConfigError(f"{name}: TensorRT builds no engine: {logged_errors(logger)}")
     return Built(bytes(engine), layers_of(logger.messages))
 
 

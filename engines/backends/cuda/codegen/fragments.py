@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import across
+from engines.backends.cuda.codegen.module import shuffle_xor
 from engines.backends.cuda.codegen.products import STEP, multiply, multiply_quads, quad_rows, sums_of
 from engines.codegen.ir_builder import Value
 
@@ -103,9 +103,9 @@ class _ByQuads(Fragments):
         row = []
         for of_first, of_second in zip(*sums, strict=True):
             mine = f.select(second, of_second, of_first, "mine")
-            theirs = across(f.select(second, of_first, of_second, "theirs"), 2)
+            theirs = shuffle_xor(f.select(second, of_first, of_second, "theirs"), 2)
             row += [f.select(second, theirs, mine, "low"), f.select(second, mine, theirs, "high")]
-        return [[*row, *(across(word, 8) for word in row)]]
+        return [[*row, *(shuffle_xor(word, 8) for word in row)]]
 
     def factor_columns(self, count: int) -> list[Value]:
         """Return four columns of each n, then the four that the other lanes held."""

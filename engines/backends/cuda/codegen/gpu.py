@@ -39,7 +39,7 @@ class Gpu(Words):
         """Return True if the precision has mma.m8n8k4 only."""
         return precision == "fp16" and self.half_k == 8
 
-    def multiplies_together(self, precision: str) -> bool:
+    def has_mma(self, precision: str) -> bool:
         """Return True if the precision has an mma of any shape."""
         return self.by_warp(precision) or self.by_quads(precision)
 

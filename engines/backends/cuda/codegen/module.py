@@ -14,10 +14,10 @@ class GpuModule(Module):
     def __init__(self) -> None:
         super().__init__()
         self.threads: dict[str, int] = {}       # kernel -> threads per block
-        self.beside: dict[str, int] = {}        # kernel -> minimum of resident blocks per multiprocessor
+        self.min_blocks: dict[str, int] = {}        # kernel -> minimum of resident blocks per multiprocessor
 
     def text(self) -> str:
-        said = [(name, word, number) for word, numbers in (("maxntidx", self.threads), ("minctasm", self.beside))
+        said = [(name, word, number) for word, numbers in (("maxntidx", self.threads), ("minctasm", self.min_blocks))
                 for name, number in numbers.items()]
         notes = [f'!{i} = !{{ptr @{name}, !"{word}", i32 {number}}}' for i, (name, word, number) in enumerate(said)]
         notes.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(notes)))}}}")
@@ -45,7 +45,7 @@ def begin_kernel(module: GpuModule, name: str, threads: int, operands: int) -> t
     return f, [f.parameters[key] for key in keys], f.parameters["rows"]
 
 
-def special(f: Function, register: str) -> Value:
+def special_register(f: Function, register: str) -> Value:
     """Read a special register: tid.x, ctaid.x or ctaid.y."""
     return f.call(I32, f"llvm.nvvm.read.ptx.sreg.{register}", hint=register)
 
@@ -60,23 +60,24 @@ def barrier(f: Function) -> None:
     f.run("llvm.nvvm.barrier0")
 
 
-def across(value: Value, distance: int) -> Value:
+def shuffle_xor(value: Value, distance: int) -> Value:
     """Return the value of the lane whose number differs in bit `distance`. All lanes of the warp must take part."""
     f = value.f
     if value.type == I1:
-        return f.cast("trunc", across(f.cast("zext", value, I32, "bit"), distance), I1, "other")
+        return f.cast("trunc", shuffle_xor(f.cast("zext", value, I32, "bit"), distance), I1, "other")
     if value.type == DOUBLE:
-        return f.cast("bitcast", across(f.cast("bitcast", value, I64, "bits"), distance), DOUBLE, "other")
+        return f.cast("bitcast", shuffle_xor(f.cast("bitcast", value, I64, "bits"), distance), DOUBLE, "other")
     if value.type == I64:
         halves = f.cast("bitcast", value, vector(2, I32), "halves")
-        return f.cast("bitcast", vector_of([across(half, distance) for half in elements(halves)]), value.type, "other")
+        others = [shuffle_xor(half, distance) for half in elements(halves)]
+        return f.cast("bitcast", vector_of(others), value.type, "other")
     bits = value if value.type == I32 else f.cast("bitcast", value, I32, "bits")
     mask, offset, whole = (f.constant(number, I32) for number in (ALL_LANES, distance, 31))
     other = f.call(I32, "llvm.nvvm.shfl.sync.bfly.i32", mask, bits, offset, whole, hint="other")
     return other if value.type == I32 else f.cast("bitcast", other, value.type, "other")
 
 
-def again(address: Value) -> Value:
+def opaque_address(address: Value) -> Value:
     """Return an opaque copy of a global address, which keeps LLVM from hoisting its loads out of a loop."""
     return address.f.op(GLOBAL, f'call {GLOBAL} asm sideeffect "mov.u64 $0, $1;", "=l,l"({address})', "again")
 
@@ -91,7 +92,7 @@ def wide(value: Value) -> Value:
     return value.f.cast("zext", value, I64, "wide")
 
 
-def where(test: Value, number: int) -> Value:
+def number_if(test: Value, number: int) -> Value:
     """Return the i32 `number` if the i1 `test` holds, else 0."""
     assert test.type == I1
     return test.f.select(test, test.f.constant(number, I32), test.f.constant(0, I32), "number")

@@ -56,13 +56,13 @@ def _floats(gpu: Gpu, precision: str, word: Value) -> list[Value]:
     return [gpu.half_to_float(f.op("half", f"extractelement {pair}, i32 {i}", "half")) for i in (0, 1)]
 
 
-def load_tiles(address: Value, across: bool = False) -> list[Value]:
+def load_tiles(address: Value, transposed: bool = False) -> list[Value]:
     """Load four tiles of 8 rows of 16 bytes with ldmatrix.
 
     Lane 8 i + r gives the address of row r of tile i. Lane 4 g + t gets bytes 4 t.. of row g of each tile or, if
-    `across`, bytes 2 g and 2 g + 1 of rows 2 t and 2 t + 1 (transposed).
+    `transposed`, bytes 2 g and 2 g + 1 of rows 2 t and 2 t + 1 (transposed).
     """
-    name = f"llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4{'.trans' if across else ''}.b16.p3"
+    name = f"llvm.nvvm.ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.b16.p3"
     return fields(address.f.call(struct(I32, 4), name, address, hint="tiles"))
 
 

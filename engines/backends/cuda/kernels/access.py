@@ -26,7 +26,7 @@ def alignment(view: View, base: int) -> int:
     return math.gcd(WIDEST, base, view.item, *view.strides[:-1])
 
 
-def together(views: Sequence[tuple[View, int]], channels: int, most: int) -> int:
+def vector_width(views: Sequence[tuple[View, int]], channels: int, most: int) -> int:
     """Return how many neighbouring channels a thread can access at once.
 
     Parameters

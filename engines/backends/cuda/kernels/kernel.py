@@ -73,8 +73,8 @@ class GpuKernel(ABC, Generic[P]):
         The default is the larger of moving all bytes and multiplying thread by thread.
         """
         rows, columns = (grid := self.grid(tactic)).blocks(items)
-        return max(card.moving(self.problem.bytes * items),
-                   card.by_thread(self.problem.macs * items, rows * columns * grid.threads))
+        return max(card.copy_seconds(self.problem.bytes * items),
+                   card.scalar_seconds(self.problem.macs * items, rows * columns * grid.threads))
 
     @abstractmethod
     def grid(self, tactic: Any) -> Grid:

@@ -51,16 +51,16 @@ def device_tensor(array: Any, stream: int) -> DeviceTensor:
     NotOnDevice
         The array is not on a GPU, is not C-contiguous, or its library does not export it.
     """
-    found = _asked(lambda: getattr(array, "__cuda_array_interface__", None))
+    found = _query(lambda: getattr(array, "__cuda_array_interface__", None))
     by_dlpack = hasattr(array, "__dlpack__")
     if found is not None and not (by_dlpack and np.dtype(found["typestr"]).kind == "V"):    # bfloat16 has no typestr
         return _by_interface(array, found)
-    if by_dlpack and _asked(array.__dlpack_device__)[0] in _ON_CUDA:
-        return _by_dlpack(_asked(lambda: _exported(array, stream)))
+    if by_dlpack and _query(array.__dlpack_device__)[0] in _ON_CUDA:
+        return _by_dlpack(_query(lambda: _exported(array, stream)))
     raise NotOnDevice("it is in host memory, or has neither __cuda_array_interface__ nor __dlpack__")
 
 
-def _asked(what: Callable[[], Any]) -> Any:
+def _query(what: Callable[[], Any]) -> Any:
     """Call into the array's library, and turn its error (for example "requires grad") into NotOnDevice."""
     try:
         return what()
@@ -124,7 +124,7 @@ _pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCa
 
 def _check_dense(shape: tuple[int, ...], strides: Any, size: int) -> None:
     wanted = [size * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-    if strides is not None and any(step != dense and extent > 1 for step, dense, extent
+    if strides is not None and any(step != array_offset and extent > 1 for step, array_offset, extent
                                    in zip(strides, wanted, shape, strict=True)):
         raise NotOnDevice(f"it is not C-contiguous: shape {list(shape)}, strides {list(strides)}; "
                           "copy it to a contiguous array")
@@ -142,19 +142,20 @@ def misfit(tensor: DeviceTensor, view: TensorView) -> str:
     return ""
 
 
-class Rows(NamedTuple):
+class StridedCopy(NamedTuple):
     """Strided copy of `number` rows of `width` bytes.
 
-    Rows begin at `placed` in the plan's tensor, `step` bytes apart, and at `dense` in the contiguous array.
+    Rows begin at `tensor_offset` in the plan's tensor, `step` bytes apart, and at `array_offset` in the contiguous
+    array.
     """
-    placed: int
+    tensor_offset: int
     step: int
-    dense: int
+    array_offset: int
     width: int
     number: int
 
 
-def rows_of(view: TensorView, items: int) -> Iterator[Rows]:
+def rows_of(view: TensorView, items: int) -> Iterator[StridedCopy]:
     """Yield the strided copies that move a tensor of `items` items."""
     extents = ([items] if view.batched else []) + list(view.shape)
     strides = ([view.item_stride] if view.batched else []) + list(view.strides)
@@ -164,5 +165,5 @@ def rows_of(view: TensorView, items: int) -> Iterator[Rows]:
         strides.pop()
     count, step = (extents.pop(), strides.pop()) if extents else (1, width)
     for number, place in enumerate(np.ndindex(*extents)):
-        placed = sum(index * stride for index, stride in zip(place, strides, strict=True))
-        yield Rows(view.offset + placed, step, number * count * width, width, count)
+        tensor_offset = sum(index * stride for index, stride in zip(place, strides, strict=True))
+        yield StridedCopy(view.offset + tensor_offset, step, number * count * width, width, count)

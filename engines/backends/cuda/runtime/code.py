@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from engines.backends.cuda.runtime.driver import ELF, GpuDriver
-from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.holdings import GpuResources
 from engines.backends.cuda.runtime.library import CudaCodeError
 from engines.errors import PlanCorruptError, PlanTargetError
 from engines.plan.plan import Plan
@@ -19,7 +19,7 @@ from engines.plan.plan import Plan
 CUDA_OF_PTX = {"7.8": "11.8", "8.4": "12.4", "8.6": "12.7", "8.7": "12.8"}
 
 
-def functions_of(plan: Plan, gpu: GpuDriver, held: Holdings) -> list[Any]:
+def functions_of(plan: Plan, gpu: GpuDriver, held: GpuResources) -> list[Any]:
     """Load a plan's code and return the kernel of each step. The module is added to `held`.
 
     Raises
@@ -49,7 +49,7 @@ def functions_of(plan: Plan, gpu: GpuDriver, held: Holdings) -> list[Any]:
                               f"{_needed(forms[-1])}") from refusal
 
 
-def _functions(plan: Plan, code: bytes, gpu: GpuDriver, held: Holdings) -> list[Any]:
+def _functions(plan: Plan, code: bytes, gpu: GpuDriver, held: GpuResources) -> list[Any]:
     """Return the kernels of one form of the code. On CudaCodeError the module is unloaded."""
     module = gpu.load(code)
     try:

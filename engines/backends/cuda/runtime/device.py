@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.execution import LoadedPlan
-from engines.backends.cuda.runtime.library import CudaError, found_gpus
+from engines.backends.cuda.runtime.execution import CudaPlan
+from engines.backends.cuda.runtime.library import CudaError, list_gpus
 from engines.backends.device import GpuInfo, Loaded
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.plan.plan import Plan
@@ -15,7 +15,7 @@ class CudaDevice:
     """GPU of this machine. `open_gpu` and `find` are replaced by emulated ones in tests."""
 
     def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0,
-                 find: Callable[[], Sequence[GpuInfo]] = found_gpus) -> None:
+                 find: Callable[[], Sequence[GpuInfo]] = list_gpus) -> None:
         self.open_gpu, self.number, self.find = open_gpu, number, find
 
     def at(self, number: int) -> CudaDevice:
@@ -39,7 +39,7 @@ class CudaDevice:
         except CudaError as error:
             return f"built for the GPU target '{plan.machine.target}', but {error}"
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> CudaPlan:
         """Load a plan. `threads` may only be 1, as the host just waits for the GPU."""
         if threads > 1:
             raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "
@@ -47,7 +47,7 @@ class CudaDevice:
         if mismatch := self.mismatch(plan):
             raise PlanTargetError(f"{plan.name}: {mismatch}")
         try:
-            return LoadedPlan(plan, self.gpu)
+            return CudaPlan(plan, self.gpu)
         except CudaError as error:
             raise PlanError(f"{plan.name}: loading it on the GPU failed: {error}") from error
 

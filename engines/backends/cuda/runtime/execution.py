@@ -17,7 +17,7 @@ import numpy as np
 from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
 from engines.backends.cuda.runtime.code import functions_of
 from engines.backends.cuda.runtime.driver import GpuDriver, Recorded, Stream
-from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.holdings import GpuResources
 from engines.backends.cuda.runtime.library import CudaError, CudaMemoryError
 from engines.errors import InputError, PlanError
 from engines.ir.graph import Array
@@ -27,13 +27,13 @@ from engines.plan.verification import verify
 
 MOST_GRAPHS = 32        # per context: one per bucket and set of bound arrays
 
-PLACED = -1
+RUN_ARRAY = -1
 
 # Of a graph: items to launch, items to copy, and each tensor's bound address, 0 (host slots) or PLACED (not copied).
 Key = tuple[int, int, tuple[int, ...]]
 
 
-class LoadedPlan:
+class CudaPlan:
     """Kernels and constants of a plan on a GPU, shared by all executions and freed after the last one."""
 
     def __init__(self, plan: Plan, gpu: GpuDriver) -> None:
@@ -48,7 +48,7 @@ class LoadedPlan:
         """
         self.plan, self.gpu = verify(plan), gpu
         self.layout = plan_memory(plan.machine.buffers, plan.machine.fills)
-        with Holdings(gpu, self) as held:
+        with GpuResources(gpu, self) as held:
             gpu.use()
             self.constants = self.allocate(len(plan.machine.constants), "its constants", held)
             try:
@@ -57,7 +57,7 @@ class LoadedPlan:
             except CudaError as error:
                 raise PlanError(f"{plan.name}: loading its kernels failed: {error}") from error
 
-    def allocate(self, size: int, what: str, held: Holdings) -> int:
+    def allocate(self, size: int, what: str, held: GpuResources) -> int:
         """Allocate GPU memory. Raise PlanError if there is not enough."""
         try:
             return held.allocate(size)
@@ -89,14 +89,14 @@ class LoadedPlan:
 class CudaExecution:
     """Buffers of one context on the GPU, host slots of its inputs and outputs, and a stream."""
 
-    def __init__(self, loaded: LoadedPlan) -> None:
+    def __init__(self, loaded: CudaPlan) -> None:
         """Raise PlanError if memory is exhausted or the GPU is lost."""
         self._loaded, self._gpu, machine = loaded, loaded.gpu, loaded.plan.machine
         self._is_closed = False
         self._graphs: dict[Key, Recorded] = {}
         self._bound: dict[TensorView, DeviceTensor] = {}
-        self._placed: dict[TensorView, Sequence[DeviceTensor | int]] = {}
-        self._held = Holdings(self._gpu, self)
+        self._run_arrays: dict[TensorView, Sequence[DeviceTensor | int]] = {}
+        self._held = GpuResources(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()
@@ -128,10 +128,10 @@ class CudaExecution:
 
     # ---- interface of an Execution
     def input(self, view: TensorView, batch: int) -> Array:
-        return array_at(_of(self._slots, view).memory, 0, view, batch)
+        return array_at(_slots_of(self._slots, view).memory, 0, view, batch)
 
     def output(self, view: TensorView, batch: int) -> Array:
-        return array_at(_of(self._results, view).memory, 0, view, batch)
+        return array_at(_slots_of(self._results, view).memory, 0, view, batch)
 
     def bind(self, view: TensorView, array: Any) -> None:
         """Bind an input or output to an array on this GPU; None unbinds it, which uses the host slots again."""
@@ -158,15 +158,15 @@ class CudaExecution:
             raise InputError(f"{self._loaded.plan.name}: '{view.name}' cannot be bound to that array: {why}")
         return tensor
 
-    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
+    def run_with(self, batch: int, arrays: Mapping[TensorView, Sequence[Any]]) -> None:
         """Run with arrays for this run only. Raises what `bind` and `run` raise."""
         try:
-            for view, pieces in placed.items():
-                self._placed[view] = [piece if isinstance(piece, int) else self._tensor(view, piece)
+            for view, pieces in arrays.items():
+                self._run_arrays[view] = [piece if isinstance(piece, int) else self._tensor(view, piece)
                                       for piece in pieces]
             self.run(batch)
         finally:
-            self._placed.clear()
+            self._run_arrays.clear()
 
     def run(self, batch: int) -> None:
         """Run a batch.
@@ -183,15 +183,15 @@ class CudaExecution:
         try:
             self._gpu.use()
             for view, tensor in self._bound.items():
-                if view.batched and tensor.shape[0] < batch and view not in self._placed:
+                if view.batched and tensor.shape[0] < batch and view not in self._run_arrays:
                     raise InputError(f"{self._loaded.plan.name}: batch {batch}, but '{view.name}' is bound to an array "
                                      f"of {tensor.shape[0]} items")
-            for stream in {piece.stream for pieces in (self._bound.values(), *self._placed.values())
+            for stream in {piece.stream for pieces in (self._bound.values(), *self._run_arrays.values())
                            for piece in pieces if not isinstance(piece, int)} - {None}:
                 self._gpu.wait_for(stream)      # type: ignore[arg-type]
-            self._copy_placed(self._slots, batch)
+            self._copy_run_arrays(self._slots, batch)
             self._graph(batch)()
-            self._copy_placed(self._results, batch)
+            self._copy_run_arrays(self._results, batch)
             self._stream.wait()
         except CudaError as error:
             raise self._failed(error) from error
@@ -225,7 +225,7 @@ class CudaExecution:
     def _graph(self, batch: int) -> Recorded:
         bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
         key = bucket, batch if self._bound else bucket, tuple(
-            PLACED if slots.view in self._placed else
+            RUN_ARRAY if slots.view in self._run_arrays else
             self._bound[slots.view].address if slots.view in self._bound else 0
             for slots in (*self._slots, *self._results))
         if key not in self._graphs:
@@ -237,20 +237,20 @@ class CudaExecution:
     def _put(self, bucket: int, batch: int) -> None:
         """Enqueue launches for `bucket` items, and copies of `batch` items of tensors without arrays of this run."""
         for slots in self._slots:
-            if slots.view not in self._placed:
+            if slots.view not in self._run_arrays:
                 self._copy(slots, self._bound.get(slots.view), 0, batch)
         for index in range(len(self._loaded.plan.machine.steps)):
             self._launch(index, bucket)
         for slots in self._results:
-            if slots.view not in self._placed:
+            if slots.view not in self._run_arrays:
                 self._copy(slots, self._bound.get(slots.view), 0, batch)
 
-    def _copy_placed(self, every: Sequence[_Slots], batch: int) -> None:
+    def _copy_run_arrays(self, every: Sequence[_Slots], batch: int) -> None:
         """Copy the pieces of this run's arrays, up to the end of the batch."""
         for slots in every:
             first = 0
             items = batch if slots.view.batched else 1
-            for piece in (*self._placed[slots.view], items) if slots.view in self._placed else ():
+            for piece in (*self._run_arrays[slots.view], items) if slots.view in self._run_arrays else ():
                 tensor = None if isinstance(piece, int) else piece
                 end = min(first + (piece if isinstance(piece, int) else slots.items(piece)), items)
                 if first < end:
@@ -273,8 +273,8 @@ class CudaExecution:
             return
         shift = first * view.item_stride
         for rows in rows_of(view, end - first):
-            here = self._address(Operand(view.buffer, rows.placed + shift)), rows.step
-            there = tensor.address + rows.dense, rows.width
+            here = self._address(Operand(view.buffer, rows.tensor_offset + shift)), rows.step
+            there = tensor.address + rows.array_offset, rows.width
             self._stream.copy_rows(*(here if into else there), *(there if into else here), rows.width, rows.number)
 
     def _launch(self, index: int, batch: int) -> None:
@@ -301,7 +301,7 @@ class _Slots:
         return tensor.shape[0] if self.view.batched else 1
 
 
-def _of(slots: Sequence[_Slots], view: TensorView) -> _Slots:
+def _slots_of(slots: Sequence[_Slots], view: TensorView) -> _Slots:
     return next(found for found in slots if found.view == view)
 
 

@@ -13,7 +13,7 @@ from engines.backends.cuda.runtime.library import CudaError
 from engines.ir.graph import Array
 
 
-class Holdings:
+class GpuResources:
     """Stack of GPU resources. As a context manager it releases them if its block raises."""
 
     def __init__(self, gpu: GpuDriver, owner: object | None = None) -> None:
@@ -52,10 +52,10 @@ class Holdings:
             self.release()
 
 
-class Passing(Holdings):
+class ScopedResources(GpuResources):
     """Stack of GPU resources that is released at the end of its `with` block."""
 
-    def place(self, array: Array) -> int:
+    def upload(self, array: Array) -> int:
         """Copy an array to the GPU and return its address. Raise CudaMemoryError if there is not enough memory."""
         address = self.allocate(array.nbytes)
         self._gpu.write(address, array)

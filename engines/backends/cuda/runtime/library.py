@@ -75,7 +75,7 @@ class Library:
         return count.value
 
 
-def found_gpus() -> list[GpuInfo]:
+def list_gpus() -> list[GpuInfo]:
     """Return the GPUs of this machine, none if there is no driver or it does not start."""
     try:
         library = Library()

@@ -28,20 +28,20 @@ class SharedMemory:
     def read(self, offset: int, byte_size: int) -> memoryview:
         """Return a copy of `byte_size` bytes. Raise PlanError if the GPU fails."""
         host = np.empty(byte_size, np.uint8)
-        with _said():
+        with _as_plan_error():
             self._gpu.use()
             self._gpu.read(host, self.address + offset)
         return host.data
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write `data` at an offset in bytes. Raise PlanError if the GPU fails."""
-        with _said():
+        with _as_plan_error():
             self._gpu.use()
             self._gpu.write(self.address + offset, np.frombuffer(data, np.uint8))
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
+def _as_plan_error() -> Iterator[None]:
     try:
         yield
     except CudaError as error:

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.holdings import Holdings
-from engines.backends.cuda.runtime.library import CudaError, found_gpus
+from engines.backends.cuda.runtime.holdings import GpuResources
+from engines.backends.cuda.runtime.library import CudaError, list_gpus
 from engines.backends.device import GpuInfo, Loaded
-from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logger_of, said
+from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logged_errors, logger_of
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.plan.arena import array_at
@@ -21,7 +21,7 @@ class TensorRtDevice:
     """GPU of this machine with the installed library. `open_gpu` and `find` are replaced in tests."""
 
     def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0,
-                 find: Callable[[], Sequence[GpuInfo]] = found_gpus) -> None:
+                 find: Callable[[], Sequence[GpuInfo]] = list_gpus) -> None:
         self.open_gpu, self.number, self.find = open_gpu, number, find
 
     def at(self, number: int) -> TensorRtDevice:
@@ -73,7 +73,8 @@ class LoadedEngine:
         self._runtime = module.Runtime(self.logger)
         self.engine = self._runtime.deserialize_cuda_engine(plan.machine.code[0])
         if self.engine is None:
-            raise PlanError(f"{plan.name}: TensorRT cannot read the engine ({said(self.logger)}): build it again")
+            raise PlanError(f"{plan.name}: TensorRT cannot read the engine ({logged_errors(self.logger)}): "
+                            "build it again")
 
     @property
     def arena_bytes(self) -> int:
@@ -91,20 +92,21 @@ class TensorRtExecution:
     def __init__(self, loaded: LoadedEngine) -> None:
         """Raise PlanError if memory on the GPU or the host is exhausted."""
         self._loaded, self._gpu, plan = loaded, loaded.gpu, loaded.plan
-        self._held = Holdings(self._gpu, self)
+        self._held = GpuResources(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()
                 sizes = [buffer.bytes for buffer in plan.machine.buffers]
                 self._hosts = [self._gpu.pinned(size) for size in sizes]
-                self._places = [self._held.allocate(size) for size in sizes]
+                self._device_buffers = [self._held.allocate(size) for size in sizes]
                 self._stream = self._gpu.stream()
                 self._held.add(self._stream.close)
                 self._context = loaded.engine.create_execution_context()
                 if self._context is None:
-                    raise PlanError(f"{plan.name}: TensorRT cannot create an execution context: {said(loaded.logger)}")
+                    raise PlanError(f"{plan.name}: TensorRT cannot create an execution context: "
+                                    f"{logged_errors(loaded.logger)}")
                 for view in (*plan.machine.inputs, *plan.machine.outputs):
-                    self._context.set_tensor_address(view.name, self._places[view.buffer])
+                    self._context.set_tensor_address(view.name, self._device_buffers[view.buffer])
         except CudaError as error:
             raise PlanError(f"{plan.name}: cannot create a context on the GPU: {error}") from error
 
@@ -128,11 +130,11 @@ class TensorRtExecution:
         for view in machine.inputs:
             shape = (batch, *view.shape) if view.batched else view.shape
             self._context.set_input_shape(view.name, shape)
-            self._stream.copy_in(self._places[view.buffer], self._hosts[view.buffer][:view.end(batch)])
+            self._stream.copy_in(self._device_buffers[view.buffer], self._hosts[view.buffer][:view.end(batch)])
         if not self._context.execute_async_v3(self._stream.number):
-            raise self._failed(said(self._loaded.logger))
+            raise self._failed(logged_errors(self._loaded.logger))
         for view in machine.outputs:
-            self._stream.copy_out(self._hosts[view.buffer][:view.end(batch)], self._places[view.buffer])
+            self._stream.copy_out(self._hosts[view.buffer][:view.end(batch)], self._device_buffers[view.buffer])
 
     def _failed(self, why: str) -> PlanError:
         return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {why}; after "

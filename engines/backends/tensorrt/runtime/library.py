@@ -41,7 +41,7 @@ def logger_of(module: Any) -> Any:
     return Kept()
 
 
-def said(logger: Any) -> str:
+def logged_errors(logger: Any) -> str:
     """Return up to three error messages of the log in one line."""
     errors = [message.text for message in logger.messages if message.severity in ("ERROR", "INTERNAL_ERROR")]
     return "; ".join(errors[:3]) or "no error in its log"

@@ -19,7 +19,7 @@ from typing import Any
 
 from engines.backends.cuda.codegen.copies import wait
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special_register, wide
 from engines.backends.cuda.codegen.products import fence_grouped, sums_of
 from engines.backends.cuda.cost import Blocks, Card, contraction_seconds
 from engines.backends.cuda.kernels.access import (
@@ -29,7 +29,7 @@ from engines.backends.cuda.kernels.access import (
     run_program,
     store_channels,
     store_stored,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.contraction.copies import Copies
 from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
@@ -77,7 +77,7 @@ class GpuContraction(GpuKernel[Contraction]):
     def emit(self, module: GpuModule, name: str, tactic: Tile) -> None:
         _Writer(self, module, name, tactic).write()
 
-    def blocks_beside(self, tile: Tile) -> int:
+    def min_blocks(self, tile: Tile) -> int:
         """Return the minimum of resident blocks that ptxas must allow (minctasm), or 0 to leave it to ptxas.
 
         With float16, or small INT8 tiles on sm_75, ptxas would otherwise spill to fit a few more blocks. The bound
@@ -85,18 +85,18 @@ class GpuContraction(GpuKernel[Contraction]):
         tiles.
         """
         sums, bytes_ = math.prod(tile.part), self.problem.precision == "int8"
-        if tile.grouped or not self.gpu.multiplies_together(self.problem.precision) or (
+        if tile.grouped or not self.gpu.has_mma(self.problem.precision) or (
                 bytes_ and (self.gpu.int8_k != 16 or sums > 32 * 32)):
             return 0
         registers = 255 if sums > 64 * 32 else 168 if bytes_ or sums > 32 * 32 else 128
         return REGISTERS // (registers * tile.threads)
 
-    def channels_together(self, tile: Tile) -> int:
+    def channels_per_store(self, tile: Tile) -> int:
         """Return how many channels of a thread are all valid or all invalid, and can be stored at once."""
         problem, (_, *others) = self.problem, self.aligned_views()
         of_group = [(view, base if problem.groups == 1 else problem.cout * view.size) for view, base in others]
         full = self.gpu.by_quads(problem.precision) and math.prod(tile.part) > 64 * 32
-        return together([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
+        return vector_width([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
 
 
 class _Writer:
@@ -107,14 +107,14 @@ class _Writer:
         problem, depth = kernel.problem, kernel.depth
         count = len(problem.inputs) + 3 + (not depth.straight)
         self.f, (x, *others), self.rows = begin_kernel(module, name, tile.threads, count)
-        if blocks := kernel.blocks_beside(tile):
-            module.beside[name] = blocks
+        if blocks := kernel.min_blocks(tile):
+            module.min_blocks[name] = blocks
         self.operands, (weights, self.constants, *walk, self.y) = (others[:len(problem.operands)],
                                                                   others[len(problem.operands):])
-        thread = special(self.f, "tid.x")
+        thread = special_register(self.f, "tid.x")
         self.lane, self.warp = thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
-        self.pixel0 = special(self.f, "ctaid.x") * tile.pixels
-        block = special(self.f, "ctaid.y")
+        self.pixel0 = special_register(self.f, "ctaid.x") * tile.pixels
+        block = special_register(self.f, "ctaid.y")
         blocks = columns(problem, tile) // problem.groups // tile.couts         # per group
         self.column0 = block * tile.couts
         self.group = block.divided(blocks) if problem.groups > 1 else block.like(0)
@@ -161,7 +161,7 @@ class _Writer:
         of_lane, apart, t = sums_of(self.gpu, problem.precision, self.lane)
         first_cout = warp_column * couts + t * tile.lanes
         row = self.pixel0 + warp_row * rows + of_lane
-        step = self.kernel.channels_together(tile)
+        step = self.kernel.channels_per_store(tile)
         for first in range(0, tile.lanes, step):
             place = first_cout + first
             numbers = load_constants(f, self.constants, self.column0 + place, step, problem.program.constants,

@@ -35,7 +35,7 @@ def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value, s
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Multiplier:
     """Base of the ways to multiply a stage."""
     gpu: Gpu
     precision: str
@@ -63,7 +63,7 @@ class _Way:
         return elements(at.f.load(vector(4, I32), at, CHUNK, "words"))
 
 
-class _ByWarp(_Way):
+class _ByWarp(_Multiplier):
     """Multiplier with mma; ldmatrix loads the fragments of x and of the weights."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:
@@ -91,7 +91,7 @@ class _ByWarp(_Way):
         return [x ^ at for at in steps], [w ^ at for at in steps]
 
 
-class _ByQuads(_Way):
+class _ByQuads(_Multiplier):
     """Multiplier with mma.m8n8k4: each lane loads its chunk of a row and of a cout for two products."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:
@@ -112,7 +112,7 @@ class _ByQuads(_Way):
                         acc.update(zip(keys, sums, strict=True))
 
 
-class _ByLane(_Way):
+class _ByLane(_Multiplier):
     """Multiplier with dp4a or fma: a lane computes the sums that mma would give it, from 16 bytes of K at a time.
 
     Eight lanes read the same row and four the same cout, so a read needs one pass over the banks.
@@ -146,7 +146,7 @@ class _ByLane(_Way):
         return self.words(shared(stage.f) + (stage + self.offset(row, chunk) + base))
 
 
-class _Grouped(_Way):
+class _Grouped(_Multiplier):
     """Multiplier with wgmma: four warps multiply 64 pixels by all couts; tensor cores read shared memory themselves."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:

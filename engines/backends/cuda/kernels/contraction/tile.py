@@ -59,7 +59,7 @@ _GROUPED = ((128, 128), (128, 256), (128, 64), (256, 128), (64, 64), (64, 128), 
 
 def tiles(gpu: Gpu, precision: str, couts: int) -> Iterator[Tile]:
     """Yield the candidate tilings for a number of couts, the usual winner for large layers first."""
-    shapes = _SHAPES if gpu.multiplies_together(precision) else _BY_LANE
+    shapes = _SHAPES if gpu.has_mma(precision) else _BY_LANE
     for pixels, columns, warps in shapes:
         for depth, stages in ((64, 4), (128, 3)) if gpu.async_copy else ((64, 2),):
             tile = Tile(pixels, columns, warps, depth, stages)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -26,7 +26,7 @@ class CumulativeByThreads(GpuKernel[CumulativeSum]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, axis = self.problem, self.problem.axis
         f, (x, y), rows = begin_kernel(module, name, THREADS, 2)
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             source, target = (address + self._line(view, thread)
                               for view, address in ((problem.x, x), (problem.y, y)))

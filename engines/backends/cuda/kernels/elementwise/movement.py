@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.kernels.access import load_stored, offset_in, pixel_offset, store_stored
 from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -121,7 +121,7 @@ class HaloByThreads(GpuKernel[HaloFill]):
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         f, operands, rows = begin_kernel(module, name, THREADS, len(self.problem.runs))
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             item, byte = thread.divided(sum(self.sizes)), thread.remainder(sum(self.sizes))
             first = 0

@@ -48,7 +48,7 @@ class PoolByThreads(ProgramKernel[Pool]):
     tables = 2
 
     @property
-    def blocks_beside(self) -> int:
+    def min_blocks(self) -> int:
         """Minimum of resident blocks: six leave 80 registers per thread, so that ptxas does not spill to fit more."""
         return 6
 

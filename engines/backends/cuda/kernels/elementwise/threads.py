@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.kernels.access import (
     WIDEST,
     load_channels,
@@ -21,7 +21,7 @@ from engines.backends.cuda.kernels.access import (
     offset_in,
     run_program,
     store_channels,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
 from engines.codegen.ir_builder import Function, Value
@@ -57,7 +57,7 @@ class ThreadKernel(GpuKernel[P]):
     def each(self) -> int:
         """Neighbouring elements per thread."""
         vectors = self.vectors
-        return together(vectors, self.y.shape[-1], WIDEST // max(view.size for view, _ in vectors))
+        return vector_width(vectors, self.y.shape[-1], WIDEST // max(view.size for view, _ in vectors))
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.y.shape) // self.each, THREADS, THREADS)
@@ -68,7 +68,7 @@ class ThreadKernel(GpuKernel[P]):
         return 0
 
     @property
-    def blocks_beside(self) -> int:
+    def min_blocks(self) -> int:
         """Minimum of resident blocks that ptxas must allow (minctasm), or 0 to leave it to ptxas."""
         return 0
 
@@ -76,9 +76,9 @@ class ThreadKernel(GpuKernel[P]):
         problem = self.problem
         count = len(problem.inputs) + self.tables + len(problem.outputs)
         f, operands, rows = begin_kernel(module, name, THREADS, count)
-        if self.blocks_beside:
-            module.beside[name] = self.blocks_beside
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        if self.min_blocks:
+            module.min_blocks[name] = self.min_blocks
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             groups = self.y.shape[-1] // self.each
             self.write(f, operands, thread.divided(groups), thread.remainder(groups) * self.each)

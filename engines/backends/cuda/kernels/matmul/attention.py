@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul import one_query, query_tiles, shared_tiles
-from engines.backends.cuda.kernels.matmul.one_query import Cut, OneQuery, cut_of
+from engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
 from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
 from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
 from engines.lowering.problems.matmul import Attention
@@ -66,9 +66,9 @@ class GpuAttention(GpuKernel[Attention]):
         scores = tiles * rows * -(-problem.keys // keys) * keys
         (score, macs, times), depth, width = COUNTED[tactic, self.integers], problem.q.shape[-1], problem.v.shape[-1]
         threads = tiles * rows // QUERIES * WARP
-        return max(card.reading(problem.bytes * items, threads, WAITING),
-                   card.by_thread(scores * (score + (depth + width) // macs) // PLAIN, threads),
-                   card.together(problem.precision, scores * (times * depth + width), tiles))
+        return max(card.read_seconds(problem.bytes * items, threads, WAITING),
+                   card.scalar_seconds(scores * (score + (depth + width) // macs) // PLAIN, threads),
+                   card.tensor_core_seconds(problem.precision, scores * (times * depth + width), tiles))
 
     @property
     def integers(self) -> bool:
@@ -84,8 +84,8 @@ class GpuAttention(GpuKernel[Attention]):
         return Grid(self.problem.heads * self.problem.queries, WARPS // cut.warps, WARPS * WARP,
                     shared_bytes=cut.shared_bytes)
 
-    def _cut(self, tactic: Way) -> Cut:
-        return cut_of(self.problem, self.aligned, WARPS if tactic == BLOCK else 1)
+    def _cut(self, tactic: Way) -> LanePartition:
+        return partition_of(self.problem, self.aligned, WARPS if tactic == BLOCK else 1)
 
     def pack(self, tactic: Way, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Return scale and zero points, and the program's constants [constant][columns]."""
@@ -97,22 +97,22 @@ class GpuAttention(GpuKernel[Attention]):
 
     def emit(self, module: GpuModule, name: str, tactic: Way) -> None:
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         warp = thread.binary("lshr", WARP.bit_length() - 1)
         if tactic == SHARED_TILES:
-            module.beside[name] = shared_tiles.blocks_beside(self.problem)
-            block = special(f, "ctaid.x")
+            module.min_blocks[name] = shared_tiles.min_blocks(self.problem)
+            block = special_register(f, "ctaid.x")
             SharedTile(self.problem, self.gpu, f, operands, block, thread).write(block.below(rows))
             return
-        module.beside[name] = BESIDE
-        row = special(f, "ctaid.x") * WARPS + warp
+        module.min_blocks[name] = BESIDE
+        row = special_register(f, "ctaid.x") * WARPS + warp
         if tactic == QUERY_TILES:
             tiles, tile = -(-self.problem.queries // QUERIES), row.at_most(rows - 1)
             QueryTile(self.problem, self.gpu, f, operands, tile.divided(tiles), tile.remainder(tiles) * QUERIES,
                       thread & WARP - 1).write(row.below(rows))
             return
         cut = self._cut(tactic)
-        block, thread = (special(f, "ctaid.x"), thread) if cut.warps > 1 else (row, thread & WARP - 1)
+        block, thread = (special_register(f, "ctaid.x"), thread) if cut.warps > 1 else (row, thread & WARP - 1)
         query = OneQuery(self.problem, self.gpu, cut, operands, block.at_most(rows - 1), thread, block.like(0),
                          self.problem.keys)
         *_, constants, y = operands

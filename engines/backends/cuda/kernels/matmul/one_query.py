@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import across, barrier, elements, pick_bytes, shared, wide
+from engines.backends.cuda.codegen.module import barrier, elements, pick_bytes, shared, shuffle_xor, wide
 from engines.backends.cuda.codegen.products import dot
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import (
@@ -30,7 +30,7 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     store_stored,
     to_float,
-    together,
+    vector_width,
     words_of_bytes,
 )
 from engines.backends.cuda.kernels.matmul.powers import power
@@ -63,14 +63,14 @@ class Chunks:
 
 def chunks_of(view: View, base: int) -> Chunks:
     """Partition the rows of a view. `base` is its alignment in bytes."""
-    each = together([(view, base)], view.shape[-1], 16 // view.size)
+    each = vector_width([(view, base)], view.shape[-1], 16 // view.size)
     if view.dtype == "uint8" and each < WORD:
         return Chunks(view, WORD, False)        # gathered bytewise; the last word may be partial
     return Chunks(view, each, True)
 
 
 @dataclass(frozen=True)
-class Cut:
+class LanePartition:
     """Partition of keys and columns among the lanes of a block."""
     k: Chunks
     v: Chunks
@@ -97,26 +97,26 @@ class Cut:
         return self.warps * (self.columns + 2) * WORD if self.warps > 1 else 0
 
 
-def cut_of(problem: Attention, aligned: Sequence[int], warps: int) -> Cut:
+def partition_of(problem: Attention, aligned: Sequence[int], warps: int) -> LanePartition:
     """Partition an attention for `warps` warps per query."""
-    return Cut(chunks_of(problem.k, aligned[1]), chunks_of(problem.v, aligned[2]), warps)
+    return LanePartition(chunks_of(problem.k, aligned[1]), chunks_of(problem.v, aligned[2]), warps)
 
 
-def seconds(problem: Attention, cut: Cut, card: Card, rows: int, items: int, parts: int = 1) -> float:
+def seconds(problem: Attention, cut: LanePartition, card: Card, rows: int, items: int, parts: int = 1) -> float:
     """Return the estimated seconds of a launch for `rows` queries, over all heads, items and slices of keys."""
     turns, threads = -(-problem.keys // (parts * cut.turn)), rows * cut.warps * WARP
     integers, columns = problem.precision == "int8", sum(
         -(-chunks.count // cut.lanes) * chunks.each for chunks in (cut.k, cut.v))
     score, column = COUNTED[integers]
     macs = int(threads * turns * KEYS * (score + column * columns) / PLAIN)
-    return max(card.reading(problem.bytes * items, threads, KEYS * 16), card.by_thread(macs, threads))
+    return max(card.read_seconds(problem.bytes * items, threads, KEYS * 16), card.scalar_seconds(macs, threads))
 
 
 class OneQuery:
     """Emitter of the row-th query, over all heads and items, and the keys begin..end - 1. All threads take part."""
 
-    def __init__(self, problem: Attention, gpu: Gpu, cut: Cut, operands: Sequence[Value], row: Value, thread: Value,
-                 begin: Value, keys: int) -> None:
+    def __init__(self, problem: Attention, gpu: Gpu, cut: LanePartition, operands: Sequence[Value], row: Value,
+                 thread: Value, begin: Value, keys: int) -> None:
         """Begin the code of a query. `operands` are q, k, v, the mask if there is one, and the table of numbers."""
         self.problem, self.gpu, self.cut, self.f = problem, gpu, cut, row.f
         self.integers = problem.precision == "int8"
@@ -149,7 +149,7 @@ class OneQuery:
             values = [self._row(self.cut.v, 2, key) for key in keys]
             word, = words_of_bytes([self.gpu.bits(power(self.gpu, self.problem, x, top)) for x in scores])
             sums[-1] = dot(self.gpu, "int8", sums[-1], word, zero.like(ONES))
-            for n, column in enumerate(column for words in zip(*values, strict=True) for column in _across(words)):
+            for n, column in enumerate(column for words in zip(*values, strict=True) for column in _transposed(words)):
                 sums[n] = dot(self.gpu, "int8", sums[n], word, column)
         total, *columns = (self._over_groups(lambda a, b: a + b, value) for value in sums.values())
         return self._over_warps(total, columns)
@@ -203,17 +203,17 @@ class OneQuery:
         found = []
         for chunk in self._chunks(self.cut.k):
             columns = [chunk * self.cut.k.each + n for n in range(self.cut.k.each)]
-            there = [column.below(q.shape[-1]) for column in columns]
+            valid = [column.below(q.shape[-1]) for column in columns]
             stored = [load_stored(q, at + wide(column.at_most(q.shape[-1] - 1)) * q.strides[-1], 1)[0]
                       for column in columns]
             if self.integers:
                 bits = [f.select(test, f.cast("zext", byte, I32, "byte"), chunk.like(0), "byte")
-                        for test, byte in zip(there, stored, strict=True)]
+                        for test, byte in zip(valid, stored, strict=True)]
                 found.append([*words_of_bytes(bits), *words_of_bytes([
-                    f.select(test, chunk.like(1), chunk.like(0), "one") for test in there])])
+                    f.select(test, chunk.like(1), chunk.like(0), "one") for test in valid])])
                 continue
             found.append([f.select(test, self._float(q, x, zero), zero.like(0), "q")
-                          for test, x in zip(there, stored, strict=True)])
+                          for test, x in zip(valid, stored, strict=True)])
         return found
 
     def _float(self, view: View, stored: Value, zero: Value) -> Value:
@@ -340,28 +340,28 @@ class OneQuery:
         return self.thread.below(self.cut.lanes)
 
     def store(self, y: Value, base: int, constants: Value, peak: Value, total: Value, columns: Columns,
-              there: Value) -> None:
+              valid: Value) -> None:
         """Normalise the sums, run the program and store y, whose alignment is `base` bytes."""
         problem, f, gpu, width = self.problem, self.f, self.gpu, self.problem.y.shape[-1]
         part = share(peak, gpu.to_float(total) if self.integers else total)
-        step = together([(problem.y, base)], width, self.cut.v.each)
+        step = vector_width([(problem.y, base)], width, self.cut.v.each)
         for place, some in self._pieces(columns):
             for n in range(0, len(some), step):
                 column = place + n
-                with f.when(there & self.first & column.below(width)):
+                with f.when(valid & self.first & column.below(width)):
                     means = [mean_of(gpu, problem, x, part, seen(peak), self.zeros[2]) for x in some[n:n + step]]
                     numbers = load_constants(f, constants, column, step, problem.program.constants, width)
                     results = run_program(gpu, problem.program, means, [], numbers)
                     at = y + offset_in(problem.y, self.row) + wide(column) * problem.y.strides[-1]
                     store_channels(gpu, problem.y, results, at)
 
-    def store_sums(self, view: View, base: int, to: Value, row: Value, columns: Columns, there: Value) -> None:
+    def store_sums(self, view: View, base: int, to: Value, row: Value, columns: Columns, valid: Value) -> None:
         """Store the sums without normalisation in a row of `view`."""
         width = view.shape[-1]
-        step = together([(view, base)], width, self.cut.v.each)
+        step = vector_width([(view, base)], width, self.cut.v.each)
         for place, some in self._pieces(columns):
             for n in range(0, len(some), step):
-                with self.f.when(there & self.first & (place + n).below(width)):
+                with self.f.when(valid & self.first & (place + n).below(width)):
                     at = to + (wide(row) * width + wide(place + n)) * view.size
                     store_stored(view, some[n:n + step], at)
 
@@ -369,11 +369,11 @@ class OneQuery:
 def _over(value: Value, combine: Callable[[Value, Value], Value], first: int, end: int) -> Value:
     """Reduce over the lanes whose numbers differ in the bits first, 2 * first, ... below end."""
     while first < end:
-        value, first = combine(value, across(value, first)), 2 * first
+        value, first = combine(value, shuffle_xor(value, first)), 2 * first
     return value
 
 
-def _across(words: Sequence[Value]) -> list[Value]:
+def _transposed(words: Sequence[Value]) -> list[Value]:
     """Transpose four words of four bytes."""
     a, b, c, d = words
     ab, cd, ab_high, cd_high = (pick_bytes(*pair, order) for order in (0x5140, 0x7362) for pair in ((a, b), (c, d)))

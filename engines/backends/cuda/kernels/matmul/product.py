@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
@@ -70,7 +70,7 @@ class GpuProduct(ProgramKernel[Product]):
             instructions, threads = problem.macs * items // MACS, tiles_of(problem) * items * WARP
         else:
             return super().cost(tactic, card, items)
-        return max(card.moving(problem.bytes * items), card.by_thread(instructions // PLAIN, threads))
+        return max(card.copy_seconds(problem.bytes * items), card.scalar_seconds(instructions // PLAIN, threads))
 
     def grid(self, tactic: Tactic) -> Grid:
         if isinstance(tactic, ByBlocks):
@@ -81,17 +81,17 @@ class GpuProduct(ProgramKernel[Product]):
         return super().grid(tactic)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
-        module.beside[name] = BESIDE
+        module.min_blocks[name] = BESIDE
         if not isinstance(tactic, ByTiles | ByBlocks):
             super().emit(module, name, tactic)
             return
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         if isinstance(tactic, ByBlocks):
-            block = special(f, "ctaid.x")
+            block = special_register(f, "ctaid.x")
             SharedProduct(self.problem, self.gpu, self.aligned, operands, block, thread).write(block.below(rows))
             return
-        tile = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        tile = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         place = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
         place.write(tile.below(rows))
 

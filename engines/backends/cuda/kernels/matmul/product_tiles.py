@@ -26,7 +26,7 @@ from engines.backends.cuda.kernels.access import (
     pixel_offset,
     run_program,
     store_channels,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, Sums, words_of_column
 from engines.codegen.ir_builder import Value
@@ -44,7 +44,7 @@ def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
     words = [(a.strides[-1], a.strides[:-1], a.item, aligned[0])]
     if b.strides[-1] != b.size:
         words.append((b.strides[-2], (*b.strides[:-2], b.strides[-1]), b.item, aligned[1]))
-    return (gpu.multiplies_together(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
+    return (gpu.has_mma(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
             and problem.depth * a.size % 4 == 0
             and all(step == a.size and math.gcd(4, base, item, *others) == 4 for step, others, item, base in words))
 
@@ -72,7 +72,7 @@ class ProductTile:
         self.at_a, self.at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
                                 for address, view in ((a, problem.a), (b, problem.b)))
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         problem, f, (height, width) = self.problem, self.f, self.problem.y.shape[-2:]
         rows = [self.at_a + wide((self.row0 + row).at_most(height - 1)) * problem.a.strides[-2]
                 for row in self.lanes.rows]
@@ -90,7 +90,7 @@ class ProductTile:
                     self._multiply(of_b, pair, [ones, ones], b)
             if self.integers:
                 of_a.update(enumerate(self.lanes.multiply([*of_a.values()], words, [ones])))
-        self._store(self._whole(acc, of_b, of_a), self.row0, self.column0, there)
+        self._store(self._whole(acc, of_b, of_a), self.row0, self.column0, valid)
 
     def _nothing(self) -> tuple[Sums, Sums, dict[int, Value]]:
         """Return zero sums of a * u and, for INT8, of u and of a."""
@@ -146,17 +146,17 @@ class ProductTile:
         """Return the runs of neighbouring columns of a lane: the first column, and the sums (n, c) of each row."""
         return [(self.lanes.t * 2 + n * COUTS, [(n, 0), (n, 1)]) for n in range(COLUMNS // COUTS)]
 
-    def _store(self, acc: Sums, row0: Value, column0: Value, there: Value) -> None:
+    def _store(self, acc: Sums, row0: Value, column0: Value, valid: Value) -> None:
         problem, f, gpu = self.problem, self.f, self.gpu
         height, width = problem.y.shape[-2:]
         for row in (0, 1):
             index = row0 + (self.lanes.row + row * self.lanes.apart)
             pixel = self.matrix * height + index
             for begin, run in self._runs():
-                each = together(self.stored, width, len(run))
+                each = vector_width(self.stored, width, len(run))
                 for first in range(0, len(run), each):
                     column = column0 + begin + first
-                    with f.when(there & index.below(height) & column.below(width)):
+                    with f.when(valid & index.below(height) & column.below(width)):
                         sums = [acc[n, 2 * row + c] for n, c in run[first:first + each]]
                         numbers = load_constants(f, self.constants, column, each, problem.program.constants, width)
                         others = [load_channels(gpu, view, self._at(view, address, pixel, column), each)

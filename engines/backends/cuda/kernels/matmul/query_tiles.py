@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from engines.backends.cuda.codegen.fragments import COUTS, TILE, Words, fragments
 from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import across, pick_bytes, wide
+from engines.backends.cuda.codegen.module import pick_bytes, shuffle_xor, wide
 from engines.backends.cuda.codegen.products import STEP, dot
 from engines.backends.cuda.kernels.access import (
     MAGIC,
@@ -59,7 +59,7 @@ ONES = 0x01010101
 
 def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
     """Return True if the types have an mma, and q and k can be read in words."""
-    return gpu.multiplies_together(problem.precision) and all(
+    return gpu.has_mma(problem.precision) and all(
         view.dtype == STORED[problem.precision] for view in (problem.q, problem.k, problem.v)) and all(
         view.strides[-1] == view.size and alignment(view, base) % 4 == 0 and view.shape[-1] * view.size % 4 == 0
         for view, base in zip((problem.q, problem.k), aligned, strict=False))
@@ -83,17 +83,17 @@ def words_of_column(view: View, addresses: Sequence[Value]) -> list[Value]:
     return [pick_bytes(a, b, 0x5410) ^ FLIP for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
-def mean_of(gpu: Gpu, problem: Attention, total: Value, part: Value, there_is: Value, v_zero: Value) -> Value:
+def mean_of(gpu: Gpu, problem: Attention, total: Value, part: Value, any_key: Value, v_zero: Value) -> Value:
     """Return the weighted mean, the epilogue's input, from a sum of p * v.
 
-    `part` is 1 / sum of p. `there_is` is true if the query attends to any key.
+    `part` is 1 / sum of p. `any_key` is true if the query attends to any key.
     """
     if problem.precision != "int8":
         return total * part
     mean = gpu.to_float(total) * part
     if problem.mask is None:
         return mean
-    return mean + mean.f.select(there_is, mean.like(0), v_zero - float(MIDDLE), "nothing")
+    return mean + mean.f.select(any_key, mean.like(0), v_zero - float(MIDDLE), "nothing")
 
 
 class QueryTile:
@@ -116,7 +116,7 @@ class QueryTile:
         self.middle = MAGIC_BITS if self.integers and converts_by_adding(problem) else 0    # where integer scores start
         self.q, self.ones = self._queries()
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         peaks, (totals, acc) = self._nothing_seen(), self._nothing_summed()
         for block in self._blocks("block", False, peak=peaks):
             for (row, _), x in self._scores(block).items():
@@ -125,7 +125,7 @@ class QueryTile:
         tops = {row: taken_off(peak) for row, peak in peaks.items()}
         for block in self._blocks("again", True, acc=acc, total=totals):
             self._add(totals, acc, self._scores(block), tops, block)
-        self._finish(peaks, totals, acc, there)
+        self._finish(peaks, totals, acc, valid)
 
     def _nothing_seen(self) -> Rows:
         return dict.fromkeys((0, 1), self.f.constant(-math.inf, FLOAT))
@@ -159,16 +159,16 @@ class QueryTile:
             return words_of_bytes([self.gpu.bits(p) for p in powers])
         return packed_words(self.gpu, self.problem.v.dtype, powers)
 
-    def _finish(self, peaks: Rows, totals: Rows, acc: Sums, there: Value) -> None:
+    def _finish(self, peaks: Rows, totals: Rows, acc: Sums, valid: Value) -> None:
         f = self.f
         totals = {row: self._together(lambda a, b: a + b, total) for row, total in totals.items()}
         for row, query in enumerate(self.queries):
             total = self.gpu.to_float(totals[row]) if self.integers else totals[row]
-            part, there_is = share(peaks[row], total), seen(peaks[row])
-            with f.when(there & query.below(self.problem.queries)):
+            part, any_key = share(peaks[row], total), seen(peaks[row])
+            with f.when(valid & query.below(self.problem.queries)):
                 for n, e in acc:
                     if e // 2 == row:
-                        self._store(row, self._column(n, e % 2), acc[n, e], part, there_is)
+                        self._store(row, self._column(n, e % 2), acc[n, e], part, any_key)
 
     def _row(self, query: Value) -> Value:
         return self.head * self.problem.queries + query.at_most(self.problem.queries - 1)
@@ -182,9 +182,9 @@ class QueryTile:
         ones: list[Words] = []
         for step in range(-(-q.shape[-1] * q.size // STEP)):
             words.append([self._words(start, step) for start in starts])
-            there = [one if test is None else self.f.select(test, one, one.like(0), "ones")
+            valid = [one if test is None else self.f.select(test, one, one.like(0), "ones")
                      for test in self._there(step)]
-            ones.append([there] * len(starts))
+            ones.append([valid] * len(starts))
         return words, ones
 
     def _there(self, step: int) -> list[Value | None]:
@@ -194,11 +194,11 @@ class QueryTile:
 
     def _words(self, start: Value, step: int) -> list[Value]:
         words = []
-        for byte, there in zip(self.lanes.bytes, self._there(step), strict=True):
+        for byte, valid in zip(self.lanes.bytes, self._there(step), strict=True):
             offset, nothing = byte + STEP * step, byte.like(0)
-            offset = self.f.select(there, offset, nothing, "offset") if there else offset
+            offset = self.f.select(valid, offset, nothing, "offset") if valid else offset
             word = self.f.load(I32, start + wide(offset), 4, "word")
-            words.append(self.f.select(there, word, nothing, "word") if there else word)
+            words.append(self.f.select(valid, word, nothing, "word") if valid else word)
         return words
 
     def _scores(self, block: Block) -> Scores:
@@ -273,12 +273,12 @@ class QueryTile:
     def _together(self, combine: Callable[[Value, Value], Value], value: Value) -> Value:
         """Reduce over the four lanes of a row."""
         for distance in self.lanes.sharing:
-            value = combine(value, across(value, distance))
+            value = combine(value, shuffle_xor(value, distance))
         return value
 
-    def _store(self, row: int, column: Value, total: Value, part: Value, there_is: Value) -> None:
+    def _store(self, row: int, column: Value, total: Value, part: Value, any_key: Value) -> None:
         problem, f, view = self.problem, self.f, self.problem.y
-        mean = mean_of(self.gpu, problem, total, part, there_is, self.v_zero)
+        mean = mean_of(self.gpu, problem, total, part, any_key, self.v_zero)
         with f.when(column.below(view.shape[-1])):
             numbers = load_constants(f, self.constants, column, 1, problem.program.constants, view.shape[-1])
             results = run_program(self.gpu, problem.program, [mean], [], numbers)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
 from engines.backends.cuda.codegen.fragments import TILE, Words
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, pick_bytes, shared, where, wide
+from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles
 from engines.backends.cuda.kernels.access import alignment
 from engines.backends.cuda.kernels.matmul.product_tiles import COLUMNS, ProductTile
@@ -82,9 +82,9 @@ class SharedProduct(ProductTile):
         super().__init__(problem, gpu, aligned, operands, block, self.lane, (BLOCK, BLOCK))
         self.warp_row, self.warp_column = (warp & 1) * ROWS, warp.divided(2) * COLUMNS
         self.stage_bytes = shared_bytes(problem) // STAGES
-        self.across = by_columns(problem.b)
+        self.transposed = by_columns(problem.b)
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         f, gpu = self.f, self.gpu
         of_rows = [self._nothing() for _ in range(0, ROWS, TILE)]
         of_b = of_rows[0][1]            # shared by all rows
@@ -116,7 +116,7 @@ class SharedProduct(ProductTile):
             wait(f, 0)
         for m, (acc, _, of_a) in enumerate(of_rows):
             self._store(self._whole(acc, of_b, of_a), self.row0 + self.warp_row + m * TILE,
-                        self.column0 + self.warp_column, there)
+                        self.column0 + self.warp_column, valid)
 
     def _next(self, stage: Value) -> Value:
         after = stage + self.stage_bytes
@@ -130,7 +130,7 @@ class SharedProduct(ProductTile):
         to_b = stage + BLOCK * PITCH
         self._copy_rows(BLOCK, DEPTH, lambda row, byte: (
             self.at_a + wide((self.row0 + row).at_most(height - 1)) * a.strides[-2], (first + byte), size), stage)
-        if self.across:
+        if self.transposed:
             self._copy_rows(_rows_of_b(b), BLOCK * b.size, lambda row, byte: self._columns(
                 first.divided(b.size) + row, self.column0 * b.size + byte), to_b)
         else:
@@ -155,10 +155,10 @@ class SharedProduct(ProductTile):
         for i in range(rows * chunks // THREADS):
             row, byte = self.thread.divided(chunks) + i * (THREADS // chunks), self.thread.remainder(chunks) * CHUNK
             start, place, end = source(row, byte)
-            there = place.below(end)
-            at = self.f.select(there, place, place.like(0), "place")
+            valid = place.below(end)
+            at = self.f.select(valid, place, place.like(0), "place")
             copy_chunk(self.gpu, shared(self.f) + (to + (row * (size + CHUNK) + byte)), start + wide(at),
-                       where(there, CHUNK))
+                       number_if(valid, CHUNK))
 
     # ---- fragments from shared memory
     def _words_of_a(self, stage: Value, step: int, m: int) -> Words:
@@ -170,7 +170,7 @@ class SharedProduct(ProductTile):
     def _words_of_b(self, stage: Value, step: int, pair: int) -> Words:
         lane, b = self.lane, self.problem.b
         first = stage + BLOCK * PITCH
-        if not self.across:
+        if not self.transposed:
             row = self.warp_column + (lane & 7) + (lane.binary("lshr", 4) << 3)
             at = first + (row * PITCH + (lane.binary("lshr", 3) & 1) * CHUNK)
             tile = load_tiles(shared(self.f) + at + (pair * TILE * PITCH + step))
@@ -179,16 +179,16 @@ class SharedProduct(ProductTile):
         pitch, column = _pitch_of_b(b), self.warp_column * b.size
         if not self.integers:
             at = first + ((lane & 15) * pitch + lane.binary("lshr", 4) * CHUNK + column)
-            tile = load_tiles(shared(self.f) + at + (step // b.size * pitch + pair * TILE * b.size), across=True)
+            tile = load_tiles(shared(self.f) + at + (step // b.size * pitch + pair * TILE * b.size), transposed=True)
             return [tile[:2], tile[2:]]
         k = (lane & 1) + (lane.binary("lshr", 2) & 2) + ((lane & 6) << 1) + (lane & 16)
         at = first + (k * pitch + column)
-        tile = load_tiles(shared(self.f) + at + (step * pitch + pair * TILE), across=True)
+        tile = load_tiles(shared(self.f) + at + (step * pitch + pair * TILE), transposed=True)
         first_8, next_8, third_8, last_8 = (word ^ FLIP for word in tile)
         return [[pick_bytes(first_8, next_8, order), pick_bytes(third_8, last_8, order)] for order in (0x6420, 0x7531)]
 
     def _runs(self) -> list[tuple[Value, list[tuple[int, int]]]]:
-        if not (self.integers and self.across):
+        if not (self.integers and self.transposed):
             return super()._runs()
         return [(self.lanes.t * 4 + pair * TILE, [(2 * pair + n, c) for c in (0, 1) for n in (0, 1)])
                 for pair in range(COLUMNS // TILE)]

@@ -21,7 +21,7 @@ from typing import Any
 from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
 from engines.backends.cuda.codegen.fragments import TILE, Words
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, pick_bytes, shared, where, wide
+from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles
 from engines.backends.cuda.kernels.access import alignment
 from engines.backends.cuda.kernels.matmul import query_tiles
@@ -60,7 +60,7 @@ def shared_bytes(problem: Attention) -> int:
     return STAGES * KEYS * (_pitch(problem.k) + _pitch(problem.v))
 
 
-def blocks_beside(problem: Attention) -> int:
+def min_blocks(problem: Attention) -> int:
     """Return the number of resident blocks that the registers allow."""
     return 3 if _registers(problem) <= FEW else 2
 
@@ -88,9 +88,9 @@ class SharedTile(QueryTile):
         self.values_at = KEYS * _pitch(problem.k)
         self.stage = f.constant(0, I32)         # offset in shared memory of the stage that is read
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         if self.integers:
-            super().write(there)
+            super().write(valid)
             return
         peaks, (totals, acc) = self._nothing_seen(), self._nothing_summed()
         for blocks in self._stages("stage", True, peak=peaks, total=totals, acc=acc):
@@ -98,7 +98,7 @@ class SharedTile(QueryTile):
             tops = self._raised(peaks, scores, totals, acc)
             for block, found in zip(blocks, scores, strict=True):
                 self._add(totals, acc, found, tops, block)
-        self._finish(peaks, totals, acc, there)
+        self._finish(peaks, totals, acc, valid)
 
     def _raised(self, peaks: Rows, scores: Sequence[Scores], totals: Rows, acc: Sums) -> Rows:
         """Update the maxima by new scores, rescale the sums, and return the values to subtract from scores."""
@@ -140,7 +140,7 @@ class SharedTile(QueryTile):
         Keys past the end repeat the last one; stages past the end are zeros.
         """
         problem = self.problem
-        taken = where(first.below(problem.keys), CHUNK)
+        taken = number_if(first.below(problem.keys), CHUNK)
         for number, view, at in ((1, problem.k, 0), (2, problem.v, self.values_at))[:1 + mixes]:
             chunks, start = view.shape[-1] * view.size // CHUNK, self._of_head(number, view)
             for i in range(KEYS * chunks // THREADS):
@@ -169,7 +169,7 @@ class SharedTile(QueryTile):
         row, half = (lane, lane.like(0)) if self.integers else (lane & 15, lane.binary("lshr", 4))
         at = shared(self.f) + (self.stage + (row * pitch + half * CHUNK + self.values_at))
         for pair in range(view.shape[-1] // TILE):
-            tile = load_tiles(at + (block.row * pitch + pair * TILE * view.size), across=True)
+            tile = load_tiles(at + (block.row * pitch + pair * TILE * view.size), transposed=True)
             if not self.integers:
                 yield [tile[:2], tile[2:]]
                 continue

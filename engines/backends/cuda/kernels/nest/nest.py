@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.cost import ISSUE, LAUNCH, THREADS, Card
 from engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -101,7 +101,7 @@ class NestByThreads(GpuKernel[Nest]):
         rows, _ = self.grid(tactic).blocks(items)
         exchanged = EXCHANGE * passes * (bool(sharing) + self._warps(tactic) / 8) * -(-rows // card.multiprocessors)
         seconds = by_turns(card, mine, len(program.operations), rows * self.grid(tactic).threads)
-        return max(card.moving(problem.bytes * items), moved / card.l2 + LAUNCH, seconds + exchanged / card.hertz)
+        return max(card.copy_seconds(problem.bytes * items), moved / card.l2 + LAUNCH, seconds + exchanged / card.hertz)
 
     # ---- code
     def emit(self, module: GpuModule, name: str, tactic: Sharers) -> None:
@@ -109,9 +109,9 @@ class NestByThreads(GpuKernel[Nest]):
         views, grid = (*problem.sources, *problem.targets), self.grid(tactic)
         f, addresses, rows = begin_kernel(module, name, grid.threads, len(views))
         loops = Loops(problem.program, problem.sources, (*outer, *problem.reduced), len(outer), Cut())
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         code = self._code(f, loops, tactic, thread)
-        row = special(f, "ctaid.x") * grid.row_step + thread.divided(tactic.threads)
+        row = special_register(f, "ctaid.x") * grid.row_step + thread.divided(tactic.threads)
         wanted = problem.program.needed(problem.program.results)
         with f.when(row.below(rows)):           # uniform among the threads of an element
             item, indices = unravelled(row, outer)

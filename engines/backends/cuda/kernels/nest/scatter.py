@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
@@ -62,14 +62,14 @@ class ScatterByThreads(GpuKernel[Scatter]):
         """Estimate a launch whose threads run all updates of their part in sequence."""
         problem, threads = self.problem, items * math.prod(self.parts) * self.sharers
         turns = math.prod(problem.loops) // math.prod(self.parts)
-        return max(card.moving(problem.bytes * items),
+        return max(card.copy_seconds(problem.bytes * items),
                    by_turns(card, turns, len(problem.program.operations), threads))
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem = self.problem
         views = (*problem.sources, problem.y)
         f, addresses, rows = begin_kernel(module, name, THREADS, len(views))
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             item, (*indices, mine) = unravelled(thread, [*self.parts, self.sharers])
             *sources, y = (address + item * view.item for address, view in zip(addresses, views, strict=True))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import across, barrier, shared
+from engines.backends.cuda.codegen.module import barrier, shared, shuffle_xor
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Copy, Parts
 from engines.codegen.nest.order import Loops
@@ -50,7 +50,7 @@ class CodeTogether(Code):
         pair = acc[one, place], acc.get((one, place, "where"))
         for distance in (16, 8, 4, 2, 1):
             pair = self._merged(how, kind, pair, (
-                across(pair[0], distance), None if pair[1] is None else across(pair[1], distance)))
+                shuffle_xor(pair[0], distance), None if pair[1] is None else shuffle_xor(pair[1], distance)))
         if self.warps > 1:
             pair = self._of_warps(how, kind, pair)
         return pair[0] if pair[1] is None else pair[1]

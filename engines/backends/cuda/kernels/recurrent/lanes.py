@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import across, elements, shared, wide
+from engines.backends.cuda.codegen.module import elements, shared, shuffle_xor, wide
 from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
@@ -191,5 +191,5 @@ class _Products(StepProducts):
     def _added_up(self, value: Value) -> Value:
         distance = self.tactic.parts // 2
         while distance:
-            value, distance = value + across(value, distance), distance // 2
+            value, distance = value + shuffle_xor(value, distance), distance // 2
         return value

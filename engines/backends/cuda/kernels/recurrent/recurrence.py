@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import ISSUE, L2_PORT, LAUNCH, REGISTERS, SHARED_RATE, THREADS, Card
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
 from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
 from engines.backends.cuda.kernels.recurrent.lanes import BESIDE, Kept, Pieces
 from engines.backends.cuda.kernels.recurrent.sharing import Sharing
-from engines.backends.cuda.kernels.recurrent.steps import Direction, Rows
+from engines.backends.cuda.kernels.recurrent.steps import Direction, StateRows
 from engines.backends.cuda.kernels.recurrent.warps import tilings
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence
@@ -77,11 +77,11 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
     def grid(self, tactic: Sharing) -> Grid:
         return Grid(1, tactic.items, tactic.threads(self.problem), self.directions, 1, self.rows(tactic).end)
 
-    def rows(self, tactic: Sharing) -> Rows:
+    def rows(self, tactic: Sharing) -> StateRows:
         """Return the layout of a block's states in shared memory."""
         sources = sorted({0, *(stage.source for cell in self.problem.cells for stage in cell.stages)})
         searching = tactic.threads(self.problem) // WARP * tactic.items if self.problem.rounds else 0
-        return Rows(tactic.kept_bytes(self.problem), tactic.row_bytes(self.problem), sources, searching)
+        return StateRows(tactic.kept_bytes(self.problem), tactic.row_bytes(self.problem), sources, searching)
 
     def cost(self, tactic: Sharing, card: Card, items: int) -> float:
         problem, grid, work = self.problem, self.grid(tactic), tactic.work(self.problem)
@@ -95,7 +95,7 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         busy = max(work.instructions * grid.threads / ISSUE, moved, products * grid.threads / WARP)
         step = max(busy * beside, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
         cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // beside)
-        return max(card.moving(problem.bytes * items), cycles / card.hertz + LAUNCH)
+        return max(card.copy_seconds(problem.bytes * items), cycles / card.hertz + LAUNCH)
 
     def pack(self, tactic: Sharing, constants: Mapping[str, Any]) -> tuple[Array, ...]:
         """Return the packed constants.
@@ -115,8 +115,8 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         problem = self.problem
         count = len(problem.inputs) + 4 + len(problem.outputs)
         f, operands, items = begin_kernel(module, name, self.grid(tactic).threads, count)
-        module.beside[name] = 1         # else ptxas spills kilobytes to fit two blocks
-        direction = special(f, "ctaid.y")
+        module.min_blocks[name] = 1         # else ptxas spills kilobytes to fit two blocks
+        direction = special_register(f, "ctaid.y")
         for d in range(self.directions):
             with f.when(direction.compare("eq", d)):
                 Direction(problem, self.gpu, f, operands, items, d, tactic, self.rows(tactic)).write()

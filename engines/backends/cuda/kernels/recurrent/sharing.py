@@ -129,7 +129,7 @@ class Place(NamedTuple):
     column: Value       # number among the block's items
     item: Value         # number in the batch
     puts: Value         # i1: this thread stores its state in shared memory
-    there: Value        # i1: this thread stores its results
+    valid: Value        # i1: this thread stores its results
 
 
 class StepProducts(ABC):

@@ -12,7 +12,15 @@ from functools import reduce
 from typing import Any
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import across, barrier, elements, shared, special, vector_of, wide
+from engines.backends.cuda.codegen.module import (
+    barrier,
+    elements,
+    shared,
+    shuffle_xor,
+    special_register,
+    vector_of,
+    wide,
+)
 from engines.backends.cuda.kernels.access import load_channels, store_channels
 from engines.backends.cuda.kernels.recurrent.sharing import Seat, Sharing, whole
 from engines.codegen.ir_builder import Function, Value
@@ -27,7 +35,7 @@ Carried = dict[Any, Value]      # "row": offset of h; with quantised h ("zero", 
 
 
 @dataclass(frozen=True)
-class Rows:
+class StateRows:
     """Layout of states in shared memory from `begin` on.
 
     There is a row for each state that products read, a second one for h, then `searching` pairs of extremes of each
@@ -59,14 +67,14 @@ class Direction:
     """Emitter of a direction's steps. `items` is the batch size."""
 
     def __init__(self, problem: Recurrence, gpu: Gpu, f: Function, operands: list[Value], items: Value, d: int,
-                 sharing: Sharing, rows: Rows) -> None:
+                 sharing: Sharing, rows: StateRows) -> None:
         self.problem, self.gpu, self.f, self.d, self.rows, self.sharing = problem, gpu, f, d, rows, sharing
         self.cell: Cell = problem.cells[d]
         self.exact = QUANTIZED_STATES.get(problem.precision)
-        self.thread, self.threads = special(f, "tid.x"), sharing.threads(problem)
+        self.thread, self.threads = special_register(f, "tid.x"), sharing.threads(problem)
         inputs = len(problem.inputs)
         weights, *self.tables = operands[inputs:inputs + 4]
-        self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special(f, "ctaid.x") * sharing.items,
+        self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special_register(f, "ctaid.x") * sharing.items,
                          items if sharing.items > 1 else None, weights)
         self.products = sharing.products(self.seat)
         self.places, self.of_item = self.products.places, self.products.of_item
@@ -122,7 +130,7 @@ class Direction:
         for slot, (view, addresses) in enumerate(zip(problem.last, self.last, strict=True)):
             for n, place in enumerate(self.places):
                 if view and addresses:
-                    with f.when(place.there):
+                    with f.when(place.valid):
                         store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
 
     def _time(self, turn: Value, item: int) -> Value:
@@ -240,7 +248,7 @@ class Direction:
             low, high = (reduce(better, [states[n] for n in numbers[1:]], better(states[numbers[0]], 0.0))
                          for better in (gpu.min, gpu.max))
             for distance in lanes:
-                low, high = gpu.min(low, across(low, distance)), gpu.max(high, across(high, distance))
+                low, high = gpu.min(low, shuffle_xor(low, distance)), gpu.max(high, shuffle_xor(high, distance))
             found.append((low, high))
         with f.when((self.thread & sum(lanes)).compare("eq", 0)):
             for place, pair in zip(places, found, strict=True):
@@ -256,10 +264,10 @@ class Direction:
     def _to_y(self, turn: Value, states: States) -> None:
         for n, place in enumerate(self.places):
             item = self.item_of[n]
-            there = place.there
+            valid = place.valid
             if self.longest is not self.ends[0]:
-                there = there & turn.below(self.ends[item])
-            self._store_y(n, self._time(turn, item), states[n, 0], there)
+                valid = valid & turn.below(self.ends[item])
+            self._store_y(n, self._time(turn, item), states[n, 0], valid)
 
     def _behind(self) -> None:
         """Store zeros after the ends of the items."""
@@ -267,13 +275,13 @@ class Direction:
         for item, numbers in enumerate(self.of_item):
             for t in self.f.range("behind", self.ends[item], steps):
                 for n in numbers:
-                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].there)
+                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].valid)
 
-    def _store_y(self, n: int, t: Value, h: Value, there: Value) -> None:
+    def _store_y(self, n: int, t: Value, h: Value, valid: Value) -> None:
         view = self.problem.y
         if view and self.y:
             result = self._program(self.problem.program, h, [], self.problem.numbers)
-            with self.f.when(there):
+            with self.f.when(valid):
                 store_channels(self.gpu, view, [result], self._place(self.y, view, n) + t * view.strides[0])
 
     # ---- addresses of a place

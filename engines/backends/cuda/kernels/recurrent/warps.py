@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import again, elements, shared, wide
+from engines.backends.cuda.codegen.module import elements, opaque_address, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
@@ -257,7 +257,7 @@ class _Products(StepProducts):
 
     def _multiplied(self, gates: Sequence[int], states: States) -> Acc:
         f, resident = self.f, self.tactic.resident
-        acc, mine = {key: self.zero for key in self._keys(gates)}, again(self.mine)
+        acc, mine = {key: self.zero for key in self._keys(gates)}, opaque_address(self.mine)
         for number, products in enumerate(passes(self.problem)):
             if number:
                 acc = {key: value << 8 for key, value in acc.items()}

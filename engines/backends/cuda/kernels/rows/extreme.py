@@ -5,7 +5,15 @@
 from __future__ import annotations
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, across, barrier, begin_kernel, shared, special, wide
+from engines.backends.cuda.codegen.module import (
+    GpuModule,
+    barrier,
+    begin_kernel,
+    shared,
+    shuffle_xor,
+    special_register,
+    wide,
+)
 from engines.backends.cuda.kernels.kernel import Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.rows import OverRows, Row
 from engines.codegen.ir_builder import Value
@@ -26,7 +34,7 @@ class ExtremeByBlock(OverRows[Extreme]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         kind, threads = self.problem.kind, WARPS * WARP
         f, operands, rows = begin_kernel(module, name, threads, len(self.problem.inputs) + 3)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         lane, warp = thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
         best = {0: f.constant(NEUTRAL[kind], FLOAT)}
         for number in f.range("row", wide(warp), wide(rows), WARPS, best=best):
@@ -39,5 +47,5 @@ class ExtremeByBlock(OverRows[Extreme]):
             result: Value = f.load(FLOAT, shared(f) + lane * 4, 4, "best")
             row = Row(self, operands, lane.like(0), lane)
             for distance in (16, 8, 4, 2, 1):
-                result = row.combined(kind, result, across(result, distance))
+                result = row.combined(kind, result, shuffle_xor(result, distance))
             row.store_one(result)

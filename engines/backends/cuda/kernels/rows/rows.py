@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
 from engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
@@ -97,7 +97,7 @@ class Row:
             halves[number % 2] = self.combined(kind, halves[number % 2], here)
         result = self.combined(kind, halves[0], halves[1])
         for distance in (16, 8, 4, 2, 1):
-            result = self.combined(kind, result, across(result, distance))
+            result = self.combined(kind, result, shuffle_xor(result, distance))
         return result
 
     def combined(self, kind: str, a: Value, b: Value) -> Value:
@@ -153,8 +153,8 @@ class RowByWarp(OverRows[P]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         count = len(self.problem.inputs) + 3
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, count)
-        thread = special(f, "tid.x")
-        row = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        thread = special_register(f, "tid.x")
+        row = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         with f.when(row.below(rows)):       # uniform within a warp
             self.write_row(Row(self, operands, row, thread & WARP - 1))
 

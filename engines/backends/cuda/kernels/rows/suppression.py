@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special_register, wide
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.top_k import NOWHERE, Found, before, chosen, first_of_warp
 from engines.codegen.boxes import Box, box_of, covers
@@ -57,7 +57,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, (batches, classes, _) = self.problem, self.problem.scores.shape
         f, (boxes, scores, most, overlap, least, rows, count), _ = begin_kernel(module, name, THREADS, 7)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         wanted: Value = f.load(I64, most, 8, "most")
         wanted = f.call(I64, "llvm.smax.i64", wanted, wanted.like(0), hint="most").at_most(problem.limit)
         share, floor = (f.load(FLOAT, number, 4, "number") for number in (overlap, least))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
 from engines.backends.cuda.kernels.access import offset_in
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.rows import WARPS
@@ -34,8 +34,9 @@ class TopKByWarp(GpuKernel[TopK]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, outputs = self.problem, self.problem.outputs
         f, (x, *targets), rows = begin_kernel(module, name, WARPS * WARP, 1 + len(outputs))
-        thread = special(f, "tid.x")
-        lane, row = thread & WARP - 1, special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        thread = special_register(f, "tid.x")
+        lane = thread & WARP - 1
+        row = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         bits, step = 64 if problem.x.dtype in TopK.wide else 32, problem.x.strides[-1]
         with f.when(row.below(rows)):
             source = x + offset_in(problem.x, row)
@@ -67,7 +68,7 @@ class TopKByWarp(GpuKernel[TopK]):
 def first_of_warp(found: Found) -> Found:
     """Return the first of all lanes' elements."""
     for distance in (16, 8, 4, 2, 1):
-        other = {name: across(value, distance) for name, value in found.items()}
+        other = {name: shuffle_xor(value, distance) for name, value in found.items()}
         found = chosen(before(other, found), other, found)
     return found
 
