@@ -57,7 +57,7 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
 
 def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
     """Raise ConfigError if the live buffers of the largest batch exceed the memory."""
-    if wrong := too_large(peak := _alive_at_once(buffers)):
+    if wrong := too_large(peak := _peak_bytes(buffers)):
         largest = max(buffers, key=lambda buffer: buffer.bytes)
         batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
             peak // max_batch) else ", too much for one item"
@@ -65,7 +65,7 @@ def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
                           f"{wrong}{batch}")
 
 
-def _alive_at_once(buffers: Sequence[Buffer]) -> int:
+def _peak_bytes(buffers: Sequence[Buffer]) -> int:
     """Return the peak of the bytes of live buffers over all steps."""
     change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # first >= -1
     for buffer in buffers:
@@ -92,8 +92,8 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
     memory like any other. Constant halos of one geometry already share memory, so they are converted together, those
     first that free the most bytes per step. Symbolic sizes count with their example values; any choice is correct.
     """
-    buffers, fills = _laid_out(lowered, max_batch)
-    largest = _alive_at_once(buffers)
+    buffers, fills = _buffers_and_fills(lowered, max_batch)
+    largest = _peak_bytes(buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
         i = fill.view.buffer
@@ -103,11 +103,11 @@ def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
         if plan_memory(buffers, fills).total <= SPARE * largest:
             break
         lowered = _with_borders(lowered, group)
-        buffers, fills = _laid_out(lowered, max_batch)
+        buffers, fills = _buffers_and_fills(lowered, max_batch)
     return lowered
 
 
-def _laid_out(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
+def _buffers_and_fills(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
     """Return buffers and halos, with example values for symbolic sizes."""
     buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
     return plain((buffers, fills)) if is_counted(buffers) else (buffers, fills)

@@ -72,9 +72,9 @@ def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
         try:
             calls = tuple(rule(ctx, node))
             for problem in (call.problem for call in calls):
-                if problem.misfit:
-                    raise Refused(f"{problem.family} kernels do not support tensors stored as {problem.misfit}; "
-                                  f"they support {', '.join(problem.computes_on)}")
+                if dtype := problem.unsupported_dtype:
+                    raise Refused(f"{problem.family} kernels do not support tensors stored as {dtype}; they support "
+                                  f"{', '.join(problem.computes_on)}")
                 if ctx.solved is not None and type(problem) not in ctx.solved:
                     raise Refused(f"no {problem.family} kernel for this target")
             return calls

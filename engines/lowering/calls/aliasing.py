@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from engines.errors import ModelError
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from engines.lowering.calls.halos import halo_of_pad, halo_wanted
+from engines.lowering.calls.halos import halo_of_pad, required_halos
 from engines.lowering.calls.placement import (
     ITEMS,
     NO_BUFFER,
@@ -44,16 +44,16 @@ class Aliasing:
         self.graph = graph
         self.buffers: list[Storage] = []
         self._placements: dict[str, Placement] = {}
-        self._wanted = self._halos_wanted()
-        self._parent: dict[str, _Inside] = {}
+        self._required = self._required_halos()
+        self._parent: dict[str, _ViewOf] = {}
         _check_dtypes(graph)
         for node in graph.nodes:
-            self._see_views(node)
-            self._see_pad(node)
+            self._record_views(node)
+            self._record_pad(node)
         for node in reversed(graph.nodes):
-            self._see_concat(node)
-            self._see_transposed_product(node)
-        self._drop_torn_reshapes()
+            self._record_concat(node)
+            self._record_transposed_product(node)
+        self._drop_strided_reshapes()
         self._group_halos = self._halos_of_groups({})
         for name in self._tensors():
             self._placed(name, self._placements, self._new_buffer)
@@ -80,14 +80,14 @@ class Aliasing:
         for node in self.graph.nodes:
             yield from node.outputs
 
-    def _halos_wanted(self) -> dict[str, Halo]:
+    def _required_halos(self) -> dict[str, Halo]:
         wanted: dict[str, Halo] = {}
         for node in self.graph.nodes:
-            for name, halo in halo_wanted(self.graph, node).items():
+            for name, halo in required_halos(self.graph, node).items():
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str, cut: int = 0) -> bool:
+    def _same_storage(self, a: str, b: str, cut: int = 0) -> bool:
         """Return True if both tensors are stored alike with leading items.
 
         One can then be a part of the other, cut along axis `cut` of the item.
@@ -97,49 +97,49 @@ class Aliasing:
                 and (items_of(one) == items_of(other) or cut == ITEMS and not has_batch(one) and not has_batch(other))
                 and not batch_axis(one) and not batch_axis(other))
 
-    def _see_views(self, node: Node) -> None:
+    def _record_views(self, node: Node) -> None:
         if node.op not in VIEWS or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
         if node.op == "Transpose":
-            self._see_transpose(node)
+            self._record_transpose(node)
             return
         if node.op == "Reshape":
-            self._see_reshape(node)
+            self._record_reshape(node)
             return
         cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
             rank = len(types[source].shape) - 1
             moves_rows = any(ITEMS < axis < rank - 1 for axis, *_ in cut or ())
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
-            alike = self._alike(source, output, min((axis for axis, *_ in cut or ()), default=0))
-            if cut is not None and alike and not strided and not (moves_rows and self._wanted.get(output)):
-                self._parent[output] = _Inside(source, cuts=tuple(cut))
+            alike = self._same_storage(source, output, min((axis for axis, *_ in cut or ()), default=0))
+            if cut is not None and alike and not strided and not (moves_rows and self._required.get(output)):
+                self._parent[output] = _ViewOf(source, cuts=tuple(cut))
 
-    def _see_reshape(self, node: Node) -> None:
+    def _record_reshape(self, node: Node) -> None:
         """Record a Reshape as a view. Without a batch, the leading axis may change, too."""
         source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         batched = BATCH in output.shape
         if (items_stay(source, output) if batched else BATCH not in source.shape) and (
                 (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
             shape = item_shape(output) if batched else tuple(map(as_int, output.shape)) or (1,)
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
+            self._parent[node.outputs[0]] = _ViewOf(node.inputs[0], reshape=shape)
 
-    def _see_pad(self, node: Node) -> None:
+    def _record_pad(self, node: Node) -> None:
         """Record a Pad as a view, unless a convolution pads its output again: a halo around a halo is a copy."""
-        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+        if node.op != "Pad" or self._required.get(node.outputs[0]):
             return
         if halo := halo_of_pad(self.graph, node):
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+            self._parent[node.outputs[0]] = _ViewOf(node.inputs[0], halo=halo)
 
-    def _see_transpose(self, node: Node) -> None:
+    def _record_transpose(self, node: Node) -> None:
         """Record a Transpose as a view. The batch leads in memory, so moving only the batch axis moves no data."""
         source, output = node.inputs[0], node.outputs[0]
         axes = self._transposed_axes(node)
         if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
-            self._parent[output] = _Inside(source)
+            self._parent[output] = _ViewOf(source)
         elif axes is not None and is_view_of_input(self.graph, node):
-            self._parent[output] = _Inside(source, perm=axes)
+            self._parent[output] = _ViewOf(source, perm=axes)
 
     def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
         """Return the permutation of axes in memory, items first, or None if the tensors cannot share memory."""
@@ -151,7 +151,7 @@ class Aliasing:
         axes = item_perm(node, source)
         return None if axes is None else (0, *(axis + 1 for axis in axes))
 
-    def _see_concat(self, node: Node) -> None:
+    def _record_concat(self, node: Node) -> None:
         if node.op != "Concat":
             return
         output, types = node.outputs[0], self.graph.types
@@ -163,33 +163,34 @@ class Aliasing:
         for name in node.inputs:
             extent = as_int(types[name].shape[axis + 1])
             free = (name in self.graph.producer and name not in self._parent
-                    and self._alike(name, output, axis) and (axis in (ITEMS, rank - 2) or not self._wanted.get(name))
+                    and self._same_storage(name, output, axis)
+                    and (axis in (ITEMS, rank - 2) or not self._required.get(name))
                     and node.inputs.count(name) == 1)
             if free:
-                self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
+                self._parent[name] = _ViewOf(output, cuts=((axis, start, start + extent, 1),))
             start += extent
 
-    def _see_transposed_product(self, node: Node) -> None:
+    def _record_transposed_product(self, node: Node) -> None:
         if node.op != "Transpose" or not is_view_of_output(self.graph, node):
             return
         source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
         if axes is not None and output not in self._parent and source not in self._parent:
-            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
+            self._parent[source] = _ViewOf(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
 
-    def _drop_torn_reshapes(self) -> None:
+    def _drop_strided_reshapes(self) -> None:
         """Drop views by Reshape of a tensor with gaps if one of the new axes would cross a gap."""
         flat: dict[str, Placement] = {}
         roots: dict[str, str] = {}
         halos = self._halos_of_groups(roots)
         for name, inside in list(self._parent.items()):
-            if inside.reshape is not None and (halos.get(self._root(inside.parent, roots)) or self._wanted.get(name)
+            if inside.reshape is not None and (halos.get(self._root(inside.parent, roots)) or self._required.get(name)
                                                or not self._can_reshape(name, inside, flat)):
                 del self._parent[name]
                 flat.clear()
                 roots.clear()
                 halos = self._halos_of_groups(roots)
 
-    def _can_reshape(self, name: str, inside: _Inside, flat: dict[str, Placement]) -> bool:
+    def _can_reshape(self, name: str, inside: _ViewOf, flat: dict[str, Placement]) -> bool:
         """Return True if a Reshape can be a view. `flat` caches placements in buffers without halos."""
         assert inside.reshape is not None
         if inside.parent not in self._parent:
@@ -217,7 +218,7 @@ class Aliasing:
     def _halos_of_groups(self, roots: dict[str, str]) -> dict[str, Halo]:
         """Return the halo of each buffer, by the tensor that owns it."""
         halos: dict[str, Halo] = {}
-        for name, wanted in self._wanted.items():
+        for name, wanted in self._required.items():
             root = self._root(name, roots)
             halos[root] = halos.get(root, Halo()) | wanted
         return halos
@@ -250,7 +251,7 @@ class Aliasing:
 
 
 @dataclass(frozen=True)
-class _Inside:
+class _ViewOf:
     """View of a tensor in another: cut along the item's axes, with its halo, permuted, or reshaped."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)

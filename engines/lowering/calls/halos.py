@@ -15,7 +15,7 @@ from engines.ops.window import Window
 from engines.passes.rewriting.facts import pads_with_zeros
 
 
-def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
+def required_halos(graph: Graph, node: Node) -> Mapping[str, Halo]:
     """Map a node's inputs to the halo that a convolution, or the consumer of a Pad, reads around them."""
     if node.op == "Pad":
         return {node.inputs[0]: halo} if (halo := halo_of_pad(graph, node)) else {}
@@ -23,7 +23,7 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
     if not conv.attrs.get("channels_last"):
         return {}
     if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
-        return {conv.inputs[0]: Halo.of([_beside(axis, as_int(extent)) for axis, extent in zip(
+        return {conv.inputs[0]: Halo.of([_overhang(axis, as_int(extent)) for axis, extent in zip(
             phases(graph, conv), graph.types[conv.inputs[0]].shape[1:-1], strict=True)])}
     if conv.op != "Conv":
         return {}
@@ -40,6 +40,6 @@ def halo_of_pad(graph: Graph, node: Node) -> Halo:
     return Halo(pads[1], pads[2], pads[5], pads[6])
 
 
-def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
+def _overhang(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
     """Return how far the phases of a transposed convolution read before and after an axis."""
     return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))

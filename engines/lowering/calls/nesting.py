@@ -75,7 +75,7 @@ class NestWriter(Writer):
             indices[axis] = index.within(extent)
         return tests
 
-    def counted(self, index: Term, extent: int) -> Term:
+    def wrapped_index(self, index: Term, extent: int) -> Term:
         """Return a run-time index, wrapped if negative and clamped to the axis."""
         wide = index.to("i64") if index.kind != "u64" else index.bits("i64")
         return self.where(wide < 0, wide + extent, wide).within(extent)

@@ -62,7 +62,7 @@ def log1p(x: Term) -> Term:
     return s * polynomial(s * s, _LOG1P)
 
 
-def _turned(x: Term, quarters: int) -> Term:
+def _sine(x: Term, quarters: int) -> Term:
     """Return sin(x + quarters * pi / 2)."""
     w = x.writer
     n = (x * (2 / math.pi)).unary("rint")
@@ -76,11 +76,11 @@ def _turned(x: Term, quarters: int) -> Term:
 
 
 def sin(x: Term) -> Term:
-    return _turned(x, 0)
+    return _sine(x, 0)
 
 
 def cos(x: Term) -> Term:
-    return _turned(x, 1)
+    return _sine(x, 1)
 
 
 def tan(x: Term) -> Term:

@@ -96,10 +96,10 @@ class NestProgram:
     def __str__(self) -> str:
         return "; ".join(map(str, self.operations)) + f" -> {', '.join(map(str, self.results))}"
 
-    def needed(self, wanted: Collection[int]) -> set[int]:
+    def needed(self, roots: Collection[int]) -> set[int]:
         """Return the given operations and all that they depend on."""
         found: set[int] = set()
-        waiting = list(wanted)
+        waiting = list(roots)
         while waiting:
             if (one := waiting.pop()) not in found:
                 found.add(one)

@@ -41,8 +41,8 @@ class Convolution(ImageProblem):
     dilation: tuple[int, ...] = (1, 1)
 
     @property
-    def misfit(self) -> str:
-        return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
+    def unsupported_dtype(self) -> str:
+        return super().unsupported_dtype or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
 
     def read_by_tap(self, x: Array, *tap: int) -> Array:
         """Return the pixels of x [batch, rows, columns, ...] that a tap reads for all output pixels."""
@@ -131,7 +131,7 @@ class RoundedProduct(BlockedProduct):
     family = "rounded_product"
 
     @property
-    def misfit(self) -> str:
+    def unsupported_dtype(self) -> str:
         others = (view.dtype for view in (*self.operands, self.y) if view.dtype not in self.computes_on)
         return next(others, "" if self.x.dtype == "int8" else self.x.dtype)
 

@@ -38,8 +38,8 @@ class Permute(UnaryProblem):
         return self.x.dtype == self.y.dtype and not self.program.instructions
 
     @property
-    def misfit(self) -> str:
-        return "" if self.raw else super().misfit
+    def unsupported_dtype(self) -> str:
+        return "" if self.raw else super().unsupported_dtype
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs

@@ -47,7 +47,7 @@ class Problem(ABC):
         return tuple(view for field in fields for view in (field if isinstance(field, tuple) else (field,)) if view)
 
     @property
-    def misfit(self) -> str:
+    def unsupported_dtype(self) -> str:
         """First stored dtype that kernels do not support, or "" if the problem can be compiled."""
         return next((view.dtype for view in (*self.inputs, *self.outputs) if view.dtype not in self.computes_on), "")
 

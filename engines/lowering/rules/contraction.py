@@ -36,7 +36,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     border = border_of(ctx, conv, x.view, [before for before, _ in pads])
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
     if len(taps) == 2 and views[0].shape[1] == views[1].shape[1] == 1 < taps[0]:    # a 1-D signal: transpose it
-        views = [turned(view) for view in views]
+        views = [transposed(view) for view in views]
         taps, stride, dilation = taps[::-1], stride[::-1], dilation[::-1]
         border, weights = Halo(border.left, border.top, border.right, border.bottom), weights.swapaxes(2, 3)
     of_x, of_y, *operands = views
@@ -49,7 +49,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     return [replace(call, inputs=(x, *call.inputs[1:]))]
 
 
-def turned(view: View) -> View:
+def transposed(view: View) -> View:
     """Transpose the rows and columns of an image."""
     (height, width, *shape), (row, column, *strides) = view.shape, view.strides
     return replace(view, shape=(width, height, *shape), strides=(column, row, *strides))

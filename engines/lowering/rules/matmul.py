@@ -30,20 +30,21 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     exact = node.precision == "int8" and all(kind.quant for kind in kinds)
     scale, *zeros = _numbers(kinds, 1.0)
     body = write_body(ctx, node, (scale, 0.0))
-    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
-    y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
+    left = _matrix_view(ctx, a, (*lead, rows, depth), shape)
+    right = _matrix_view(ctx, b, (*lead, depth, columns), shape)
+    y, *others = (_matrix_view(ctx, name, shape, shape) for name in (output, *body.operands))
     if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
         raise Refused("the innermost axis of a factor is not contiguous")
     if columns == 1 and depth >= ctx.lanes and not any(kind.quant for kind in kinds):
         raise Refused("a matrix-vector product is compiled as a nest, vectorised along rows")
-    problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
+    problem = Product(left, right, y, tuple(others), body.program, "int8" if exact else node.precision)
     placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
     return [Call(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
 
 
-def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
+def _matrix_view(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
     """Return a tensor as matrices of one item, broadcast to `target`.
 
     Without a batch in `result` the whole tensor is one item. If the batch is the rows of the result, an item is a
@@ -72,11 +73,12 @@ def lower_integer_product(ctx: Context, node: Node) -> Sequence[Call]:
     depth = ctx.type(a).shape[-1]
     if isinstance(depth, str) or depth > DEEPEST:
         raise Refused(f"its inner extent {depth} is beyond {DEEPEST}")
-    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
+    left = _matrix_view(ctx, a, (*lead, rows, depth), shape)
+    right = _matrix_view(ctx, b, (*lead, depth, columns), shape)
     if left.strides[-1] != 1 or 1 not in right.strides[-2:]:
         raise Refused("the innermost axis of a factor is not contiguous")
     numbers = [View(ctx.placements[name].view.dtype, (1,), (1,), 0) if name else None for name in zeros]
-    problem = IntegerProduct(left, right, _seen(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
+    problem = IntegerProduct(left, right, _matrix_view(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
     return [Call(node, problem, tuple(ctx.placements[name] for name in (a, b, *zeros) if name), (result,))]

@@ -54,7 +54,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     """
     if ctx.placements[node.anchor.inputs[0]].items == BATCH and node.anchor.op in ("ReduceMax", "ReduceMin") \
             and len(set(_axes(ctx, node))) == len(ctx.type(node.anchor.inputs[0]).shape):
-        return [_of_all_items(ctx, node)]
+        return [_over_batch(ctx, node)]
     x, y, axes = _reduced(ctx, node)
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
@@ -69,7 +69,8 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     elif between and kind != "min":
         spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
     elif axes == tuple(range(1, rank)) and rank > 2:
-        row, one = _seen(x.view, (math.prod(x.view.shape),)), View(y.view.dtype, (1,), (y.view.size,), y.view.item)
+        row = _reshaped_view(x.view, (math.prod(x.view.shape),))
+        one = View(y.view.dtype, (1,), (y.view.size,), y.view.item)
         spec = Reduce((row,), one, program=written.program, kind=kind)
     elif axes == (rank - 1,):
         view = y.view
@@ -97,7 +98,7 @@ def _axes(ctx: Context, node: Node) -> tuple[int, ...]:
     return tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
 
 
-def _of_all_items(ctx: Context, node: Node) -> Call:
+def _over_batch(ctx: Context, node: Node) -> Call:
     """Return an Extreme, whose items share one result."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     written = write_pooled(ctx, node, 1.0)
@@ -122,12 +123,13 @@ def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int
     channels = x.shape[-1]
     terms = count if node.anchor.op == "ReduceSum" else 1       # the pool computes a mean
     written = written_for(lambda terms: write_pooled(ctx, node, terms, terms), terms)
-    spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
-                "max" if kind == "max" else "average", (count, 1), (count, 1))
+    image = _reshaped_view(x, (rows * count, columns, channels))
+    result = _reshaped_view(y, (rows, columns, channels))
+    spec = Pool(image, result, (), written.program, "max" if kind == "max" else "average", (count, 1), (count, 1))
     return spec, written
 
 
-def _seen(view: View, shape: tuple[int, ...]) -> View:
+def _reshaped_view(view: View, shape: tuple[int, ...]) -> View:
     strides = reshaped_strides(view, shape)
     if strides is None:
         raise Refused("its axes are not contiguous")

@@ -38,7 +38,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     units = [ctx.constant(bias)] if bias else []
     units += np.split(ctx.constant(peepholes), 3, axis=1) if peepholes else []
     constants |= {"units": units, "first": list(given.values())}
-    y, *lasts = ([_wanted(ctx, name) for name in node.outputs] + [None] * kept)[:1 + kept]
+    y, *lasts = ([_used_output(ctx, name) for name in node.outputs] + [None] * kept)[:1 + kept]
     builder, numbers = _stored(ctx, node.outputs[0])
     problem = Recurrence(
         ctx.placements[gates].view, ctx.constant(r).shape[2], cells, directions(node), _view(y),
@@ -113,7 +113,7 @@ def _view(placement: Placement | None) -> View | None:
     return placement.view if placement else None
 
 
-def _wanted(ctx: Context, name: str) -> Placement | None:
+def _used_output(ctx: Context, name: str) -> Placement | None:
     """Return the placement of an output, or None if it is unused."""
     return ctx.placements[name] if ctx.graph.consumers[name] or name in ctx.graph.outputs else None
 

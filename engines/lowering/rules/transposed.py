@@ -28,10 +28,10 @@ from engines.lowering.rules.contraction import accumulator_of, border_of, merge_
 def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
     groups = int(conv.attrs.get("group", 1))
-    weights = _as_of_conv(ctx.constant(conv.inputs[1]), groups)
+    weights = _conv_weights(ctx.constant(conv.inputs[1]), groups)
     if set(conv.attrs.get("dilations") or (1,)) != {1}:
         raise Refused("a transposed convolution with dilation is not compiled by this rule")
-    if not _alone(weights, groups):
+    if not _is_depthwise(weights, groups):
         weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     *outer, columns = axes = phases(ctx.graph, conv)
     if not all(phase.taps for phase in chain(*axes)):
@@ -39,19 +39,19 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     calls: list[Call] = []
     for place in product(*outer):
         apart = [_phase(ctx, node, weights, groups, (*place, column)) for column in columns]
-        together = _together(ctx, apart, place, columns) if groups == 1 else None
+        together = _merged_columns(ctx, apart, place, columns) if groups == 1 else None
         calls += [together] if together else apart
     return calls
 
 
-def _as_of_conv(weights: Array, groups: int) -> Array:
+def _conv_weights(weights: Array, groups: int) -> Array:
     """Rearrange [groups * cin, cout, *kernel] to [groups * cout, cin, *kernel]."""
     cin, cout, *kernel = weights.shape
     blocks = weights.reshape(groups, cin // groups, cout, *kernel).swapaxes(1, 2)
     return blocks.reshape(groups * cout, cin // groups, *kernel)
 
 
-def _alone(weights: Array, groups: int) -> bool:
+def _is_depthwise(weights: Array, groups: int) -> bool:
     """Return True for an image with one input and output channel per group."""
     return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
 
@@ -71,7 +71,7 @@ def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequenc
     seen = (x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
             tuple(len(phase.taps) for phase in place), ones, ones)
     border = border_of(ctx, conv, x.view, [-phase.first for phase in place])
-    problem = Depthwise(*seen) if _alone(weights, groups) else Contraction(*seen, groups, border)
+    problem = Depthwise(*seen) if _is_depthwise(weights, groups) else Contraction(*seen, groups, border)
     return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
@@ -82,7 +82,8 @@ def _part(placement: Placement, place: Sequence[Phase]) -> Placement:
     return placement
 
 
-def _together(ctx: Context, apart: Sequence[Call], place: Sequence[Phase], columns: Sequence[Phase]) -> Call | None:
+def _merged_columns(ctx: Context, apart: Sequence[Call], place: Sequence[Phase],
+                    columns: Sequence[Phase]) -> Call | None:
     """Merge the calls of all phases of the columns, with their channels side by side.
 
     `place` is the phase along each axis before them. Returns None if the calls differ in more than constants, if pixels

@@ -17,7 +17,7 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     if first_item(ctx, node):
         chosen = w.constant(0, "i64")
     else:
-        chosen = w.counted(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
+        chosen = w.wrapped_index(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
     return [w.call(w.at(data, [*w.axes[:axis], chosen, *w.axes[behind:]]))]
 
 
@@ -35,7 +35,7 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
     place = list(w.axes)
-    place[axis] = w.counted(w.broadcast(index), w.extent(data, axis))
+    place[axis] = w.wrapped_index(w.broadcast(index), w.extent(data, axis))
     return [w.call(w.at(data, place))]
 
 
@@ -46,6 +46,6 @@ def lower_gather_nd(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     shared, outer = node.attrs.get("batch_dims", 0), len(ctx.type(index).shape) - 1
     depth = w.extent(index, outer)
-    chosen = [w.counted(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, shared + i))
+    chosen = [w.wrapped_index(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, shared + i))
               for i in range(depth)]
     return [w.call(w.at(data, [*w.axes[:shared], *chosen, *w.axes[outer:]]))]

@@ -34,7 +34,7 @@ class Along:
         self.x = self.writer.at(name, self.place)
         self.count = math.prod(self.writer.reduced)
 
-    def beside(self, name: str) -> Term:
+    def broadcast(self, name: str) -> Term:
         """Return the element of another tensor, broadcast to the input."""
         shape = self.writer.ctx.type(name).shape
         zero = self.writer.constant(0, "i64")
@@ -194,7 +194,7 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
     along = Along(ctx, node, axes)
     value, *_ = _normalised(along)
     for name, op in zip(anchor.inputs[1:], ("mul", "add"), strict=False):
-        value = value.binary(op, along.beside(name)) if name else value
+        value = value.binary(op, along.broadcast(name)) if name else value
     calls = [along.writer.call(value, inside=True, targets=[along.whole(node.outputs[0])])]
     for output, which in ((output, which) for which, output in enumerate(node.outputs) if which and output):
         of_one = replace(node, outputs=(output,))

@@ -117,7 +117,7 @@ def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
         beyond = (at < -1.0) | (at > float(extent))
         outside = beyond if outside is None else outside | beyond
         axes.append(_between(at, extent))
-    image = w.counted(w.at(images, [region]), w.extent(x, 0))
+    image = w.wrapped_index(w.at(images, [region]), w.extent(x, 0))
     parts = [w.at(x, [image, channel, row, column]) * (high * wide)
              for row, high in axes[0] for column, wide in axes[1]]
     total = parts[0]

@@ -48,11 +48,11 @@ class Transposed:
     def calls(self, element: Element, bias: str = "") -> list[Call]:
         """Return the nests that sum `element`."""
         if self._by_tests:
-            return [self._tested(element, bias)]
+            return [self._tested_nest(element, bias)]
         axes = [phases_of(kernel, stride, pad, extent) for kernel, stride, (pad, _), extent in zip(
             self.window.kernel, self.window.strides, self.window.pads, self.extents, strict=True)]
         made = self._in_padding(axes)
-        return [*made, *(self._of_phases(phases, element, bias) for phases in product(*axes))]
+        return [*made, *(self._phase_nest(phases, element, bias) for phases in product(*axes))]
 
     def _in_padding(self, axes: Sequence[Sequence[Phase]]) -> list[Call]:
         """Return the nests that pad the image for reads outside of it."""
@@ -65,7 +65,7 @@ class Transposed:
         self.image, self.seen, made = padded(self.ctx, self.node, self.x, around, number_of(self.ctx, self.x, 0))
         return made
 
-    def _of_phases(self, phases: Sequence[Phase], element: Element, bias: str) -> Call:
+    def _phase_nest(self, phases: Sequence[Phase], element: Element, bias: str) -> Call:
         """Return the nest of one phase along each axis. Phases without taps have the bias alone."""
         counts: list[Dim] = [phase.outputs for phase in phases]
         shape = [self.shape[0], *counts, self.shape[-1]] if self.last else [*self.shape[:2], *counts]
@@ -86,7 +86,7 @@ class Transposed:
             w.axes[self.first + i] = w.axes[self.first + i] * phase.step + phase.start
         return w.call(self._total(element, numbers, bias), targets=[target])
 
-    def _tested(self, element: Element, bias: str) -> Call:
+    def _tested_nest(self, element: Element, bias: str) -> Call:
         """Return a nest over all taps that tests whether they hit a pixel."""
         w = self.w = NestWriter(self.ctx, self.node, self.shape, (*self.channels, *self.window.kernel))
         self.channel, taps = w.axes[-1 if self.last else 1], w.inner[len(self.channels):]

@@ -65,13 +65,13 @@ class Sliding:
             return self.w.at_placed(*self._image, order)
         return self.w.at(self.x, order, outside)
 
-    def seen(self) -> list[Term]:
+    def tap_coordinates(self) -> list[Term]:
         """Return the coordinate of the tap along each axis: place * stride + tap * dilation - padding."""
         window = self.window
         return [place * stride + tap * dilation - before for place, stride, tap, dilation, (before, _) in zip(
             self.places, window.strides, self.taps, window.dilations, window.pads, strict=True)]
 
-    def begins(self) -> list[Term]:
+    def first_coordinates(self) -> list[Term]:
         """Return the coordinate of the first tap inside the image along each axis."""
         found = []
         for place, stride, dilation, (before, _) in zip(self.places, self.window.strides, self.window.dilations,
@@ -91,7 +91,7 @@ class Sliding:
                 tests.append(place < self.size(axis))
         return tests
 
-    def counted(self, padding: bool) -> Term | None:
+    def tap_count(self, padding: bool) -> Term | None:
         """Return the number of taps inside the image or its padding, or None if all always are."""
         count: Term | None = None
         window = self.window
@@ -110,7 +110,7 @@ class Sliding:
         return None if count is None or count.linear is not None else count
 
 
-def _turned(s: Sliding, name: str) -> Term:
+def _transposed_weight(s: Sliding, name: str) -> Term:
     """Return a weight, read from a copy with the output channels innermost, as in the result."""
     extents = [as_int(extent) for extent in s.w.ctx.type(name).shape]
     view = dense_view(s.w.ctx.placements[name].view.dtype, (*extents[1:], extents[0]))
@@ -149,11 +149,11 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node, (as_int(each),))
     groups = anchor.attrs.get("group", 1)
     channel = in_group(s.channel, as_int(count), groups, as_int(each)) + s.w.inner[0]
-    places = s.seen()
+    places = s.tap_coordinates()
     if anchor.op == "Conv":
         s.padded(0)
     pixel = s.pixel(channel, places, 0)
-    weight = _turned(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
+    weight = _transposed_weight(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
         weights, [s.channel, s.w.inner[0], *s.taps])
     if anchor.op == "ConvInteger":
         zero = s.w.constant(0, "i64")
@@ -174,7 +174,7 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers_in_general("MaxPool")
 def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node)
-    places = s.seen()
+    places = s.tap_coordinates()
     if node.body:
         raise Refused("a nest does not support its fused body")
     fill = lowest(ctx.placements[s.x].view.dtype)
@@ -184,15 +184,15 @@ def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
         return [*s.before, s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
     if s.last:
         raise Refused("indices of pixels need channels first")
-    begins = s.begins()
+    begins = s.first_coordinates()
     first, most = s.pixel(s.channel, begins, fill), s.w.reduce("max", pixel)
     beats = most > first        # false if the first pixel is NaN
     found = [s.w.where(beats, later, begin)
-             for later, begin in zip(_seen_by(s, s.w.reduce("first_max", pixel)), begins, strict=True)]
+             for later, begin in zip(_coordinates_of(s, s.w.reduce("first_max", pixel)), begins, strict=True)]
     return [*s.before, s.w.call(s.w.where(beats, most, first), _number(s, node, found))]
 
 
-def _seen_by(s: Sliding, tap: Term) -> list[Term]:
+def _coordinates_of(s: Sliding, tap: Term) -> list[Term]:
     """Return the coordinates of a tap, given its number."""
     seen = []
     for axis in reversed(range(s.rank)):
@@ -215,14 +215,14 @@ def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
 @lowers_in_general("AveragePool", "LpPool")
 def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s, anchor = Sliding(ctx, node), node.anchor
-    places = s.seen()
+    places = s.tap_coordinates()
     s.padded(0)
     pixel = s.pixel(s.channel, places, 0)
     if anchor.op == "LpPool":
         return [*s.before, s.w.call(s.w.finished(_norm(s, pixel, anchor.attrs.get("p", 2))))]
     if pixel.kind not in FLOATING:
         raise Refused("a mean of integers")
-    total, count = s.w.reduce("sum", pixel), s.counted(bool(anchor.attrs.get("count_include_pad")))
+    total, count = s.w.reduce("sum", pixel), s.tap_count(bool(anchor.attrs.get("count_include_pad")))
     if count is None:
         return [*s.before, s.w.call(s.w.finished(total * (1 / math.prod(s.window.kernel))))]
     return [*s.before, s.w.call(s.w.finished(total / count.to(total.kind)))]
