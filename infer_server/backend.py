@@ -160,10 +160,10 @@ def gpus_for(path: Path) -> list[Gpu]:
 
 def gpus_to_build_for() -> list[Gpu]:
     """The GPUs of this machine, each with the target of builds for it, or why there is none."""
-    from engines.backends import local_gpus
+    from engines.backends import gpus_here
     return [Gpu(gpu.number, gpu.name, gpu.uuid,
                 "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
-            for gpu, target in local_gpus()]
+            for gpu, target in gpus_here()]
 
 
 def is_mixed(engine: Described) -> bool:

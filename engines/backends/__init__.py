@@ -66,7 +66,7 @@ def known_targets() -> list[str]:
     return [*every_target(), "cuda"]
 
 
-def local_gpus() -> Sequence[tuple[GpuInfo, str]]:
+def gpus_here() -> Sequence[tuple[GpuInfo, str]]:
     """Return the GPUs of this machine and the target to build for each, without initialising a GPU.
 
     The target is "" for a GPU that is older than every known target.

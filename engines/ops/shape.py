@@ -1,4 +1,4 @@
-"""Operators that see a tensor under another shape, or ask for it. Targets (`shape`, `axes`) are attributes."""
+"""Operators that change or return a tensor's shape. Targets (`shape`, `axes`) are attributes."""
 from __future__ import annotations
 
 import math
@@ -14,6 +14,7 @@ from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values, present
 
 
 class Identity(SameShape):
+    """Copy of the input."""
     symbolic = True
     moves, along, stored = True, "", Stored.CONVERTED
 
@@ -27,12 +28,12 @@ class Identity(SameShape):
 
 
 class View(Op, abstract=True):
-    """The same elements in the same order under another shape."""
+    """Operator that reshapes its input."""
     symbolic = moves = True
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """The new shape."""
+        """Return the new shape."""
         raise NotImplementedError
 
     @classmethod
@@ -54,13 +55,13 @@ class View(Op, abstract=True):
 
 
 def _sizes(target: tuple[Dim, ...], elements: int) -> tuple[int, ...]:
-    """The target with one symbolic extent replaced by what is left over for it."""
+    """Return the target with its symbolic extent replaced by the remaining number of elements."""
     known = math.prod(d for d in target if isinstance(d, int))
     return tuple(elements // max(known, 1) if isinstance(d, str) else d for d in target)
 
 
 class Reshape(View):
-    """To the attribute `shape`; one extent may be symbolic."""
+    """Reshape to the attribute `shape`; one extent may be symbolic."""
     stored = Stored.ALIKE
 
     @classmethod
@@ -69,7 +70,7 @@ class Reshape(View):
 
 
 class Flatten(View):
-    """To two axes: those before `axis`, and the rest."""
+    """Reshape to two axes: those before `axis`, and the others."""
     attributes = ("axis",)
 
     @classmethod
@@ -80,7 +81,7 @@ class Flatten(View):
 
 
 class Squeeze(View):
-    """Without the extents of 1 at `axes`; without `axes`, without all of them."""
+    """Removal of the axes `axes` of extent 1, or of all such axes."""
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -92,7 +93,7 @@ class Squeeze(View):
 
 
 class Unsqueeze(View):
-    """With new extents of 1 at `axes` of the result."""
+    """Insertion of axes of extent 1 at `axes` of the result."""
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -103,6 +104,7 @@ class Unsqueeze(View):
 
 
 class Transpose(Op):
+    """Permutation of the axes by `perm`."""
     symbolic = True
     moves, stored = True, Stored.CONVERTED
 
@@ -144,7 +146,7 @@ class Expand(Op):
 
 
 class Shape(Op):
-    """The extents from axis `start` to `end`."""
+    """Extents of the axes from `start` to `end`."""
     attributes = ("start", "end")
 
     @classmethod
@@ -173,7 +175,7 @@ class Shape(Op):
 
 
 class Size(Op):
-    """How many elements."""
+    """Number of elements."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.backends import local_gpus
+from engines.backends import gpus_here
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
@@ -197,7 +197,7 @@ def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why
 def test_what_is_built_for_each_gpu_of_a_machine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {"sm_75": "sm_75", "sm_87": "sm_86", "sm_90": "sm_90a", "sm_103": "sm_100", "sm_52": ""}
     install(monkeypatch, *map(EmulatedGpu, targets))
-    assert [(gpu.architecture, target) for gpu, target in local_gpus()] == list(targets.items())
+    assert [(gpu.architecture, target) for gpu, target in gpus_here()] == list(targets.items())
     install(monkeypatch, EmulatedGpu("sm_52"))
     with pytest.raises(ConfigError, match="that is sm_52, which is older than all that there are kernels for: sm_61"):
         Builder(BuildConfig(target="cuda"))

@@ -8,29 +8,29 @@ from engines.codegen.types import I32, vector
 CHUNK = 16              # bytes per thread and copy
 
 
-def copy_chunk(gpu: Gpu, to: Value, source: Value, valid: Value) -> None:
-    """Copy CHUNK bytes, asynchronously if possible. `valid` (i32) is CHUNK, or 0 to write zeros."""
+def copy_chunk(gpu: Gpu, to: Value, source: Value, taken: Value) -> None:
+    """Copy CHUNK bytes, asynchronously if possible. `taken` (i32) is CHUNK, or 0 to write zeros."""
     if gpu.async_copy:
-        copy_async(to, source, CHUNK, valid)
+        copy_async(to, source, CHUNK, taken)
     else:
-        copy_by_register(to, source, valid)
+        copy_by_register(to, source, taken)
 
 
-def copy_by_register(to: Value, source: Value, valid: Value) -> None:
-    """Copy CHUNK bytes through registers. `valid` (i32) is CHUNK, or 0 to write zeros."""
+def copy_by_register(to: Value, source: Value, taken: Value) -> None:
+    """Copy CHUNK bytes through registers. `taken` (i32) is CHUNK, or 0 to write zeros."""
     f = to.f
     chunk = {"": f.constant(0, vector(4, I32))}
-    with f.chosen(valid.compare("ne", 0), chunk):
+    with f.chosen(taken.compare("ne", 0), chunk):
         chunk[""] = f.load(vector(4, I32), source, CHUNK, "chunk")
     f.store(chunk[""], to, CHUNK)
 
 
-def copy_async(to: Value, source: Value, size: int, valid: Value) -> None:
-    """Copy `valid` (i32) of `size` bytes to shared memory with cp.async, and fill the rest with zeros."""
+def copy_async(to: Value, source: Value, size: int, taken: Value) -> None:
+    """Copy `taken` (i32) of `size` bytes to shared memory with cp.async, and fill the rest with zeros."""
     way = "cg" if size == 16 else "ca"
     # As assembly: LLVM 20 has no pattern of its intrinsic for pointers of 32 bits.
     text = f"cp.async.{way}.shared.global [$0], [$1], {size}, $2;"
-    to.f.write(f'call void asm sideeffect "{text}", "r,l,r,~{{memory}}"({to}, {source}, {valid})')
+    to.f.write(f'call void asm sideeffect "{text}", "r,l,r,~{{memory}}"({to}, {source}, {taken})')
 
 
 def commit(f: Function) -> None:

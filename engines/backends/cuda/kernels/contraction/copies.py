@@ -47,9 +47,9 @@ class Copies:
     def copy(self, turn: Value, stage: Value) -> None:
         """Copy stage `turn` of K to the offset `stage` of shared memory. Stages past the end of K are zeros."""
         tile, first = self.tile, shared(self.f) + (stage + self.to)
-        at, valid = self._chunk(turn)
+        at, taken = self._chunk(turn)
         for i, pixel in enumerate(self.pixels):
-            self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, valid)
+            self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, taken)
         first = first + tile.pixels * tile.depth
         whole = number_if(turn.below(self.depth.turns(tile)), CHUNK)
         source = self.weights + wide(turn * tile.depth)
@@ -66,32 +66,32 @@ class Copies:
             pair = elements(f.load(vector(2, I32), self.walk + wide(chunk * 8), 8, "walk"))
             return f.cast("sext", pair[0], I64, "walk"), pair[1]
         last = len(depth.walk) - 1
-        valid = number_if(chunk.below(len(depth.walk)), CHUNK)
+        taken = number_if(chunk.below(len(depth.walk)), CHUNK)
         if depth.ragged:
-            valid = f.select(chunk.compare("eq", last), valid.like(depth.bytes - last * CHUNK), valid, "taken")
-        return wide(chunk * CHUNK), valid
+            taken = f.select(chunk.compare("eq", last), taken.like(depth.bytes - last * CHUNK), taken, "taken")
+        return wide(chunk * CHUNK), taken
 
-    def _copy_pixel(self, to: Value, source: Value, valid: Value) -> None:
-        """Copy `valid` bytes of a chunk of x, and fill the rest with zeros."""
+    def _copy_pixel(self, to: Value, source: Value, taken: Value) -> None:
+        """Copy `taken` bytes of a chunk of x, and fill the rest with zeros."""
         grain = self.depth.grain
         if self.gpu.async_copy and grain >= 4:
             for at in range(0, CHUNK, grain):
-                there = valid if grain == CHUNK else _between(valid, at, grain)
+                there = taken if grain == CHUNK else _between(taken, at, grain)
                 copy_async(to + at, source + at, grain, there)
         elif grain == CHUNK and not self.depth.ragged:
-            copy_by_register(to, source, valid)
+            copy_by_register(to, source, taken)
         else:
-            self._copy_pieces(to, source, valid, grain)
+            self._copy_pieces(to, source, taken, grain)
 
-    def _copy_pieces(self, to: Value, source: Value, valid: Value, grain: int) -> None:
+    def _copy_pieces(self, to: Value, source: Value, taken: Value, grain: int) -> None:
         """Copy a chunk in smaller pieces, for unaligned x or partial chunks. Missing pieces are zeros."""
         f = self.f
         size = min(grain, self.depth.size) if self.depth.ragged else grain
         type_ = f"i{8 * size}"
         pieces = {i: f.constant(0, type_) for i in range(CHUNK // size)}
-        with f.chosen(valid.compare("ne", 0), pieces):
+        with f.chosen(taken.compare("ne", 0), pieces):
             for i in pieces:
-                there = valid.compare("ugt", i * size)
+                there = taken.compare("ugt", i * size)
                 # A missing piece reads the first one instead, to stay in bounds.
                 at = f.select(there, f.constant(i * size, I64), f.constant(0, I64), "place")
                 piece = f.load(type_, source + at, size, "piece")
@@ -99,8 +99,8 @@ class Copies:
         f.store(f.cast("bitcast", vector_of([*pieces.values()]), vector(4, I32), "chunk"), to, CHUNK)
 
 
-def _between(valid: Value, at: int, size: int) -> Value:
-    """Return how many of the bytes at..at + size - 1 are among the first `valid`."""
-    f = valid.f
-    behind = f.call(I32, "llvm.umax.i32", valid, valid.like(at), hint="most") - at
+def _between(taken: Value, at: int, size: int) -> Value:
+    """Return how many of the bytes at..at + size - 1 are among the first `taken`."""
+    f = taken.f
+    behind = f.call(I32, "llvm.umax.i32", taken, taken.like(at), hint="most") - at
     return behind.at_most(size)
