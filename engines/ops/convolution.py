@@ -95,7 +95,7 @@ class Col2Im(Op):
         columns, *places = fixed(x.shape[1:])
         image, window = node.attrs["image_shape"], Window.of(node, len(places))
         if columns % math.prod(window.kernel) or window.outputs(image) != tuple(places):
-            raise GraphError(f"{columns} columns at {places} places are not those of windows over {list(image)}")
+            raise GraphError(f"{columns} columns at {places} places do not fit windows over {list(image)}")
         return (TensorType(x.dtype, (x.shape[0], columns // math.prod(window.kernel), *image)),)
 
     @classmethod
@@ -117,7 +117,7 @@ class Col2Im(Op):
 
 def _check_bias(bias: TensorType | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
-        raise GraphError(f"a bias of shape {text(bias.shape)} is not one for each of {channels} channels")
+        raise GraphError(f"its bias has shape {text(bias.shape)}, but there are {channels} output channels")
 
 
 def _transposed_outputs(node: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class Range(Op):
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (_whole(v.item()) for v in values if v is not None)
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
-            raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
+            raise GraphError(f"the number of steps from {start} to {limit} by {delta} is undefined")
         length = limit - start
         if delta != 1 or not isinstance(length, Extent):
             integers = isinstance(length, int) and isinstance(delta, int)
@@ -91,7 +91,7 @@ class Multinomial(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) != 2:
-            raise GraphError("it takes a row of weights for each item")
+            raise GraphError("it takes a matrix, a row of weights per item")
         return (TensorType(cls._dtype(node), (x.shape[0], node.attrs.get("sample_size", 1))),)
 
     @classmethod

@@ -26,10 +26,10 @@ class Concat(Op):
         shape = parts[0].shape
         axis = normal_axis(node.attrs["axis"], len(shape))
         if any(len(t.shape) != len(shape) for t in parts) or not shape:
-            raise GraphError("its parts are of different ranks, or have no axes")
+            raise GraphError("its parts must have equally many axes, at least one")
         others = [(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts]
         if any(other != others[0] for other in others):
-            raise GraphError(f"extents beside axis {axis} differ")
+            raise GraphError(f"extents of its parts differ on axes other than {axis}")
         total = sum((extent(t.shape[axis]) for t in parts), start=0)
         return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
 
@@ -140,7 +140,7 @@ class Gather(Op):
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
         if known is not None and known.dtype != object and isinstance(extent_, int) and known.size and (
                 known.min() < -extent_ or known.max() >= extent_):
-            raise GraphError(f"its indices reach from {known.min()} to {known.max()}, axis {axis} has {extent_}")
+            raise GraphError(f"its indices are in {known.min()}..{known.max()}, but axis {axis} has extent {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod
@@ -249,7 +249,7 @@ class Trilu(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) < 2:
-            raise GraphError("its input is no matrix")
+            raise GraphError("its input has fewer than two axes")
         return (TensorType(x.dtype, x.shape),)
 
     @classmethod
@@ -274,7 +274,7 @@ class DepthToSpace(LayoutOp):
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if channels % block**2:
-            raise GraphError(f"{channels} channels are no multiple of {block} * {block}")
+            raise GraphError(f"{channels} channels are not a multiple of {block} * {block}")
         return (TensorType(x.dtype, (x.shape[0], channels // block**2, height * block, width * block)),)
 
     @classmethod
@@ -298,7 +298,7 @@ class SpaceToDepth(LayoutOp):
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if height % block or width % block:
-            raise GraphError(f"{height} x {width} pixels are no multiple of {block} x {block}")
+            raise GraphError(f"{height} x {width} pixels are not a multiple of {block} x {block}")
         return (TensorType(x.dtype, (x.shape[0], channels * block**2, height // block, width // block)),)
 
     @classmethod

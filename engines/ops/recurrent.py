@@ -98,7 +98,7 @@ class _Layer(Op, abstract=True):
         _check_states(state, inputs[5:7], values[5:7], items=0 if first else 1)
         lengths = inputs[4] if len(inputs) > 4 else None
         if lengths is not None and lengths.shape != (batch,):
-            raise GraphError(f"sequence_lens {text(lengths.shape)} are not one for each of {batch} items")
+            raise GraphError(f"sequence_lens has shape {text(lengths.shape)}, but there are {batch} items")
         return (TensorType(x.dtype, y), *(TensorType(x.dtype, state) for _ in range(_states(cls.__name__))))
 
     @classmethod

@@ -33,7 +33,7 @@ class ScatterElements(Op):
     def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
         normal_axis(node.attrs["axis"], len(data.shape))
         if index.shape != updates.shape or len(index.shape) != len(data.shape):
-            raise GraphError("it has not an index for each update, or not as many axes as its data")
+            raise GraphError("indices and updates must have the same shape, with as many axes as the data")
         return (TensorType(data.dtype, data.shape),)
 
     @classmethod
@@ -56,7 +56,7 @@ class Unpool(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType, index: TensorType, elsewhere: TensorType) -> Types:
         if index.shape != x.shape:
-            raise GraphError("it has not an index for each element")
+            raise GraphError("indices and x must have the same shape")
         return (TensorType(x.dtype, (node.attrs["size"],)),)
 
     @classmethod
@@ -100,7 +100,7 @@ class GatherND(Op):
         shared = node.attrs.get("batch_dims", 0)
         depth = _depth(index, len(data.shape) - shared)
         if data.shape[:shared] != index.shape[:shared] or not 0 <= shared < len(index.shape):
-            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} have not the same first "
+            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} differ in the first "
                              f"{shared} axes")
         return (TensorType(data.dtype, (*index.shape[:-1], *data.shape[shared + depth:])),)
 
@@ -131,5 +131,5 @@ def _depth(index: TensorType, rank: int) -> int:
         raise GraphError("its indices have no axes")
     (depth,) = fixed(index.shape[-1:])
     if not 0 < depth <= rank:
-        raise GraphError(f"an index has {depth} coordinates, of {rank} axes")
+        raise GraphError(f"an index has {depth} coordinates for {rank} axes")
     return depth

@@ -112,7 +112,7 @@ class Transpose(Op):
     def types(cls, node: Node, x: TensorType) -> Types:
         order = node.attrs.get("perm", range(len(x.shape))[::-1])
         if sorted(order) != list(range(len(x.shape))):
-            raise GraphError(f"perm {tuple(order)} is no order of {len(x.shape)} axes")
+            raise GraphError(f"perm {tuple(order)} is not a permutation of {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(x.shape[i] for i in order)),)
 
     @classmethod

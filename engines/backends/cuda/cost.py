@@ -112,9 +112,9 @@ def contraction_seconds(work: Blocks, card: Card, precision: str, element: int) 
     (pixels, couts), (rows, columns) = work.tile, work.warp
     blocks = -(-work.pixels // pixels) * -(-work.couts // couts)
     registers = rows * columns // 32 + BESIDE
-    beside = min(REGISTERS // (registers * work.threads), card.shared // max(work.shared_bytes, 1),
-                 THREADS // work.threads)
-    if beside < 1 or registers > MOST_REGISTERS:
+    resident = min(REGISTERS // (registers * work.threads), card.shared // max(work.shared_bytes, 1),
+                   THREADS // work.threads)
+    if resident < 1 or registers > MOST_REGISTERS:
         return math.inf
     rate = card.products[precision] * (card.grouped if work.grouped else 1)
     products = pixels * couts * work.depth / element / rate
@@ -125,7 +125,7 @@ def contraction_seconds(work: Blocks, card: Card, precision: str, element: int) 
     loop = max(products, (reads + writes) / SHARED_RATE)
     ends = pixels * couts * (EPILOGUE + OPERAND * work.operands) / ISSUE
     turns = math.ceil(blocks / card.multiprocessors)
-    hidden = ends if beside == 1 else max(ends - loop * (beside - 1), ends / beside)
-    arithmetic = (turns * (loop + hidden) + START * math.ceil(turns / beside)) / card.hertz
+    hidden = ends if resident == 1 else max(ends - loop * (resident - 1), ends / resident)
+    arithmetic = (turns * (loop + hidden) + START * math.ceil(turns / resident)) / card.hertz
     l2 = blocks * (pixels + couts) * work.depth / card.l2
     return max(arithmetic, l2, work.moved / card.memory) + LAUNCH

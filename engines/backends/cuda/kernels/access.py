@@ -97,7 +97,7 @@ def offset_in(view: View, pixel: Value) -> Value:
 
 # ---- memory -> float32
 def load_channels(gpu: Gpu, view: View, address: Value, count: int) -> list[Value]:
-    """Load `count` neighbouring channels as float32. `together` must have allowed the count."""
+    """Load `count` neighbouring channels as float32. `vector_width` must allow the count."""
     return [to_float(gpu, view.dtype, value) for value in load_stored(view, address, count)]
 
 

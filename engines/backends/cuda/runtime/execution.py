@@ -29,7 +29,7 @@ MOST_GRAPHS = 32        # per context: one per bucket and set of bound arrays
 
 RUN_ARRAY = -1
 
-# Of a graph: items to launch, items to copy, and each tensor's bound address, 0 (host slots) or PLACED (not copied).
+# Of a graph: items to launch, items to copy, and each tensor's bound address, 0 (host slots) or RUN_ARRAY.
 Key = tuple[int, int, tuple[int, ...]]
 
 

@@ -89,12 +89,12 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         turns = -(-blocks // card.multiprocessors)
         from_l2 = min(card.l2 / card.hertz / min(blocks, card.multiprocessors), L2_PORT)        # bytes a cycle
         moved = work.shared / SHARED_RATE + work.through / from_l2
-        beside = max(1, min(REGISTERS // (work.registers * grid.threads), THREADS // grid.threads,
-                            card.shared // grid.shared_bytes, turns))
+        resident = max(1, min(REGISTERS // (work.registers * grid.threads), THREADS // grid.threads,
+                              card.shared // grid.shared_bytes, turns))
         products = work.products * PRODUCT / card.products["int8"]      # cycles per warp on a whole multiprocessor
         busy = max(work.instructions * grid.threads / ISSUE, moved, products * grid.threads / WARP)
-        step = max(busy * beside, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
-        cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // beside)
+        step = max(busy * resident, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
+        cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // resident)
         return max(card.copy_seconds(problem.bytes * items), cycles / card.hertz + LAUNCH)
 
     def pack(self, tactic: Sharing, constants: Mapping[str, Any]) -> tuple[Array, ...]:

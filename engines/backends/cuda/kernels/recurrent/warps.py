@@ -136,8 +136,8 @@ class Tiled(Sharing):
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * places)
-        beside = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
-        registers = beside + places * (cell.gates + cell.kept + 3) + 4 * self.registers
+        base = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
+        registers = base + places * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
