@@ -51,7 +51,7 @@ def way_of(problem: Problem | Way, gpu: Gpu, aligned: int = ALIGNED) -> Way:
         return problem
     kernel = kernel_for(problem, gpu, (aligned,) * len((*problem.inputs, *problem.outputs)))
     if kernel is None:
-        pytest.skip(f"no kernel of {problem.family} for GPUs yet")
+        pytest.skip(f"there is no GPU kernel for {problem.family}")
     if kernel.refusal:
         pytest.skip(kernel.refusal)
     return Way(kernel, cheapest(kernel, CARDS[gpu.name], items=2))
