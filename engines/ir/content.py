@@ -20,8 +20,8 @@ LEAST = 1 << 12         # elements from which on hashing an array pays
 SAMPLE = 16             # elements that EqualArrays compares before it computes a digest
 MOST = 512              # results kept per function, the most recently used
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def content_of(array: Array) -> bytes:
@@ -67,29 +67,29 @@ class EqualArrays:
         return name_in_file(array.dtype), array.shape, array.flat[at].tobytes()
 
 
-def remembering(most: int = MOST) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+def remembering(most: int = MOST) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Return a decorator that caches results of functions of arrays and numbers by content.
 
     Equal arguments give the same object, which must not be modified. `most` bounds the number of results; keep it small
     for large ones.
     """
-    def remembered(function: Callable[Given, Found]) -> Callable[Given, Found]:
-        known: OrderedDict[tuple[Hashable, ...], Found] = OrderedDict()
+    def remembered(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        cache: OrderedDict[tuple[Hashable, ...], Result] = OrderedDict()
 
         @wraps(function)
-        def found(*given: Given.args, **named: Given.kwargs) -> Found:
-            told = (*given, *(part for pair in sorted(named.items()) for part in pair))
-            if max(one.size for one in told if isinstance(one, np.ndarray)) < LEAST:
-                return function(*given, **named)
-            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in told)
+        def wrapper(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            parts = (*arguments, *(one for pair in sorted(named.items()) for one in pair))
+            if max(one.size for one in parts if isinstance(one, np.ndarray)) < LEAST:
+                return function(*arguments, **named)
+            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in parts)
             with suppress(KeyError):            # not `in`: another thread may remove it
-                known.move_to_end(key)
-                return known[key]
-            result = known[key] = function(*given, **named)
-            if len(known) > most:
-                known.popitem(last=False)
+                cache.move_to_end(key)
+                return cache[key]
+            result = cache[key] = function(*arguments, **named)
+            if len(cache) > most:
+                cache.popitem(last=False)
             return result
 
-        return found
+        return wrapper
 
     return remembered

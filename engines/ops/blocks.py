@@ -14,7 +14,7 @@ from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.rounding import HEAD, from_bytes, real_rows, rounded
 from engines.ir.shapes import fixed
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
 CENTRE = 8              # the value of q that means 0 without offsets
@@ -30,7 +30,7 @@ class FakeQuantizeBlocks(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1,), "rounds blocks along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1,), "rounds blocks along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:

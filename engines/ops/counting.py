@@ -67,7 +67,7 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
 
 def _in_floats(value: Deferred) -> Any:
     """Return the integers that a Cast made floats, if they are exact, else None."""
-    if value.function is _made and value.arguments[2].op == "Cast" and value.dtype in (np.float32, np.float64):
+    if value.function is _computed and value.arguments[2].op == "Cast" and value.dtype in (np.float32, np.float64):
         found = value.arguments[3].listed
         if found is not None and all(-EXACT < number < EXACT for number in found):
             array = np.empty(value.shape, object)
@@ -107,7 +107,7 @@ def is_deferred(node: Node, given: Values, types: Types) -> bool:
 
 def deferred(node: Node, arguments: Sequence[Any], types: Types) -> tuple[Any, ...]:
     """Return the outputs of a node of constants as Deferreds."""
-    return tuple(Deferred(_made, (which, kind.dtype, node, *arguments), kind.dtype, kind.shape)
+    return tuple(Deferred(_computed, (which, kind.dtype, node, *arguments), kind.dtype, kind.shape)
                  for which, kind in enumerate(types))
 
 
@@ -118,5 +118,5 @@ def as_constant(value: Any, kind: TensorType) -> Any:
     return value
 
 
-def _made(which: int, dtype: np.dtype[Any], node: Node, *arrays: Array) -> Array:
+def _computed(which: int, dtype: np.dtype[Any], node: Node, *arrays: Array) -> Array:
     return run_node(node, arrays)[which].astype(dtype, copy=False)

@@ -5,7 +5,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
 SWEEPS, ERROR = 100, 0.005          # most sweeps; bound on the gradient times the number of classes
@@ -31,7 +31,7 @@ class PairwiseCoupling(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         r = inputs[0]
         assert r is not None
-        return (beside(r.shape, only_first(axes), (1, 2), "couples"),)
+        return (untouched_axis(r.shape, only_first(axes), (1, 2), "couples"),)
 
     @classmethod
     def compute(cls, node: Node, r: Array) -> Array:

@@ -37,7 +37,7 @@ def repeated(shape: Sequence[Dim]) -> tuple[int]:
     return (list(shape).index(BATCH),)
 
 
-def beside(shape: Sequence[Dim], items: int | None, used: Iterable[int], doing: str) -> int:
+def untouched_axis(shape: Sequence[Dim], items: int | None, used: Iterable[int], doing: str) -> int:
     """Return the batch axis of the only batched input, which must not be among the axes `used`.
 
     `doing` describes the use in the error.

@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, SameShape, Stored, Types, present
 
 
@@ -92,7 +92,7 @@ class Inverse(SameShape):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "inverts along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1, -2), "inverts along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types, Values, present
 
 
@@ -38,7 +38,7 @@ class Concat(Op):
         found = {axis for axis, kind in zip(axes, inputs, strict=True) if kind is not None}
         if len(found) > 1:
             raise Mixed("its parts have their items along different axes")
-        return (beside(outputs[0].shape, found.pop(), (node.attrs["axis"],), "joins parts along"),)
+        return (untouched_axis(outputs[0].shape, found.pop(), (node.attrs["axis"],), "joins parts along"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -83,7 +83,7 @@ class Slice(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         rank = len(outputs[0].shape)
         cut = [axis for axis, kept in cls.cuts(node, rank) if (kept.start, kept.stop, kept.step) != (None, None, 1)]
-        return (beside(outputs[0].shape, only_first(axes), cut, "cuts"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), cut, "cuts"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -151,7 +151,7 @@ class Gather(Op):
             raise Mixed("it selects from all items")
         if of_indices is not None:
             return (along + of_indices,)
-        of_x = beside(x.shape, of_x, (along,), "selects from")
+        of_x = untouched_axis(x.shape, of_x, (along,), "selects from")
         return (of_x + (len(indices.shape) - 1) * (of_x > along),)
 
     @classmethod
@@ -201,7 +201,7 @@ class Tile(Op):
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         repeated = [axis for axis, times in enumerate(node.attrs["repeats"]) if times != 1]
-        return (beside(outputs[0].shape, only_first(axes), repeated, "repeats"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), repeated, "repeats"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -222,7 +222,7 @@ class Pad(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         widths = cls.widths(node, len(outputs[0].shape))
         padded = [axis for axis, width in enumerate(widths) if any(width)]
-        return (beside(outputs[0].shape, only_first(axes), padded, "pads"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), padded, "pads"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -254,7 +254,7 @@ class Trilu(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "cuts along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1, -2), "cuts along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, LayoutOp, SameShape, Types, present
 
 
@@ -21,7 +21,7 @@ class _FromAxisOn(SameShape, abstract=True):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         rank = len(outputs[0].shape)
         along = range(normal_axis(node.attrs.get("axis", -1), rank), rank)
-        return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
+        return (untouched_axis(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
 
 
 class _PerChannel(SameShape, abstract=True):
@@ -38,7 +38,7 @@ class BatchNormalization(_PerChannel):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array, *constants: Array) -> Array:

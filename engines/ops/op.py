@@ -19,7 +19,7 @@ from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir.counted import Counted, Pinned
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 
 _REGISTRY: dict[str, type[Op]] = {}
 OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)
@@ -99,7 +99,8 @@ class Op:
             raise Mixed("it is not known to keep the items of a batch apart")
         x, *_ = present(inputs)
         rank, doing = len(x.shape), "reduces" if cls.reduces else "works along"
-        return (cls.kept(node, rank, beside(x.shape, only_first(axes), cls.axes(node, rank), doing)),) * len(outputs)
+        axis = untouched_axis(x.shape, only_first(axes), cls.axes(node, rank), doing)
+        return (cls.kept(node, rank, axis),) * len(outputs)
 
     @classmethod
     def data(cls, node: Node) -> tuple[str, ...]:

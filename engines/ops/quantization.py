@@ -14,7 +14,7 @@ from engines.ir.dtypes import integer_limits
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
 from engines.ops.cast import narrowed
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types, present
 from engines.ops.pointwise import Epilogue
 
@@ -24,7 +24,7 @@ class _Linear(Op, abstract=True):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         x, scale = present(inputs[:2])
         along = (node.attrs.get("axis", 1),) if scale.shape not in ((), (1,)) else ()
-        return (beside(x.shape, only_first(axes), along, "has a scale for each index of"),)
+        return (untouched_axis(x.shape, only_first(axes), along, "has a scale for each index of"),)
 
 
 class QuantizeLinear(_Linear):

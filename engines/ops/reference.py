@@ -48,7 +48,7 @@ def run(graph: Graph, feeds: Mapping[str, Array], watch: Collection[str] | None 
     readers = _last_readers(graph, wanted)
     for index, node in enumerate(graph.nodes):
         real = [_real(stored[name], graph.types[name].quant) if name else None for name in node.inputs]
-        for name, array in zip(_made(node), _run_parts(node, real, batch), strict=True):
+        for name, array in zip(_outputs(node), _run_parts(node, real, batch), strict=True):
             stored[name] = _stored(array, graph.types[name])
         for name in readers.get(index, ()):
             del stored[name]
@@ -62,11 +62,11 @@ def run_node(node: Node, arrays: Sequence[Array | None], batch: int | None = Non
     """
     if not node.body:
         return op_of(node.op).reference(_bound(node, batch), *arrays)[:len(node.outputs)]   # type: ignore[arg-type]
-    made = dict(zip(_made(node), _run_parts(node, arrays, batch), strict=True))
+    made = dict(zip(_outputs(node), _run_parts(node, arrays, batch), strict=True))
     return tuple(made[name] for name in node.outputs)
 
 
-def _made(node: Node) -> list[str]:
+def _outputs(node: Node) -> list[str]:
     return [name for part in node.body or (node,) for name in part.outputs]
 
 
@@ -104,8 +104,8 @@ def _check(graph: Graph, feeds: Mapping[str, Array]) -> int | None:
         if (batch := batch_of(kind.shape, array.shape)) is not None:
             batches.setdefault(batch, name)
     if len(batches) > 1:
-        told = ", ".join(f"{batch} for '{name}'" for batch, name in batches.items())
-        raise InputError(f"{graph.name}: the inputs differ in batch: {told}")
+        batches_by_input = ", ".join(f"{batch} for '{name}'" for batch, name in batches.items())
+        raise InputError(f"{graph.name}: the inputs differ in batch: {batches_by_input}")
     return next(iter(batches), None)
 
 
@@ -113,7 +113,7 @@ def _last_readers(graph: Graph, wanted: Collection[str]) -> dict[int, list[str]]
     """Map node indices to the edges that are not needed after them, so that activations are freed early."""
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
-        last.update(dict.fromkeys((*_made(node), *filter(None, node.inputs)), index))
+        last.update(dict.fromkeys((*_outputs(node), *filter(None, node.inputs)), index))
     free: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in wanted and name not in graph.constants and name not in graph.inputs:

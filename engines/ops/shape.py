@@ -151,26 +151,26 @@ class Shape(Op):
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
-        return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
+        return (TensorType(np.dtype(np.int64), (len(cls._extents(node, x.shape)),)),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         (x,) = present(inputs)
-        if any(isinstance(extent, str) for extent in cls._wanted(node, x.shape)):
+        if any(isinstance(extent, str) for extent in cls._extents(node, x.shape)):
             raise Mixed("it computes with the number of items")
         return (None,)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
-        return np.array(cls._wanted(node, x.shape), np.int64)
+        return np.array(cls._extents(node, x.shape), np.int64)
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
         (x,) = present(inputs)
-        return (symbolic_array(extent(d) for d in cls._wanted(node, x.shape)),)
+        return (symbolic_array(extent(d) for d in cls._extents(node, x.shape)),)
 
     @staticmethod
-    def _wanted(node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    def _extents(node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         return shape[node.attrs.get("start", 0):node.attrs.get("end")]
 
 

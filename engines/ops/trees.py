@@ -8,7 +8,7 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
 LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags, ...
@@ -43,7 +43,7 @@ class Forest(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         x = inputs[0]
         assert x is not None
-        return (beside(x.shape, only_first(axes), (1,), "reads along"),)
+        return (untouched_axis(x.shape, only_first(axes), (1,), "reads along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array, *tables: Array) -> Array:
