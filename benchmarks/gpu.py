@@ -49,10 +49,10 @@ from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.runtime.execution import CudaExecution
-from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.holdings import ScopedResources
 from engines.backends.cuda.runtime.library import CudaError
 from engines.backends.cuda.session import CudaSession
-from engines.backends.cuda.tuner import GpuTuner, Wanted
+from engines.backends.cuda.tuner import GpuTuner, TuningRequest
 from engines.backends.tensorrt.runtime.library import TARGETS, LibraryMissing, library
 from engines.compiler.builder import BuildConfig, Builder
 from engines.ir.graph import Graph
@@ -203,7 +203,7 @@ def peaks(bench: Bench) -> None:
     """What the card does at best, by our own kernels: bytes and products, beside what the cost model assumes."""
     device, card = bench.device, CARDS[bench.target]
     copied, side = (COPIED, SIDE) if not bench.options.emulated else (1 << 10, 64)
-    with Passing(device) as held:
+    with ScopedResources(device) as held:
         a, b, stream = held.allocate(copied), held.allocate(copied), device.stream()
         held.add(stream.close)
         copy = partial(stream.copy_rows, a, copied, b, copied, copied, 1)
@@ -216,7 +216,7 @@ def peaks(bench: Bench) -> None:
         kernel = kernel_for(problem, GPUS[bench.target], (256, 256))
         assert kernel
         weights = np.zeros((side, side, 1, 1), np.int8 if precision == "int8" else np.float32)
-        (tactic, seconds), = tuner.choose([Wanted(kernel, {"weights": weights, "program": []}, 1)], card)
+        (tactic, seconds), = tuner.choose([TuningRequest(kernel, {"weights": weights, "program": []}, 1)], card)
         assumed = card.products[precision] * card.multiprocessors * card.hertz * card.grouped
         bench.results(f"peak: {precision}, TOP/s", [round(2 * side ** 3 / seconds / 1e12), round(2 * assumed / 1e12),
                                                    str(tactic)])
@@ -243,7 +243,7 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
     assert isinstance(execution, CudaExecution)
     tensors = (*context.plan.inputs, *context.plan.outputs)
     with_copies = median(execution.seconds(batch) for _ in range(REPEATS))
-    with Passing(bench.device) as held:
+    with ScopedResources(bench.device) as held:
         for io in tensors:
             context.bind(io.name, _Room(held, io.shape_of(batch), io.dtype))
         alone = median(execution.seconds(batch) for _ in range(REPEATS))
@@ -261,7 +261,7 @@ def _speed(bench: Bench, context: Any, batch: int) -> dict[str, float]:
 class _Room:
     """An array on the GPU, of zeros."""
 
-    def __init__(self, held: Passing, shape: Sequence[int], dtype: str) -> None:
+    def __init__(self, held: ScopedResources, shape: Sequence[int], dtype: str) -> None:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self.__cuda_array_interface__ = {"shape": tuple(shape), "typestr": np.dtype(dtype).str, "strides": None,
                                          "data": (held.allocate(size), False), "version": 3}

@@ -1,7 +1,7 @@
-"""The backends by name. A backend makes the machine's part of plans for its targets, and has a device that runs them.
+"""Registry of the backends, which compile plans for their targets and provide devices that run them.
 
-A new one registers itself by a line in _MODULES. Its modules are imported when it is chosen, so that a target costs
-nothing to those who do not build for it, and serving a plan loads no compiler.
+A new backend is one line in _MODULES. Its modules are imported on first use, so unused targets cost nothing and serving
+a plan loads no compiler.
 """
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class _Modules(NamedTuple):
-    backend: str        # has BACKEND: a Backend. It may list its targets without what it compiles with
-    device: str         # has DEVICE: a Device
+    backend: str        # defines BACKEND, a Backend; importing it must not need the compiler
+    device: str         # defines DEVICE, a Device
 
 
-_MODULES = {        # the first one builds where no target is named
+_MODULES = {        # the first is the default
     "llvm": _Modules("engines.backends.llvm.backend", "engines.backends.llvm.runtime.device"),
     "numpy": _Modules("engines.backends.numpy.backend", "engines.backends.numpy.device"),
     "cuda": _Modules("engines.backends.cuda.backend", "engines.backends.cuda.runtime.device"),
@@ -30,13 +30,24 @@ _MODULES = {        # the first one builds where no target is named
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of that name."""
+    """Return the backend called `name`, a key of _MODULES."""
     backend: Backend = import_module(_MODULES[name].backend).BACKEND
     return backend
 
 
 def backend_of(target: str) -> Backend:
-    """The backend that builds for a target; "" is the best target of the first one. ConfigError: no backend has it."""
+    """Return the backend that builds for a target.
+
+    Parameters
+    ----------
+    target : str
+        A target, the name of a backend (its best target here), or "" for the default backend.
+
+    Raises
+    ------
+    ConfigError
+        No backend has the target.
+    """
     if target in ("", *_MODULES):
         return backend_named(target or next(iter(_MODULES)))
     for backend in map(backend_named, _MODULES):
@@ -46,25 +57,39 @@ def backend_of(target: str) -> Backend:
 
 
 def every_target() -> list[str]:
-    """The targets of all backends."""
+    """Return the targets of all backends, in the order of _MODULES."""
     return [target for name in _MODULES for target in backend_named(name).targets]
 
 
 def known_targets() -> list[str]:
-    """What may be asked for: these, and "cuda", the one of the GPU at hand."""
+    """Return the accepted target names: every target, and "cuda" for the architecture of this machine's GPU."""
     return [*every_target(), "cuda"]
 
 
 def gpus_here() -> Sequence[tuple[GpuInfo, str]]:
-    """The GPUs of this machine, each with the target to build for it; "": it is older than all targets. Nothing of a
-    GPU is started."""
+    """Return the GPUs of this machine and the target to build for each, without initialising a GPU.
+
+    The target is "" for a GPU that is older than every known target.
+    """
     backend: BuildsForGpus = import_module(_MODULES["cuda"].backend).BACKEND
     return backend.gpus()
 
 
 def device_of(backend: str, number: int = 0) -> Device:
-    """The device that runs the plans of a backend. number: which, where the machine has several. PlanTargetError: this
-    version has no backend of that name."""
+    """Return the device that runs the plans of a backend.
+
+    Parameters
+    ----------
+    backend : str
+        Name of the backend, as a plan has it.
+    number : int
+        Index of the device on machines with several.
+
+    Raises
+    ------
+    PlanTargetError
+        This version has no backend of that name.
+    """
     if backend not in _MODULES:
         raise PlanTargetError(f"the plan is for the backend '{backend}', which this version does not have"
                               f"{did_you_mean(backend, _MODULES)}")

@@ -1,4 +1,4 @@
-"""The interface of a backend: all that the compiler asks of one. What runs its plans is a Device (device.py)."""
+"""Interface between the compiler and a backend. The interface that runs plans is in device.py."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,18 +10,18 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Peaks
 
-Progress = Callable[[int, int, str], None]      # (done, of, what), called as kernels are compiled and timed
+Progress = Callable[[int, int, str], None]      # (done, total, label), called as kernels are compiled and timed
 
 
 class TimedNode(NamedTuple):
-    """A node of the graph as a session timed its kernel."""
+    """Time of the kernel that a session chose for a node of the graph."""
     name: str
     fuses: tuple[str, ...]      # names of ONNX nodes
-    time_us: float              # for one item; 0 where nothing was timed
+    time_us: float              # per item; 0 if nothing was timed
 
 
 class Chosen(Protocol):
-    """A graph with a kernel chosen for each of its nodes: what a session compares, and makes a plan of."""
+    """Graph with a kernel chosen for each of its nodes. Sessions compare these and assemble plans from them."""
     @property
     def graph(self) -> Graph: ...
 
@@ -32,58 +32,95 @@ class Chosen(Protocol):
 
 
 class Session(Protocol):
-    """Builds for one target. It keeps its kernels and their times, so that a second graph costs only what is new."""
+    """Compiler for one target. It keeps kernels and their times, so a second graph pays only for what is new."""
     @property
     def target(self) -> str: ...
 
     @property
     def processor(self) -> str:
-        """What kernels are timed on, if they are; else this machine's CPU."""
+        """Name of the processor that kernels are timed on, or this machine's CPU if none are timed."""
 
     @property
     def arithmetic(self) -> Collection[str]:
-        """The precisions that the target computes in; tensors of others are stored so, and sums are in float32."""
+        """Precisions that the target computes in. Tensors of other precisions are only stored, and sums are float32."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> Any:
-        """A Chosen of this backend: a kernel for each node of a graph whose tensors' stored types are decided.
+        """Choose a kernel for each node of a graph.
 
-        opt_batch: the batch that kernels are timed with; None: the backend decides.
+        Parameters
+        ----------
+        graph : Graph
+            Graph whose tensors have their stored types.
+        max_batch : int
+            Largest batch of the plan.
+        opt_batch : int, optional
+            Batch to time kernels with; None leaves it to the backend.
+        progress : Progress, optional
+            Called as kernels are compiled and timed.
+
+        Returns
+        -------
+        Chosen
+            Kernel choices, of the backend's own class.
         """
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> Any | None:
-        """The same, of kernels that take numbers at run time or that the plan taken over has: only what is missing is
-        compiled, and is told what differs from the graph that was lowered before, or from the `usual` one. None: there
-        are none of that kind."""
+        """Choose dynamic kernels, which read sizes at run time, and kernels of the plan of `take_over`.
+
+        Only missing kernels are compiled. Their run-time parameters are the numbers in which this graph differs from
+        those lowered before, or from the graph that `usual` returns.
+
+        Returns
+        -------
+        Chosen or None
+            None if the backend has no dynamic kernels.
+        """
 
     def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> Any | None:
-        """The same of a graph in which extents are counted (engines.ir.counted). Raises Pinned. None: as above."""
+        """Choose dynamic kernels for a graph with symbolic sizes (engines.ir.counted).
+
+        Returns
+        -------
+        Chosen or None
+            None if the backend has no dynamic kernels.
+
+        Raises
+        ------
+        Pinned
+            A symbolic size has to be a known number.
+        """
 
     @property
     def generals(self) -> tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]]:
-        """Such kernels as were made so far, and their code."""
+        """Dynamic kernels compiled so far, and their object code."""
 
     def settle(self, chosen: Any, progress: Progress | None = None) -> Any:
-        """The Chosen with what is decided by timing kernels inside the network; itself if there is nothing."""
+        """Decide between close tactics by timing them inside the network.
+
+        Returns `chosen` itself if there is nothing to decide.
+        """
 
     def assemble(self, chosen: Any) -> MachinePart:
-        """Constants packed, buffers laid out."""
+        """Pack constants, lay out buffers and return the machine part of the plan."""
 
     @property
     def timed(self) -> Mapping[str, Mapping[str, float]]:
-        """What timing found, for what takes over from a plan made here: numbers by texts of the backend's own."""
+        """Measured times for sessions that start from a plan of this one, under keys private to the backend."""
 
     def take_over(self, plan: Plan) -> None:
-        """What is made from now on is of the same model for other shapes: it has what it can of this plan, beside which
-        it is loaded."""
+        """Reuse the constants, code and timings of a plan of the same model.
+
+        Plans that are assembled later are for other shapes, and are loaded next to this plan.
+        """
 
     def tuned(self, plan: Plan) -> Plan:
-        """The plan with what is decided by timing the whole of it; the plan itself if there is nothing."""
+        """Return the plan with the decisions that need timing of the whole plan, or `plan` if there are none."""
 
 
 class Backend(Protocol):
-    """A way to run plans: its targets, and sessions that build for them."""
+    """Compiler for a family of targets, and what the rest of the project has to know of it."""
     @property
     def name(self) -> str: ...
 
@@ -92,22 +129,43 @@ class Backend(Protocol):
 
     @property
     def selects(self) -> bool:
-        """Whether what data select is computed in segments of programs; else the host does it all."""
+        """True if program segments may hold operators with data-dependent output shapes; else they run on the host."""
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
-        """target: "" is this machine's best."""
+        """Return a session that builds for a target.
+
+        Parameters
+        ----------
+        target : str
+            One of `targets`, or "" for the best target of this machine.
+        cache : TimingCache
+            Kernel times of earlier builds.
+        timing : bool
+            Time kernels on this machine, if it can run them.
+        """
 
     def session_here(self, cache: TimingCache, beside: Session) -> Session:
-        """Return a session for plans that a build runs itself a few times, as calibration's trials: this machine must
-        do. Nothing is timed. beside: the build's own session, with which it shares compiled code where it can."""
+        """Return a session for plans that the build itself runs on this machine, such as calibration trials.
+
+        Nothing is timed.
+
+        Parameters
+        ----------
+        cache : TimingCache
+            Kernel times of earlier builds.
+        beside : Session
+            Session of the build; compiled code is shared with it where the targets agree.
+        """
 
     def peaks(self) -> Peaks:
-        """What this machine does at best, measured now."""
+        """Return the peak throughput and bandwidths of this machine."""
 
 
 class BuildsForGpus(Protocol):
-    """A backend whose targets are GPUs."""
+    """Backend whose targets are GPU architectures."""
 
     def gpus(self) -> Sequence[tuple[GpuInfo, str]]:
-        """Those of this machine, each with its target; "": it is older than all that there are. Nothing of a GPU is
-        started."""
+        """Return this machine's GPUs and the target of each, without initialising a GPU.
+
+        The target is "" for a GPU that is older than every known target.
+        """

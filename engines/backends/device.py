@@ -1,4 +1,4 @@
-"""The serving side of a backend: a device loads a plan and runs it. Its modules import nothing that compiles."""
+"""Interface of the serving side of a backend: a device loads a plan and runs it, and imports no compiler."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,133 +8,180 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from engines.ir.graph import Array
 from engines.plan.plan import MachinePart, Plan, TensorView
 
-Show = Callable[[str, Array], None]     # takes a tensor's name, and the tensor where it lies
+Show = Callable[[str, Array], None]     # called with a tensor's name and a view of its buffer
 
 
 class Execution(Protocol):
-    """The memory of one run, and what carries it out: what is behind an ExecutionContext. One thread at a time."""
+    """State of one ExecutionContext: its memory and a way to run the plan. Used by one thread at a time."""
 
     def input(self, view: TensorView, batch: int) -> Array:
-        """Where the caller writes an input."""
+        """Return the array that the caller fills with the first `batch` items of an input."""
 
     def output(self, view: TensorView, batch: int) -> Array:
-        """Where the caller finds an output."""
+        """Return the array that holds the first `batch` items of an output after a run."""
 
     def run(self, batch: int) -> None: ...
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        """Seconds of each step, run alone: the least of `repeats`."""
+        """Return the seconds that each step takes when run alone, the minimum of `repeats` runs."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class ShowsOutputs(Protocol):
-    """An execution that stops between its steps."""
+    """Execution that can stop between its steps."""
 
     def show(self, batch: int, show: Show) -> None:
-        """Run, and show each output as soon as it is whole: what lies in its memory later may be another tensor."""
+        """Run the plan and call `show` for each output as soon as it is final.
+
+        Later steps may reuse the memory of a shown output.
+        """
 
 
-def whole_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
-    """Step -> the outputs to be shown before it; those that are kept, before the step that would follow the last."""
+def final_before(machine: MachinePart) -> Mapping[int, Sequence[TensorView]]:
+    """Map each step to the outputs that are final before it runs.
+
+    Outputs that keep their buffer until the end are under len(machine.steps).
+    """
     found: dict[int, list[TensorView]] = {}
     for view in machine.outputs:
         buffer, end = machine.buffers[view.buffer], len(machine.steps)
-        found.setdefault(end if buffer.first < 0 else min(buffer.last + 1, end), []).append(view)   # inputs are kept
+        # first < 0: the output shares the buffer of an input, which no step overwrites.
+        found.setdefault(end if buffer.first < 0 else min(buffer.last + 1, end), []).append(view)
     return found
 
 
 @runtime_checkable
 class RunsAtOnce(Protocol):
-    """An execution that knows beforehand what its runs of so many items call."""
+    """Execution that can prepare its runs of a given batch size."""
 
     def ready(self, batch: int) -> Callable[[], None]:
-        """Such a run. It stays right for as long as the execution."""
+        """Return a call that runs `batch` items. It stays valid as long as the execution."""
 
 
 def ready(execution: Execution, batch: int) -> Callable[[], None]:
-    """A run of so many items, ready to be called."""
+    """Return a call that runs `batch` items on an execution."""
     return execution.ready(batch) if isinstance(execution, RunsAtOnce) else partial(execution.run, batch)
 
 
 @runtime_checkable
 class BindsArrays(Protocol):
-    """An execution whose tensors may be arrays that lie on its device."""
+    """Execution that can read inputs from, and write outputs to, arrays on its device."""
 
     def bind(self, view: TensorView, array: Any) -> None:
-        """Take an input from that array, or put an output there, at each run from now on; None: no more. Raises
-        InputError: it is not there, or does not fit."""
+        """Use an array on the device for an input or output in all later runs, or none if `array` is None.
 
-    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
-        """A run, for which alone these tensors are arrays whose items stand side by side; a number in the place of one:
-        so many items are in their slots, as all are behind the last. Raises InputError, likewise."""
+        Raises
+        ------
+        InputError
+            The array is not on this device, or its dtype, shape or strides do not fit.
+        """
+
+    def run_with(self, batch: int, arrays: Mapping[TensorView, Sequence[Any]]) -> None:
+        """Run `batch` items with some tensors in arrays on the device, for this run only.
+
+        Parameters
+        ----------
+        batch : int
+            Number of items.
+        placed : mapping from TensorView to sequence
+            Pieces of each tensor in order of its items: an array on the device, or the number of items that stay in the
+            host's slots. Items after the last piece are in the slots, too.
+
+        Raises
+        ------
+        InputError
+            An array is not on this device, or does not fit.
+        """
 
 
 @runtime_checkable
 class WorksInArrays(Protocol):
-    """An execution that may read inputs where their caller has them, and write outputs where he gets them."""
+    """Execution that can read inputs from, and write outputs to, arrays of the caller without a copy."""
 
     def lend(self, view: TensorView, array: Array) -> bool:
-        """Let an array be an input or an output until `take_back`. False: it cannot, and is to be copied."""
+        """Use the caller's array as the buffer of an input or output until `take_back`.
+
+        Returns False if the array cannot be used and has to be copied.
+        """
 
     def take_back(self) -> bool:
-        """Whether all that was lent is its owner's again. If not, a thread that is late may yet write into the outputs
-        what stands there: they are to be copied. They are kept until it is done."""
+        """Release all arrays of the caller, and return True if no thread can still access them.
+
+        If False, a late thread may still write to the outputs: the caller has to copy them, and the arrays are kept
+        alive until that thread is done.
+        """
 
 
 @runtime_checkable
 class TakesItems(WorksInArrays, Protocol):
-    """One that may do so with inputs whose items are in several arrays."""
+    """Execution that can read the items of an input from several arrays of the caller."""
 
     def takes(self, view: TensorView, array: Array | None = None) -> bool:
-        """Whether arrays may be items of an input; and whether this one may."""
+        """Return True if arrays can hold items of an input, and `array`, if it is not None, is one of them."""
 
     def lend_items(self, view: TensorView, first: int, array: Array) -> bool:
-        """Let an array be the items of an input from slot `first` on, until `take_back`. False: it cannot, and is to be
-        copied."""
+        """Use the caller's array for the items of an input from slot `first` on until `take_back`.
+
+        Returns False if the array cannot be used and has to be copied.
+        """
 
 
 class Loaded(Protocol):
-    """A plan made ready to run: code and constants, shared by any number of executions."""
+    """Plan ready to run: code and constants, shared by any number of executions."""
     @property
     def arena_bytes(self) -> int:
-        """Of one execution's buffers."""
+        """Size of the buffers of one execution, in bytes."""
 
     def execution(self, cpus: Sequence[int] | None) -> Execution:
-        """cpus: where its threads stay; None: anywhere."""
+        """Return a new execution whose threads are pinned to `cpus`; None pins none."""
 
 
 class GpuInfo(NamedTuple):
-    """What is known of a GPU before anything runs on it."""
+    """Properties of a GPU that are known before anything runs on it."""
     number: int
     name: str
     architecture: str
     memory: int             # bytes
-    uuid: str               # as NVIDIA's tools write it
+    uuid: str               # as nvidia-smi prints it
 
 
 @runtime_checkable
 class OneOfSeveral(Protocol):
-    """A device that is one of a machine's GPUs."""
+    """Device that is one of a machine's GPUs."""
 
     def gpus(self, plan: Plan) -> Sequence[tuple[GpuInfo, str]]:
-        """All of them, each with why the plan does not run there; "" if it does. Nothing of a GPU is started."""
+        """Return all GPUs and, for each, why the plan cannot run on it ("" if it can), without initialising a GPU."""
 
 
 class Device(Protocol):
-    """What runs the plans of a backend on this machine."""
+    """Processor of this machine that runs the plans of a backend."""
 
     @property
     def name(self) -> str:
-        """Of the processor, as times are known by."""
+        """Name of the processor, under which kernel times are stored."""
 
     def at(self, number: int) -> Device:
-        """The device of that number, where the machine has several."""
+        """Return the device with index `number`, on machines with several."""
 
     def mismatch(self, plan: Plan) -> str:
-        """What the plan needs and this machine is not; "" if they fit."""
+        """Return why this machine cannot run the plan, or "" if it can."""
 
     def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> Loaded:
-        """threads: that work on one execution. beside: the plan of the same model that it shares constants with, as
-        this has loaded it. Raises PlanCorruptError, PlanTargetError, ConfigError."""
+        """Load a plan.
+
+        Parameters
+        ----------
+        plan : Plan
+            Plan for this backend.
+        threads : int
+            Threads that work on one execution.
+        beside : Loaded, optional
+            Plan of the same model, loaded by this device, that holds the shared constants.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError, ConfigError
+            The plan is damaged, is for another machine, or does not allow so many threads.
+        """

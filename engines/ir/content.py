@@ -1,5 +1,7 @@
-"""What an array holds, as a key: a model's constants are read, computed and packed anew for each shape that it is
-compiled for, and come out the same."""
+"""Content hashes of arrays.
+
+A model's constants are read, computed and packed again for each shape it is compiled for.
+"""
 from __future__ import annotations
 
 import hashlib
@@ -14,17 +16,19 @@ import numpy as np
 from engines.ir.dtypes import name_in_file
 from engines.ir.graph import Array
 
-LEAST = 1 << 12         # elements of an array that it pays to take the sum of
-SAMPLE = 16             # elements that EqualArrays compares before it takes a digest
-MOST = 512              # results kept of a function, those of the weights met last
+LEAST = 1 << 12         # elements from which on hashing an array pays
+SAMPLE = 16             # elements that EqualArrays compares before it computes a digest
+MOST = 512              # results kept per function, the most recently used
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def content_of(array: Array) -> bytes:
-    """The same for arrays of equal elements, shape and dtype. Weights that are seen transposed are read in the order in
-    which they lie: to put them in the other one takes several times as long as to read them."""
+    """Return a key that is equal for arrays of equal elements, shape and dtype.
+
+    Transposed arrays are hashed in memory order, as reordering them takes several times as long as reading them.
+    """
     axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     lying = np.ascontiguousarray(array.transpose(axes))
     head = repr((name_in_file(array.dtype), array.shape, axes)).encode()
@@ -32,15 +36,15 @@ def content_of(array: Array) -> bytes:
 
 
 class EqualArrays:
-    """Numbers arrays so that arrays of equal dtype, shape and bytes get equal numbers.
+    """Numbering of arrays in which arrays of equal dtype, shape and bytes have equal numbers.
 
-    A few elements of each array are compared first, and a digest is taken only where these are equal: arrays without a
-    twin cost next to nothing. The arrays are kept, and must not be written to.
+    A sample of each array is compared first, and digests are computed only for equal samples, so distinct arrays cost
+    little. The arrays are kept, and must not be modified.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        self._single: dict[Hashable, tuple[Array, int] | None] = {}     # by sample; None: their digests are taken
+        self._single: dict[Hashable, tuple[Array, int] | None] = {}     # by sample; None: their digests were computed
         self._numbers: dict[bytes, int] = {}                            # by digest
 
     def number(self, array: Array) -> int:
@@ -63,26 +67,29 @@ class EqualArrays:
         return name_in_file(array.dtype), array.shape, array.flat[at].tobytes()
 
 
-def remembering(most: int = MOST) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """A decorator for functions of arrays and numbers: for arguments of equal content they give the same object again,
-    computed once. For results that nobody writes to. most: how many are kept; large ones should be few."""
-    def remembered(function: Callable[Given, Found]) -> Callable[Given, Found]:
-        known: OrderedDict[tuple[Hashable, ...], Found] = OrderedDict()
+def remembering(most: int = MOST) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Return a decorator that caches results of functions of arrays and numbers by content.
+
+    Equal arguments give the same object, which must not be modified. `most` bounds the number of results; keep it small
+    for large ones.
+    """
+    def remembered(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        cache: OrderedDict[tuple[Hashable, ...], Result] = OrderedDict()
 
         @wraps(function)
-        def found(*given: Given.args, **named: Given.kwargs) -> Found:
-            told = (*given, *(part for pair in sorted(named.items()) for part in pair))
-            if max(one.size for one in told if isinstance(one, np.ndarray)) < LEAST:
-                return function(*given, **named)
-            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in told)
-            with suppress(KeyError):            # not `in`: another thread may drop it meanwhile
-                known.move_to_end(key)
-                return known[key]
-            result = known[key] = function(*given, **named)
-            if len(known) > most:
-                known.popitem(last=False)
+        def wrapper(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+            parts = (*arguments, *(one for pair in sorted(named.items()) for one in pair))
+            if max(one.size for one in parts if isinstance(one, np.ndarray)) < LEAST:
+                return function(*arguments, **named)
+            key = tuple(content_of(one) if isinstance(one, np.ndarray) else one for one in parts)
+            with suppress(KeyError):            # not `in`: another thread may remove it
+                cache.move_to_end(key)
+                return cache[key]
+            result = cache[key] = function(*arguments, **named)
+            if len(cache) > most:
+                cache.popitem(last=False)
             return result
 
-        return found
+        return wrapper
 
     return remembered

@@ -1,17 +1,19 @@
-"""Numbers that remember how they were counted: what is made with them at one shape can be made again at another.
+"""Symbolic integers: numbers that remember how they were computed, so that a trace at one shape holds for others.
 
-A Counted is an open extent, or what arithmetic made of some: it has its value, and a polynomial over the extents. It
-counts as an int does, and isinstance() takes it for one, but it never turns into its value unseen:
+A Counted is an open extent, or the result of arithmetic on some: it has a value (hint) and a polynomial over the
+extents. It behaves as an int, and isinstance() takes it for one, but its value never leaks unnoticed:
 
-    n * 4 + 1, n // 8, n % 3, divmod, max, min      a Counted, or an int where the extents cancel
-    n == 3, n < m, bool(n), n in (1, 8)             a bool, and a guard: what is made holds where the answer is the same
-    range(n), int(n), float(n), np.array([n]), hash(n)      Pinned: whatever asks is for this one number
+    n * 4 + 1, n // 8, n % 3, divmod, max, min      a Counted, or an int if the extents cancel
+    n == 3, n < m, bool(n), n in (1, 8)             a bool, and a guard: the trace holds where the answer is equal
+    range(n), int(n), float(n), np.array([n]), hash(n)      Pinned: the code would hold for this number only
 
-So code that is written for ints is traced by running it, and what it could not be traced through is refused, not
-wrong. `as_int` is int() for numbers that may be counted; `plain` is the value of one where what follows from it is
-right for any (a cost, a message, an order of trials), with the reason beside it.
+Code written for ints is thus traced by running it; where that is impossible it raises instead of being wrong. `as_int`
+is int() for numbers that may be symbolic. `plain` returns the value, for uses that are correct for any value (a cost, a
+message, an order of trials); each use states the reason.
 
-Source: the way that torch.fx.experimental.symbolic_shapes (PyTorch 2) makes dynamic shapes of traces.
+References
+----------
+torch.fx.experimental.symbolic_shapes (PyTorch 2), which makes traces valid for dynamic shapes in this way.
 """
 from __future__ import annotations
 
@@ -26,58 +28,60 @@ import numpy as np
 from engines.ir import polynomials
 from engines.ir.polynomials import Polynomial
 
-_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # in which nothing is counted
-Guard = tuple[str, Polynomial]          # "==" or "<", and what stands before it; behind it stands 0
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None)})       # types that contain no symbolic number
+Guard = tuple[str, Polynomial]          # the relation ("==" or "<") of a polynomial to 0
 
 
 class Pinned(BaseException):
-    """What was asked holds for one number only, which is not to be had of one that is counted. It is no Exception, so
-    that whoever turns errors into refusals does not take it for one."""
+    """A symbolic number would have to be a known one.
+
+    It is a BaseException, so that handlers of ordinary errors do not catch it.
+    """
 
 
 @dataclass(frozen=True)
 class Quotient:
-    """An atom that is no extent: the floor of one polynomial by another."""
+    """Atom for the floor of a quotient of two polynomials."""
     over: Polynomial
     by: Polynomial
 
 
 class Late:
-    """What is made once the extents are known."""
+    """Value that is computed once the extents are known."""
 
     def now(self) -> Any:
-        """What it is for their values."""
+        """Return the value for the current extents."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An atom that is the bytes of an array which is made once the extents are known."""
+    """Atom for the number of bytes of an array that is computed once the extents are known."""
     array: Late
 
 
 @dataclass
 class Counting:
-    """One trace: the open extents, what was asked of them, and what polynomials were not enough for.
+    """Trace: its open extents, the guards, and checks that polynomials cannot express.
 
-    atoms   names of extents, and what else numbers are made of
+    `atoms` are names of extents, quotients and sizes of arrays, which polynomials refer to by index.
     """
     atoms: list[str | Quotient | Measured] = field(default_factory=list)
     guards: dict[Guard, bool] = field(default_factory=dict)
-    checks: list[Late] = field(default_factory=list)        # what raises an error where something is wrong
+    checks: list[Late] = field(default_factory=list)        # computations that raise an error for invalid extents
     _values: list[int] = field(default_factory=list)
     _least: list[int | None] = field(default_factory=list)
     _quotients: dict[Quotient, int] = field(default_factory=dict)
 
     def extent(self, name: str, value: int) -> Any:
-        """An open extent, of at least 1: a Counted, for whoever takes ints."""
+        """Return an open extent, at least 1, as a Counted."""
         assert value >= 1, f"{name} is {value}"
         index = self._atom(name, value, 1)
         self.guards["<", polynomials.plus(polynomials.atom(index), polynomials.constant(-1))] = False
         return Counted(self, value, polynomials.atom(index))
 
     def without_guards_of(self, trial: Callable[[], Any]) -> Any:
-        """What a function gives; None, and nothing was asked, where it is pinned."""
+        """Return the result of `trial`, or None, with its guards dropped, if it is pinned."""
         before = dict(self.guards)
         try:
             return trial()
@@ -86,12 +90,12 @@ class Counting:
             return None
 
     def measured(self, array: Late) -> Counted:
-        """The bytes of an array."""
+        """Return the number of bytes of an array."""
         value = array.now().nbytes
         return Counted(self, value, polynomials.atom(self._atom(Measured(array), value, 0)))
 
     def of(self, polynomial: Polynomial) -> Any:
-        """The number that a polynomial is: an int where it has no atoms."""
+        """Return the number of a polynomial, an int if it has no atoms."""
         number = polynomials.number_of(polynomial)
         if number is not None:
             return number
@@ -103,9 +107,9 @@ class Counting:
         return Counted(self, value, polynomial)
 
     def floor(self, over: Polynomial, by: Polynomial) -> Any:
-        """over // by, of which whatever divides leaves the quotient."""
+        """Return over // by, simplified by terms that divide exactly."""
         if self.asked("==", by):
-            raise ZeroDivisionError("by a number that is 0")
+            raise ZeroDivisionError("division by zero")
         whole, rest = polynomials.quotient(over, by)
         least, divisor = polynomials.least(rest, self._least), polynomials.number_of(by)
         number = polynomials.number_of(rest)
@@ -124,7 +128,7 @@ class Counting:
         return self.of(polynomials.plus(whole, polynomials.atom(self._quotients[key])))
 
     def _nested(self, rest: Polynomial, divisor: int) -> Any:
-        """(x // m + k) // n is (x + k * m) // (m * n), of whole numbers."""
+        """Simplify (x // m + k) // n to (x + k * m) // (m * n) for integers."""
         *constant, (monomial, factor) = rest
         inner = self.atoms[monomial[0]] if len(monomial) == 1 and factor == 1 and divisor > 0 else None
         by = polynomials.number_of(inner.by) if isinstance(inner, Quotient) else None
@@ -135,7 +139,7 @@ class Counting:
         return self.floor(polynomials.plus(inner.over, more), polynomials.constant(by * divisor))
 
     def asked(self, relation: str, polynomial: Polynomial) -> bool:
-        """Whether it is equal to 0, or less: a guard, unless that is so for all extents."""
+        """Return the relation of a polynomial to 0, and record a guard unless it holds for all extents."""
         number = polynomials.number_of(polynomial)
         if number is not None:
             return number == 0 if relation == "==" else number < 0
@@ -165,7 +169,7 @@ class Counting:
 
 
 class Counted:
-    """A number of a trace. It is no int, so that C code that takes ints never takes its value without asking."""
+    """Symbolic integer of a trace. It is no int, so that C code cannot take its value."""
     __slots__ = ("counting", "value", "polynomial")
 
     def __init__(self, counting: Counting, value: int, polynomial: Polynomial) -> None:
@@ -175,7 +179,7 @@ class Counted:
     def __class__(self) -> type:
         return int
 
-    # ---- counting
+    # ---- arithmetic
     def _of(self, other: Any) -> Polynomial | None:
         if type(other) is Counted:
             if other.counting is not self.counting:
@@ -188,7 +192,7 @@ class Counted:
         return None
 
     def _sum(self, other: Any, sign: int, back: int = 1) -> Any:
-        """back * self + sign * other"""
+        """Return back * self + sign * other."""
         q = self._of(other)
         if q is None:
             return NotImplemented
@@ -243,9 +247,9 @@ class Counted:
 
     __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
 
-    # ---- asking: each answer is a guard
+    # ---- comparisons, which record guards
     def _asked(self, relation: str, other: Any, sign: int = 1) -> Any:
-        """Whether sign * (self - other) is equal to 0, or less."""
+        """Return the relation of sign * (self - other) to 0."""
         if isinstance(other, float | np.floating):
             if not math.isfinite(other):
                 return relation == "<" and sign * other > 0
@@ -274,7 +278,7 @@ class Counted:
 
     def __le__(self, other: Any) -> Any:
         more = self._asked("<", other, -1)
-        return more if more is NotImplemented else not more and other == other      # no number: neither
+        return more if more is NotImplemented else not more and other == other      # false for NaN
 
     def __ge__(self, other: Any) -> Any:
         less = self._asked("<", other)
@@ -286,7 +290,7 @@ class Counted:
     def __hash__(self) -> int:
         raise Pinned(f"{self} is looked up in a table")
 
-    # ---- what is for this one number
+    # ---- operations that need a known number
     def _pinned(self, *_: Any) -> Any:
         raise Pinned(f"{self} is taken for {self.value}")
 
@@ -304,7 +308,7 @@ class Counted:
 
 
 def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | Measured]) -> str:
-    """As people read it: 2*T*T + T//8 + 1."""
+    """Format a polynomial, as in 2*T*T + (T)//(8) + 1."""
     def one(index: int) -> str:
         what = atoms[index]
         if isinstance(what, Quotient):
@@ -315,20 +319,25 @@ def text(polynomial: Polynomial, atoms: Sequence[str | Quotient | Measured]) -> 
 
 
 def is_counted(value: Any) -> bool:
-    """Whether it is, or holds, a number that is counted: in tuples, lists, dicts, dataclasses and object arrays."""
+    """Return True if a value is or contains a symbolic number.
+
+    Tuples, lists, dicts, dataclasses and object arrays are searched.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype == object and any(type(one) is Counted for one in value.flat)
     return counting_in(value) is not None
 
 
 def as_int(value: Any) -> int:
-    """int(), which a number that is counted stays itself under."""
+    """Return int(value), or a symbolic number unchanged."""
     return value if type(value) is Counted else int(value)     # type: ignore[return-value]
 
 
 def plain(value: Any) -> Any:
-    """The same with the values of what is counted, in tuples and dataclasses too. Nothing is guarded: only for what
-    is right for any number."""
+    """Return a value with symbolic numbers replaced by their hints, also in tuples, lists, dicts and dataclasses.
+
+    No guards are recorded, so the result may only be used where any value is correct.
+    """
     if type(value) in _LEAVES:
         return value
     if type(value) is Counted:
@@ -348,7 +357,7 @@ def plain(value: Any) -> Any:
 
 
 def structure(value: Any) -> Hashable:
-    """What is equal for values that were counted alike: of tables in which equal keys only save work."""
+    """Return a key that is equal for values computed alike. Use it only in tables where equal keys merely save work."""
     if type(value) is Counted:
         return Counted, value.polynomial
     if isinstance(value, tuple):
@@ -359,7 +368,7 @@ def structure(value: Any) -> Hashable:
 
 
 def counting_in(value: Any) -> Counting | None:
-    """The trace whose numbers are in it; None: there are none."""
+    """Return the trace of the symbolic numbers in a value, or None if there are none."""
     if type(value) in _LEAVES:
         return None
     if type(value) is Counted:

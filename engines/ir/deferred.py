@@ -1,7 +1,7 @@
-"""Constants that follow from extents: they are not computed while a graph is traced, but once the extents are known.
+"""Deferred constants, which depend on symbolic sizes and are computed once these are known.
 
-A Deferred stands in a graph where a constant array does. Its dtype and shape are known, the shape as far as it is
-counted; its elements are not, and whoever asks for them is told so (Pinned).
+A Deferred replaces a constant array in a graph. Its dtype is known, and its shape as symbolic numbers; access to its
+elements raises Pinned.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Deferred(NDArrayOperatorsMixin, Late):
-    """The result of a function of arrays, numbers that are counted, and other Deferreds among its arguments."""
+    """Result of a function of arrays, symbolic numbers and other Deferreds."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     dtype: np.dtype[Any]
@@ -52,7 +52,7 @@ class Deferred(NDArrayOperatorsMixin, Late):
         return self.size * self.dtype.itemsize
 
     def reshape(self, *shape: Any) -> Deferred:
-        """Of extents that are all said."""
+        """Reshape to known extents; -1 is not supported."""
         said = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if any(extent == -1 for extent in said):
             self._asked()
@@ -64,18 +64,18 @@ class Deferred(NDArrayOperatorsMixin, Late):
 
     @property
     def listed(self) -> tuple[Any, ...] | None:
-        """Its elements, where they are numbers that were counted."""
+        """Elements, if they are symbolic numbers, else None."""
         return self.arguments[0] if self.function is _array else None
 
     def item(self) -> Any:
-        """The only one of them."""
+        """Return the single element."""
         return self.listed[0] if self.listed and not self.shape else self._asked()
 
     def transpose(self, order: Sequence[int]) -> Deferred:
         return Deferred(np.transpose, (self, tuple(order)), self.dtype, tuple(self.shape[axis] for axis in order))
 
     def __getitem__(self, index: Any) -> Deferred:
-        """The first of its rows."""
+        """Return the first row; other indices are not supported."""
         return Deferred(operator.getitem, (self, 0), self.dtype, self.shape[1:]) if index == 0 else self._asked()
 
     def _asked(self, *_: Any, **__: Any) -> Any:
@@ -83,7 +83,7 @@ class Deferred(NDArrayOperatorsMixin, Late):
                      "extents")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """Arithmetic, element by element, is deferred too."""
+        """Defer elementwise arithmetic."""
         if method != "__call__" or options or ufunc.nout != 1:
             return self._asked()
         kinds = [np.ones((1,) * len(one.shape), one.dtype) if isinstance(one, Deferred) else one for one in inputs]
@@ -101,12 +101,12 @@ class Deferred(NDArrayOperatorsMixin, Late):
 
 
 def contiguous(array: Any) -> Any:
-    """np.ascontiguousarray(), of what may be deferred: its elements are in order anyhow."""
+    """Return np.ascontiguousarray() of an array that may be deferred."""
     return array if isinstance(array, Deferred) else np.ascontiguousarray(array)
 
 
 def elementwise(function: Callable[[Array], Array], array: Any, dtype: np.dtype[Any]) -> Any:
-    """What a function makes of each element of an array, which may be deferred; of that dtype."""
+    """Apply an elementwise function with a result of the given dtype to an array that may be deferred."""
     return Deferred(function, (array,), dtype, array.shape) if isinstance(array, Deferred) else function(array)
 
 
@@ -122,7 +122,7 @@ def _as_array(one: Any) -> Any:
 
 
 def _small(one: Any) -> Any:
-    """An element of it, of as many axes: what the dtype of a result follows from."""
+    """Return one element with the same number of axes, for inference of dtypes."""
     return one[(slice(0, 1),) * one.ndim] if isinstance(one, np.ndarray) else one
 
 
@@ -133,19 +133,30 @@ def made_of(function: Callable[..., Array], extents: Sequence[Any], shape: tuple
 
 
 def numbers(values: Sequence[Any], dtype: np.dtype[Any], shape: tuple[Any, ...]) -> Deferred:
-    """The array of numbers that are counted."""
+    """Return an array of symbolic numbers."""
     return Deferred(_array, (tuple(values), dtype, shape), dtype, shape)
 
 
 def table(values: Sequence[Any], dtype: np.dtype[Any]) -> Any:
-    """The array of numbers, some of which may be counted."""
+    """Return a vector of numbers, some of which may be symbolic."""
     return numbers(values, dtype, (len(values),)) if is_counted(tuple(values)) else np.array(values, dtype)
 
 
 def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array],
                shape: tuple[int, ...]) -> list[Any]:
-    """The arrays of that shape that a function makes; now: what it makes for the extents at hand. It is called for
-    others also where that is nothing: it is what says that it makes the same there."""
+    """Return the arrays that `make` computes, deferred.
+
+    Parameters
+    ----------
+    make : callable
+        Computes a sequence of arrays. It is also called for other extents if there are no arrays, to check that.
+    arguments : sequence
+        Its arguments, some of them symbolic.
+    now : sequence of ndarray
+        Its result for the current extents.
+    shape : tuple of int
+        Shape of every array.
+    """
     counting = counting_in(arguments)
     assert isinstance(counting, Counting), "they follow from extents"
     all_of_them = Deferred(make, tuple(arguments), np.dtype(object), ())
@@ -154,7 +165,7 @@ def late_items(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], n
 
 
 def late_vectors(make: Callable[..., Sequence[Array]], arguments: Sequence[Any], now: Sequence[Array]) -> list[Any]:
-    """The same of vectors and numbers, of which nobody knows yet how long they will be."""
+    """Return the vectors and scalars that `make` computes, deferred, with symbolic lengths."""
     counting = counting_in(arguments)
     assert isinstance(counting, Counting), "they follow from extents"
     return [one if not array.shape else replace(one, shape=(counting.measured(one) // array.itemsize,))
@@ -162,7 +173,7 @@ def late_vectors(make: Callable[..., Sequence[Array]], arguments: Sequence[Any],
 
 
 def late_arrays(make: Callable[..., Sequence[Array]], *arguments: Any) -> list[Deferred]:
-    """The bytes of the arrays that a function makes, of which nobody knows yet how many there will be."""
+    """Return the bytes of the arrays that `make` computes, deferred, with symbolic lengths."""
     counting = counting_in(arguments)
     assert isinstance(counting, Counting), "they follow from extents"
     all_of_them = Deferred(make, arguments, np.dtype(object), ())
@@ -179,14 +190,18 @@ def _bytes_of(arrays: Sequence[Array], which: int) -> Array:
 
 @dataclass(frozen=True)
 class LateBytes:
-    """Bytes one behind the other, some of which are those of arrays that follow from extents; each begins at a multiple
-    of the alignment."""
+    """Concatenated bytes, some of deferred arrays; each part begins at a multiple of the alignment."""
     parts: tuple[bytes | Deferred, ...]
     alignment: int
 
     def joined(self, arrays: Sequence[Array], sizes: Sequence[int]) -> bytes:
-        """All of them: the arrays are those that the Deferreds stand for, in order, and of so many bytes each. Raises
-        ValueError: one is of another size than what lies behind it was placed by."""
+        """Return all bytes, with `arrays` in place of the Deferreds.
+
+        Raises
+        ------
+        ValueError
+            An array does not have the size in `sizes`, by which later parts were placed.
+        """
         if any(array.nbytes != size for array, size in zip(arrays, sizes, strict=True)):
             raise ValueError(f"constants of {[array.nbytes for array in arrays]} bytes, not of {list(sizes)}")
         late = iter(arrays)

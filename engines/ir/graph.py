@@ -1,8 +1,8 @@
-"""The graph: immutable values, nodes in topological order, edges are tensor names.
+"""Graph representation: immutable, nodes in topological order, edges are tensor names.
 
-A tensor keeps the name it has in the ONNX file from import to response. A node's `origin` lists the ONNX nodes it
-stands for, so that whatever a pass merges can still be told to the user. A fused node holds the nodes it replaces in
-`body`, in order: the body *is* its meaning.
+A tensor keeps its name in the ONNX file from import to response. A node's `origin` lists the ONNX nodes that it stands
+for, so that messages can name what passes merged. A fused node holds the nodes that it replaces in `body`, in order,
+which defines its meaning:
 
     Fused(x, w, b, r) -> y    body: t0 = Conv(x, w, b); t1 = Add(t0, r); y = Relu(t1)
 """
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from engines.errors import GraphError
 
-Dim = int | str                 # a str is a symbolic extent
-BATCH = "batch"                 # the one symbolic extent that the compiler knows today: the leading axis of a request
+Dim = int | str                 # str: a symbolic extent
+BATCH = "batch"                 # the symbolic extent of the batch
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class QParams:
-    """real = scale * (stored - zero_point), per tensor (axis None, one scale) or per index of `axis`."""
+    """Quantisation parameters: real = scale * (stored - zero_point), per tensor (axis None) or per index of `axis`."""
     scale: tuple[float, ...]
     zero_point: tuple[int, ...]
-    dtype: str                  # "uint8" or "int8": how the tensor is stored
+    dtype: str                  # stored dtype, "uint8" or "int8"
     axis: int | None = None
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class QParams:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """dtype and shape of the values; `quant` says that they are stored quantised."""
+    """Dtype and shape of a tensor's values, and its quantisation parameters if it is stored quantised."""
     dtype: np.dtype[Any]
     shape: tuple[Dim, ...]
     quant: QParams | None = None
@@ -51,38 +51,39 @@ class TensorType:
 
 
 def trimmed(names: Sequence[str]) -> tuple[str, ...]:
-    """Names of inputs or outputs without the absent ones ("") at the end."""
+    """Return names of inputs or outputs without trailing absent ones ("")."""
     return tuple(names[:max((count for count, name in enumerate(names, 1) if name), default=0)])
 
 
 def type_of(array: Array, quant: QParams | None = None) -> TensorType:
+    """Return the type of an array."""
     return TensorType(array.dtype, array.shape, quant)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation, named as in ONNX. An input of "" is an absent optional input."""
+    """Operation, named as in ONNX. An input of "" is an absent optional input."""
     op: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    origin: tuple[str, ...] = ()        # names of the ONNX nodes it stands for
-    body: tuple[Node, ...] = ()         # of a Fused node
-    precision: str = "fp32"             # arithmetic: fp32, bf16, fp16 or int8; set by passes/quantize
+    origin: tuple[str, ...] = ()        # names of the ONNX nodes that it stands for
+    body: tuple[Node, ...] = ()         # nodes that a Fused node replaces
+    precision: str = "fp32"             # arithmetic: fp32, bf16, fp16 or int8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attrs", MappingProxyType(dict(self.attrs)))
 
     @property
     def anchor(self) -> Node:
-        """The node that does the heavy work: the first of the body, or the node itself."""
+        """Node that does the main work: the first of the body, or the node itself."""
         return self.body[0] if self.body else self
 
     def with_body(self, parts: Sequence[Node]) -> Node:
-        """The Fused node, under this one's name, that has these parts as its body; a part alone is the node itself.
+        """Return a Fused node with these parts as its body, or the part itself if there is only one.
 
-        Its inputs are what parts read and none makes, in order; its outputs stay.
+        The inputs are what parts read and none produces, in order; the outputs and the name stay.
         """
         if len(parts) == 1:
             return replace(parts[0], precision=self.precision)
@@ -100,24 +101,24 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """`types` covers every tensor: inputs, constants and all that nodes produce (bodies' inner tensors too)."""
+    """Computation graph. `types` has every tensor: inputs, constants and results of nodes, also within bodies."""
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     nodes: tuple[Node, ...]
     constants: Mapping[str, Array]
     types: Mapping[str, TensorType] = field(default_factory=dict)
-    dependence: str = ""        # why items of a batch must stay together; "": each is computed from its own inputs
-    watched: tuple[str, ...] = ()       # outputs that are looked at as soon as they are whole, and not kept
+    dependence: str = ""        # why items of a batch depend on each other; "" if they do not
+    watched: tuple[str, ...] = ()       # outputs that are read as soon as they are final, and not kept
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:
-        """Tensor -> the node that makes it; inputs and constants have none."""
+        """Map from tensors to the nodes that produce them; inputs and constants have none."""
         return MappingProxyType({output: node for node in self.nodes for output in node.outputs})
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
-        """Tensor -> the nodes that read it, in order; a graph output that nobody reads has ()."""
+        """Map from tensors to the nodes that read them, in order; () for an unused graph output."""
         readers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -127,7 +128,7 @@ class Graph:
 
     @cached_property
     def answers(self) -> dict[Any, dict[str, Any]]:
-        """Answers of dataflow questions about this graph, by question and tensor (passes/rewriting/dataflow.py)."""
+        """Cache of dataflow analyses of this graph, by analysis and tensor (passes/rewriting/dataflow.py)."""
         return {}
 
     def is_constant(self, name: str) -> bool:
@@ -138,9 +139,14 @@ class Graph:
 
     def rebuild(self, nodes: Iterable[Node], constants: Mapping[str, Array] | None = None,
                 types: Mapping[str, TensorType] | None = None) -> Graph:
-        """This graph with other nodes; what no output needs any more (nodes, constants, types) is dropped.
+        """Return this graph with other nodes, without unused nodes, constants and types.
 
-        `constants` and `types` are additions, or replacements of the same name.
+        Parameters
+        ----------
+        nodes : iterable of Node
+            New nodes in topological order.
+        constants, types : mapping, optional
+            Additional or replaced constants and types.
         """
         table = {**self.constants, **(constants or {})}
         every = {**self.types, **{n: type_of(c) for n, c in (constants or {}).items()}, **(types or {})}
@@ -167,21 +173,24 @@ class Graph:
 
 
 def verify(graph: Graph) -> Graph:
-    """The graph itself, after checking that it is one: every pass is followed by this.
+    """Check a graph's invariants and return it. Every pass is followed by this check.
 
-    Raises GraphError: a tensor read before it is made, made twice, never made, or without a type; a Fused node whose
-    body reads or makes something else than the node says.
+    Raises
+    ------
+    GraphError
+        A tensor is read before it is produced, produced twice or never, or has no type; or the body of a Fused node
+        reads or produces other tensors than the node.
     """
     known = {*graph.inputs, *graph.constants, ""}
     for node in graph.nodes:
         for name in node.inputs:
             if name not in known:
-                raise GraphError(f"{graph.name}: node '{node}' reads '{name}', which nothing before it produces")
+                raise GraphError(f"{graph.name}: node '{node}' reads '{name}', which no node before it produces")
         for name in node.outputs:
             if name in known:
                 raise GraphError(f"{graph.name}: '{name}' is produced twice; the second time by '{node}'")
             if graph.types and name not in graph.types:
-                raise GraphError(f"{graph.name}: '{name}', made by '{node}', has no type")
+                raise GraphError(f"{graph.name}: '{name}', produced by '{node}', has no type")
         _verify_body(graph, node)
         known.update(node.outputs)
     for name in graph.outputs:
@@ -197,7 +206,7 @@ def _verify_body(graph: Graph, node: Node) -> None:
     for part in node.body:
         if missing := set(part.inputs) - inside:
             raise GraphError(f"{graph.name}: in the body of '{node.name}', '{part}' reads {sorted(missing)}, "
-                             "which is neither an input of the fused node nor made before")
+                             "which is neither an input of the fused node nor produced before")
         inside.update(part.outputs)
     if missing := set(node.outputs) - inside:
-        raise GraphError(f"{graph.name}: the body of '{node.name}' never makes {sorted(missing)}")
+        raise GraphError(f"{graph.name}: the body of '{node.name}' never produces {sorted(missing)}")

@@ -1,12 +1,12 @@
-"""Weights that were quantised before: the int8 numbers and scales that they were made of, found in the floats.
+"""Recovery of the integers and scales of weights that were quantised before, from their float values.
 
-    w = s[o] * k,   k whole numbers from -128 to 127        for each output channel o, or one s for all
-    w = s[o] * (k + r[o])                                   of uint8, whose zero point is not in the middle
+    w = s[o] * k,   k integers in -128..127                 for each output channel o, or one s for all
+    w = s[o] * (k + r[o])                                   for uint8 with a zero point off the middle
 
-Those of four bits have their scales by blocks of a channel: w = s[o, b] * k[o, i], b = i // block.
+4-bit weights have a scale per block of a channel: w = s[o, b] * k[o, i], b = i // block.
 
-Dequantised weights are constants like others to every pass: they are turned, joined, and scaled channel by channel,
-and all of that leaves them on such a grid. So nothing has to remember where they came from.
+Dequantised weights are ordinary constants to every pass: they may be transposed, joined and scaled per channel, and
+remain on such a grid. Passes need not track their origin.
 """
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import numpy as np
 from engines.ir.content import remembering
 from engines.ir.graph import Array, QParams
 
-STEPS = (127, 128, *range(126, 0, -1))      # what the greatest weight of a channel may be, the usual ones first
-STEPS_OFF_MIDDLE = (*STEPS, *range(129, 256))           # the same of uint8 less any zero point
-STEPS_OF_BLOCKS = (8, 7, *range(15, 8, -1), *range(6, 0, -1))       # the same of four bits, less a zero point
+STEPS = (127, 128, *range(126, 0, -1))      # possible integers of a channel's largest weight, likely ones first
+STEPS_OFF_MIDDLE = (*STEPS, *range(129, 256))           # for uint8 minus any zero point
+STEPS_OF_BLOCKS = (8, 7, *range(15, 8, -1), *range(6, 0, -1))       # for 4 bits minus a zero point
 BLOCKS = (256, 128, 64, 32, 16)
-SAMPLE = 32             # weights of a channel on which a number of steps is tried first
-OFF = 2.0 ** -12        # of a step: what scaling once more may have rounded away
+SAMPLE = 32             # weights per channel that are tested first
+OFF = 2.0 ** -12        # tolerance in steps, for rounding by later scaling
 
 
 @remembering()
 def grid_params(weight: Array, axis: int) -> QParams | None:
-    """int8, symmetric, a scale for each index of `axis`, which lose nothing of the weights; None if there are none."""
+    """Return symmetric int8 parameters per index of `axis` that represent the weights exactly, or None."""
     if not weight.size:
         return None
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1).astype(np.float32, copy=False)
-    scales = np.broadcast_to(_scales(rows.reshape(1, -1)), len(rows))       # of one for all they are known best
+    scales = np.broadcast_to(_scales(rows.reshape(1, -1)), len(rows))       # a common scale is the most reliable
     if not scales.all():
         scales = _scales(rows)
     if not scales.all():
@@ -42,8 +42,10 @@ def grid_params(weight: Array, axis: int) -> QParams | None:
 
 @remembering()
 def offset_grid(weight: Array, axis: int) -> tuple[Array, Array] | None:
-    """A scale and a whole number r for each index of `axis`, with weights / scale - r in int8; None if none have.
-    One r for all, if all have one scale and fit in 8 bits together."""
+    """Return a scale and an integer r per index of `axis` with weights / scale - r in int8, or None.
+
+    r is the same for all if they share one scale and fit into 8 bits together.
+    """
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1).astype(np.float32, copy=False)
     whole = rows.reshape(1, -1)
     if not (scales := _scales(whole, STEPS_OFF_MIDDLE, _inside_eight_bits)).all():
@@ -57,15 +59,15 @@ def offset_grid(weight: Array, axis: int) -> tuple[Array, Array] | None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weights [rows, columns] as scale * (numbers - zeros), a scale and a zero for each block of a row."""
+    """Blockwise quantised weights [rows, columns] = scale * (numbers - zeros), per block of a row."""
     block: int
-    numbers: Array              # uint8, 0 to 15
+    numbers: Array              # uint8 in 0..15
     scales: Array               # float32 [rows, blocks]
-    zeros: Array                # uint8, likewise
+    zeros: Array                # uint8 [rows, blocks]
 
 
 def block_params(rows: Array) -> Blocks | None:
-    """Four bits that lose nothing of the weights [rows, columns]; None if no blocks of usual sizes have them."""
+    """Return 4-bit blocks that represent the weights [rows, columns] exactly, or None. Common block sizes are tried."""
     if not rows.size or not _few_levels(rows[0, :min(BLOCKS)]):
         return None
     for block in (rows.shape[1], *BLOCKS):
@@ -75,8 +77,11 @@ def block_params(rows: Array) -> Blocks | None:
 
 
 def _few_levels(weights: Array) -> bool:
-    """Whether weights of one block may be of four bits: of them and 0 no two that differ do so by less than a fifteenth
-    of what all span. Of weights that were never quantised this is false, and soon told."""
+    """Return False if the weights of a block cannot be 4-bit integers times a scale.
+
+    With 0 added, distinct weights must differ by at least about a fifteenth of their span. Unquantised weights fail
+    quickly.
+    """
     steps = np.diff(np.sort(np.append(weights.astype(np.float32), np.float32(0))))
     span = steps.sum()
     return not (steps[steps > 4 * OFF * span] < span / 16).any()
@@ -96,13 +101,22 @@ def _in_blocks(rows: Array, block: int) -> Blocks | None:
 
 
 def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array], Array] | None = None) -> Array:
-    """float32 [rows]: the scale of each; 0 where it has none, 1 where it is all zeros. usual: what the greatest weight
-    may be; inside: which rows of whole numbers can be stored, as int8 if that is not said."""
+    """Return the scale of each row as float32: 0 if it has none, 1 for zeros.
+
+    Parameters
+    ----------
+    rows : ndarray
+        Weights [rows, columns].
+    usual : sequence of int
+        Possible integers of the largest weight.
+    inside : callable, optional
+        Test which rows of integers can be stored; the default is int8.
+    """
     largest = np.abs(rows).max(axis=1)
-    scales = np.where(largest == 0, 1, 0).astype(np.float32)        # NaN has none
+    scales = np.where(largest == 0, 1, 0).astype(np.float32)        # 0 for NaN
     sample = rows[:, np.linspace(0, rows.shape[1] - 1, min(SAMPLE, rows.shape[1])).astype(int)]
     inside = inside or _inside_int8
-    if not _has_steps(sample, largest, usual, inside):      # weights that were never quantised: nearly all there are
+    if not _has_steps(sample, largest, usual, inside):      # the common case: unquantised weights
         return scales
     for steps in usual:
         open_ = np.flatnonzero(scales == 0)
@@ -118,14 +132,14 @@ def _scales(rows: Array, usual: Sequence[int] = STEPS, inside: Callable[[Array],
 
 
 def _has_steps(sample: Array, largest: Array, usual: Sequence[int], inside: Callable[[Array], Array]) -> bool:
-    """Whether the first row that is not all zeros is, in the sample, whole numbers of any number of steps."""
+    """Return True if the sample of the first nonzero row consists of integers for any number of steps."""
     first = int(np.argmax(largest > 0))
     every = np.broadcast_to(sample[first], (len(usual), sample.shape[1]))
     return not largest[first] or bool(_fits(every, largest[first] / np.array(usual, np.float32), inside).any())
 
 
 def _fits(rows: Array, step: Array, inside: Callable[[Array], Array]) -> Array:
-    """Whether each row is whole numbers of its step that are inside what they are stored as."""
+    """Return, for each row, whether it consists of integers times its step that can be stored."""
     numbers = rows / step[:, None]
     whole = np.rint(numbers)
     return np.asarray(inside(whole) & (np.abs(numbers - whole) < OFF).all(axis=1))
@@ -136,12 +150,12 @@ def _inside_int8(whole: Array) -> Array:
 
 
 def _inside_four_bits(whole: Array) -> Array:
-    """With the zero point that each row likes best."""
+    """Return which rows fit 4 bits with a suitable zero point."""
     return _span(whole) <= 15
 
 
 def _inside_eight_bits(whole: Array) -> Array:
-    """Likewise."""
+    """Return which rows fit 8 bits with a suitable zero point."""
     return _span(whole) <= 255
 
 
@@ -150,7 +164,7 @@ def _span(whole: Array) -> Array:
 
 
 def _refined(rows: Array, step: Array) -> Array:
-    """The step, or one of its neighbours among floats, that gives most of the weights bit for bit."""
+    """Return the step, or a neighbouring float, that reproduces most of the weights exactly."""
     whole = np.rint(rows / step[:, None])
     near = [step, np.nextafter(step, np.float32(np.inf)), np.nextafter(step, np.float32(0))]
     exact = [(whole * other[:, None] == rows).sum(axis=1) for other in near]

@@ -1,4 +1,4 @@
-"""How pixels become what a model takes."""
+"""Affine normalisation of pixels."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,6 +6,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pixels:
-    """What the model takes is pixel * scale + shift, channel by channel."""
+    """Normalisation pixel * scale + shift per channel, which yields the model's input."""
     scale: tuple[float, ...]
     shift: tuple[float, ...]

@@ -1,8 +1,8 @@
-"""Polynomials with whole coefficients, in a form in which equal ones are equal values.
+"""Polynomials with integer coefficients in canonical form: equal polynomials are equal values.
 
-A monomial is the sorted tuple of the atoms that it multiplies, () for the constant; a polynomial is the sorted tuple of
-(monomial, coefficient), none of which is 0. What an atom is, its owner knows: an open extent, or a quotient that does
-not divide.
+A monomial is the sorted tuple of its atoms, () for the constant; a polynomial is the sorted tuple of (monomial,
+coefficient) without zero coefficients. Atoms are numbers of open extents or irreducible quotients, known to their
+owner.
 """
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def atom(index: int) -> Polynomial:
 
 
 def number_of(p: Polynomial) -> int | None:
-    """The number that it is; None: it has atoms."""
+    """Return the constant that the polynomial is, or None if it has atoms."""
     if not p:
         return 0
     return p[0][1] if len(p) == 1 and not p[0][0] else None
 
 
 def plus(p: Polynomial, q: Polynomial, times: int = 1) -> Polynomial:
-    """p + times * q"""
+    """Return p + times * q."""
     sums = dict(p)
     for monomial, coefficient in q:
         sums[monomial] = sums.get(monomial, 0) + times * coefficient
@@ -48,8 +48,10 @@ def product(p: Polynomial, q: Polynomial) -> Polynomial:
 
 
 def quotient(p: Polynomial, q: Polynomial) -> tuple[Polynomial, Polynomial]:
-    """(a, r) where p = a * q + r, and r has no term that a q of one term divides; a q of more terms divides all or
-    nothing of p."""
+    """Return (a, r) with p = a * q + r.
+
+    For a q of one term, r has no term that it divides; a q of several terms divides all of p or nothing.
+    """
     if len(q) != 1:
         factor = _ratio(p, q)
         return (constant(factor), ZERO) if factor is not None else (ZERO, p)
@@ -66,7 +68,7 @@ def quotient(p: Polynomial, q: Polynomial) -> tuple[Polynomial, Polynomial]:
 
 
 def least(p: Polynomial, bounds: Sequence[int | None]) -> int | None:
-    """A number that it is never below, by what its atoms are never below: None where nothing is known."""
+    """Return a lower bound from lower bounds of the atoms, or None if there is none."""
     found = 0
     for monomial, coefficient in p:
         term = coefficient
@@ -80,17 +82,17 @@ def least(p: Polynomial, bounds: Sequence[int | None]) -> int | None:
 
 
 def reduced(relation: str, p: Polynomial) -> Polynomial | None:
-    """The smallest that is less than 0, or equal to it, where p is; None: it never is."""
+    """Return the simplest polynomial with the same relation ("<" or "==") to 0, or None if it never holds."""
     factor = math.gcd(*(coefficient for monomial, coefficient in p if monomial))
     rest = dict(p).get((), 0)
     if relation == "==" and rest % factor:
         return None
-    # n whole: factor * n + rest < 0 just where n + floor(rest / factor) < 0
+    # For integer n, factor * n + rest < 0 iff n + floor(rest / factor) < 0.
     return _canonical({**{m: c // factor for m, c in p if m}, (): rest // factor})
 
 
 def _ratio(p: Polynomial, q: Polynomial) -> int | None:
-    """The number that p is times q."""
+    """Return the integer p / q, or None."""
     if len(p) != len(q) or not p or p[0][1] % q[0][1]:
         return None
     factor = p[0][1] // q[0][1]

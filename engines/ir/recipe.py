@@ -1,4 +1,4 @@
-"""What calibration found of a model, by tensor: enough to quantise a graph of it, whatever shapes the graph is for."""
+"""Results of calibration by tensor, sufficient to quantise a graph of the model for any shapes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,8 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Recipe:
-    """ranges: (low, high) of real values. means: of each index of the last axis, by which biases are corrected; empty
-    where they are not. smoothing: what each index of the last axis is divided by; the ranges are those after it."""
+    """Calibration results.
+
+    Attributes
+    ----------
+    ranges : mapping from str to (float, float)
+        (low, high) of real values, after smoothing.
+    means : mapping from str to tuple of float
+        Mean per index of the last axis, for bias correction; empty without it.
+    smoothing : mapping from str to tuple of float
+        Divisor per index of the last axis.
+    """
     ranges: Mapping[str, tuple[float, float]]
     means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     smoothing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Rows rounded by blocks: x = scale[b] * r, b = k // block, r whole numbers from -127 to 127, and their bytes.
+"""Blockwise quantised rows: x = scale[b] * r with b = k // block and integers r in -127..127, and their byte layout.
 
-A block is a HEAD, its scale as float32 and the sum of its integers as int32, and then the integers.
+A block is a HEAD (its scale as float32, the sum of its integers as int32) and then the integers.
 """
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import numpy as np
 
 from engines.ir.graph import Array
 
-STEPS = 127             # of the greatest number of a block
+STEPS = 127             # integer of the largest number of a block
 HEAD = 8                # bytes
 
 
 def rounded(x: Array, block: int) -> tuple[Array, Array]:
-    """(scales, numbers) of the last axis: float32 [..., blocks], int8 [..., blocks, block], zeros behind its end and
-    for what is not a number."""
+    """Quantise the last axis in blocks.
+
+    Returns
+    -------
+    scales : ndarray
+        float32 [..., blocks].
+    numbers : ndarray
+        int8 [..., blocks, block], 0 for NaN and past the end.
+    """
     rows = np.pad(x.astype(np.float32), [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % block)])
     rows = rows.reshape(*x.shape[:-1], -1, block)
     rows = np.where(np.isnan(rows), np.float32(0), rows)
@@ -24,11 +31,11 @@ def rounded(x: Array, block: int) -> tuple[Array, Array]:
 
 
 def real_rows(scales: Array, numbers: Array) -> Array:
-    """What these mean, to the end of the last block."""
+    """Dequantise blocks, including the padding of the last one."""
     return np.asarray(numbers * scales[..., None], np.float32).reshape(*scales.shape[:-1], -1)
 
 
 def from_bytes(x: Array, block: int) -> Array:
-    """The same of rows as bytes."""
+    """Dequantise rows of bytes."""
     blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], -1, HEAD + block)
     return real_rows(np.ascontiguousarray(blocks[..., :4]).view(np.float32)[..., 0], blocks[..., HEAD:])

@@ -1,4 +1,4 @@
-"""Nodes and graphs as JSON: no pickle, nothing that executes. Arrays of a graph travel beside it, by name.
+"""JSON form of nodes and graphs: no pickle, nothing executable. Arrays of a graph are stored separately, by name.
 
     graph_to_json(graph) -> (document, {name: array})         graph_from_json(document, arrays) -> Graph
 """
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def node_to_json(node: Node) -> Json:
-    """A node and its body; small arrays in attributes are written as base64."""
+    """Convert a node and its body; small arrays in attributes are written as base64."""
     document: Json = {"op": node.op, "inputs": list(node.inputs), "outputs": list(node.outputs), "name": node.name,
                       "origin": list(node.origin), "precision": node.precision}
     if node.attrs:
@@ -29,7 +29,7 @@ def node_to_json(node: Node) -> Json:
 
 
 def node_from_json(document: Mapping[str, Any]) -> Node:
-    """The inverse. Raises PlanCorruptError if the document is not one that node_to_json wrote."""
+    """Convert a document of node_to_json to a node. Raise PlanCorruptError if it is malformed."""
     try:
         return Node(document["op"], tuple(document["inputs"]), tuple(document["outputs"]),
                     {key: _read(value) for key, value in document.get("attrs", {}).items()}, document["name"],
@@ -40,7 +40,7 @@ def node_from_json(document: Mapping[str, Any]) -> Node:
 
 
 def graph_to_json(graph: Graph) -> tuple[Json, dict[str, Array]]:
-    """The graph without its constants, and those."""
+    """Convert a graph to a document and its constants."""
     document = {"name": graph.name, "dependence": graph.dependence,
                 "inputs": list(graph.inputs), "outputs": list(graph.outputs),
                 "nodes": [node_to_json(node) for node in graph.nodes],
@@ -50,7 +50,7 @@ def graph_to_json(graph: Graph) -> tuple[Json, dict[str, Array]]:
 
 
 def graph_from_json(document: Mapping[str, Any], arrays: Mapping[str, Array]) -> Graph:
-    """The inverse. Raises PlanCorruptError if the document is not one that graph_to_json wrote."""
+    """Convert a document of graph_to_json to a graph. Raise PlanCorruptError if it is malformed."""
     try:
         types = {name: _read_type(kind) for name, kind in document["types"].items()}
         graph = Graph(document["name"], tuple(document["inputs"]), tuple(document["outputs"]),
@@ -97,7 +97,7 @@ def _write_type(kind: TensorType) -> Json:
 
 
 def _write_scale(scale: tuple[float, ...]) -> Any:
-    """Many scales as an array, which takes a fifth of their digits: of float32, if that is what they are."""
+    """Write several scales as an array, with a fifth of the digits: float32 if that is exact."""
     if len(scale) == 1:
         return list(scale)
     exact = np.array(scale, np.float64)

@@ -1,12 +1,11 @@
-"""Extents that depend on the batch, and the shape rules that ONNX operators share.
+"""Extents that depend on the batch, and shape rules shared by ONNX operators.
 
 A known extent is an int. One that depends on the batch is written as a string, `coefficient * batch + constant`:
-"batch", "12*batch", "batch+1". Arithmetic is done on `Extent`s; the batch may be any integer from 1 on, and a question
-whose answer depends on it (is batch == 1?) raises Undecided.
+"batch", "12*batch", "batch+1". Arithmetic uses `Extent`; the batch may be any positive integer, and a comparison that
+depends on it (batch == 1) raises Undecided.
 
-The value of a small integer tensor that is computed from shapes (Shape -> Gather -> Mul -> Concat -> Reshape) is an
-array of dtype object that holds ints and Extents: NumPy then applies the operators below, so the reference of an
-operator is also its symbolic evaluation.
+Small integer tensors computed from shapes (Shape -> Gather -> Mul -> Concat -> Reshape) are object arrays of ints and
+Extents: NumPy applies the operators below, so the reference of an operator is also its symbolic evaluation.
 """
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from engines.errors import GraphError
 from engines.ir.counted import Counted, Late, as_int, is_counted, plain
 from engines.ir.graph import BATCH, Array, Dim, TensorType
 
-MOST_AXES = 31          # of a tensor; NumPy's arrays have 32 at most before its version 2
+MOST_AXES = 31          # NumPy before version 2 allows 32 axes
 
 
 class Undecided(Exception):
-    """The answer depends on the batch, or is not of the form coefficient * batch + constant."""
+    """The answer depends on the batch, or the result is not of the form coefficient * batch + constant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """coefficient * batch + constant; coefficient is never 0 (that is an int)."""
+    """Extent coefficient * batch + constant with a nonzero coefficient."""
     coefficient: int
     constant: int = 0
 
@@ -128,7 +127,7 @@ def _extent(coefficient: int, constant: int) -> int | Extent:
 
 
 def _sign(difference: int | Extent) -> int:
-    """Of coefficient * batch + constant where batch >= 1: it grows away from its value at 1, or crosses zero."""
+    """Return the sign of coefficient * batch + constant for all batch >= 1, or raise Undecided."""
     if not isinstance(difference, Extent):
         return (difference > 0) - (difference < 0)
     at_one = difference.coefficient + difference.constant
@@ -138,7 +137,7 @@ def _sign(difference: int | Extent) -> int:
 
 
 class CountedDim(str, Late):
-    """A Dim whose coefficient or constant is counted: its text does not say which numbers they are."""
+    """Dim whose coefficient or constant is symbolic; its text does not show the numbers."""
     extent: Extent
 
     def __new__(cls, extent: Extent) -> CountedDim:
@@ -163,54 +162,54 @@ _DIM = re.compile(rf"(?:(-?\d+)\*)?{BATCH}([+-]\d+)?")
 
 
 def extent(dim: Dim) -> int | Extent:
-    """The number that a Dim stands for."""
+    """Return the number that a Dim stands for."""
     if not isinstance(dim, str):
         return as_int(dim)
     if isinstance(dim, CountedDim):
         return dim.extent
     match = _DIM.fullmatch(dim)
     if not match:
-        raise GraphError(f"'{dim}' is no extent: only '{BATCH}' is known, as in '2*{BATCH}+1'")
+        raise GraphError(f"'{dim}' is not an extent: only '{BATCH}' is supported, as in '2*{BATCH}+1'")
     return Extent(int(match[1] or 1), int(match[2] or 0))
 
 
 def is_extent(dim: Dim) -> bool:
-    """Whether it is a number or of the form that `extent` reads."""
+    """Return True for a number, and for text that `extent` can read."""
     return not isinstance(dim, str) or isinstance(dim, CountedDim) or bool(_DIM.fullmatch(dim))
 
 
 def dim(value: Any) -> Dim:
-    """The Dim that writes down a number."""
+    """Return the Dim of a number or an Extent."""
     if not isinstance(value, Extent):
         return as_int(value)
     return CountedDim(value) if is_counted((value.coefficient, value.constant)) else str(value)
 
 
 def text(shape: Iterable[Dim]) -> str:
-    """[batch, 3, 224, 224]"""
+    """Format a shape, as in [batch, 3, 224, 224]."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def product(shape: Iterable[Dim]) -> int | Extent:
-    """How many elements; raises Undecided where the batch appears twice."""
+    """Return the number of elements. Raise Undecided if the batch appears twice."""
     return math.prod((extent(d) for d in shape), start=1)
 
 
 def bind(shape: Iterable[Dim], batch: int | None) -> tuple[int, ...]:
-    """The shape for one value of the batch. Raises GraphError if it has a symbol and `batch` is None."""
+    """Return the shape for a batch. Raise GraphError if it is symbolic and `batch` is None."""
     sizes: list[int] = []
     for d in shape:
         value = extent(d)
         if isinstance(value, Extent):
             if batch is None:
-                raise GraphError(f"the extent '{d}' has no value: tell the batch")
+                raise GraphError(f"the extent '{d}' is symbolic: a batch is needed")
             value = value.coefficient * batch + value.constant
         sizes.append(value)
     return tuple(sizes)
 
 
 def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
-    """The batch for which `shape` is `actual`; None if no extent depends on it.
+    """Return the batch for which `shape` equals `actual`, or None if no extent depends on it.
 
     Raises GraphError if there is no such batch.
     """
@@ -225,12 +224,12 @@ def batch_of(shape: Sequence[Dim], actual: Sequence[int]) -> int | None:
 
 
 def is_empty(tensor: TensorType) -> bool:
-    """Whether it has no elements, whatever the batch."""
+    """Return True if a tensor has no elements for any batch."""
     return 0 in tensor.shape
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-    """NumPy's rule: aligned at the right, an extent of 1 stretches. Raises GraphError where extents differ."""
+    """Broadcast shapes by NumPy's rule. Raise GraphError if they do not fit."""
     result: list[Dim] = []
     for axis in range(-max(map(len, shapes), default=0), 0):
         extents = [shape[axis] for shape in shapes if len(shape) >= -axis and shape[axis] != 1]
@@ -241,13 +240,13 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def check_stretches(what: str, shape: Sequence[Dim], target: Sequence[Dim]) -> None:
-    """Raises GraphError unless NumPy's rule stretches `shape` to `target`, which stays as it is."""
+    """Raise GraphError unless `shape` broadcasts to `target`."""
     if broadcast(shape, target) != tuple(target):
         raise GraphError(f"its {what} of shape {text(shape)} does not fit {text(target)}")
 
 
 def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
-    """The same shape, known to be of ints; raises GraphError otherwise."""
+    """Return the shape as ints. Raise GraphError if it depends on the batch."""
     shape = tuple(shape)
     if any(isinstance(d, str) for d in shape):
         raise GraphError(f"{text(shape)} must be fixed here, and depends on the batch: build the model for a fixed "
@@ -256,14 +255,14 @@ def fixed(shape: Iterable[Dim]) -> tuple[int, ...]:
 
 
 def normal_axis(axis: int, rank: int) -> int:
-    """0 <= axis < rank; raises GraphError if it is not one of -rank .. rank - 1."""
+    """Return a non-negative axis. Raise GraphError unless it is in -rank..rank - 1."""
     if not -rank <= axis < max(rank, 1):
         raise GraphError(f"axis {axis} is out of range for {rank} dimensions")
     return axis % rank if rank else 0
 
 
 def symbolic_array(values: Iterable[Any]) -> Array:
-    """A 1-D array of ints, or of dtype object if one of them is an Extent."""
+    """Return a 1-D array of ints, or of dtype object if an element is symbolic."""
     items = list(values)
     if not any(isinstance(item, Extent) or type(item) is Counted for item in items):
         return np.array(items, np.int64)

@@ -1,4 +1,4 @@
-"""The buffers of a lowered graph: how large, how long alive, and what is around the images in them."""
+"""Buffers of a lowered graph: sizes, lifetimes and halos."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,12 +17,25 @@ from engines.lowering.problems.view import View
 from engines.plan.arena import plan_memory
 from engines.plan.plan import Buffer, Fill
 
-# A context may take so many times what is alive at once: for still halos, for inputs kept to the end, for gaps.
+# Largest ratio of a context's memory to the peak of live buffers: room for constant halos, kept inputs and gaps.
 SPARE = 1.75
 
 
 def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
-    """In the order of Aliasing.buffers; steps are the calls."""
+    """Return the buffers with sizes and lifetimes.
+
+    Parameters
+    ----------
+    lowered : Lowered
+        Lowered graph; steps are its calls.
+    max_batch : int
+        Largest batch.
+
+    Returns
+    -------
+    tuple of Buffer
+        In the order of Aliasing.buffers.
+    """
     used: dict[int, list[int]] = {}
     for step, call in enumerate(lowered.calls):
         for placement in (*call.inputs, *call.outputs):
@@ -35,7 +48,7 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
     inputs, outputs = ({placements[name].buffer for name in names} for names in (graph.inputs, kept))
     result = []
     for i, storage in enumerate(placements.buffers):
-        # No step writes a tensor of no elements, though one may read it.
+        # No step writes a tensor without elements, but one may read it.
         first = -1 if i in inputs else written.get(i, min(used.get(i, [end])))
         last = end if i in outputs else max([*used.get(i, []), first])
         result.append(Buffer(storage.name, buffer_bytes(storage, max(max_batch, 1)), first, last))
@@ -43,8 +56,8 @@ def buffers_of(lowered: Lowered, max_batch: int) -> tuple[Buffer, ...]:
 
 
 def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
-    """Raises ConfigError if what is alive at once of the largest batch does not fit into memory."""
-    if wrong := too_large(peak := _alive_at_once(buffers)):
+    """Raise ConfigError if the live buffers of the largest batch exceed the memory."""
+    if wrong := too_large(peak := _peak_bytes(buffers)):
         largest = max(buffers, key=lambda buffer: buffer.bytes)
         batch = f" for a batch of {max_batch}; lower --max-batch" if max_batch > 1 and not too_large(
             peak // max_batch) else ", too much for one item"
@@ -52,9 +65,9 @@ def check_memory(model: str, buffers: Sequence[Buffer], max_batch: int) -> None:
                           f"{wrong}{batch}")
 
 
-def _alive_at_once(buffers: Sequence[Buffer]) -> int:
-    """The most bytes of buffers that one step finds alive."""
-    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # their first is -1 at least
+def _peak_bytes(buffers: Sequence[Buffer]) -> int:
+    """Return the peak of the bytes of live buffers over all steps."""
+    change = [0] * (max((buffer.last for buffer in buffers), default=0) + 3)        # first >= -1
     for buffer in buffers:
         change[buffer.first + 1] += buffer.bytes
         change[buffer.last + 2] -= buffer.bytes
@@ -62,7 +75,7 @@ def _alive_at_once(buffers: Sequence[Buffer]) -> int:
 
 
 def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
-    """The halos that are written once, for a context's whole life."""
+    """Return the halos that are constant for the lifetime of a context."""
     fills = []
     for i, storage in enumerate(lowered.placements.buffers):
         if storage.halo and i not in lowered.borders:
@@ -73,36 +86,35 @@ def fills_of(lowered: Lowered) -> tuple[Fill, ...]:
 
 
 def write_borders(lowered: Lowered, max_batch: int) -> Lowered:
-    """The same, with some halos written in every run: as many as it takes to make the memory small.
+    """Return the lowered graph with some halos rewritten in every run, enough to keep memory small.
 
-    A halo that is written once needs memory of its own, for nothing else may ever lie there. One that is written anew
-    takes a short step in every run, but its buffer shares memory like any other. Halos of one geometry share already,
-    so they are taken together; first those that free the most for each step. Where extents are counted, their
-    values decide: either way is right.
+    A constant halo needs exclusive memory. A halo that is written in each run costs a short step, but its buffer shares
+    memory like any other. Constant halos of one geometry already share memory, so they are converted together, those
+    first that free the most bytes per step. Symbolic sizes count with their example values; any choice is correct.
     """
-    buffers, fills = _laid_out(lowered, max_batch)
-    largest = _alive_at_once(buffers)
+    buffers, fills = _buffers_and_fills(lowered, max_batch)
+    largest = _peak_bytes(buffers)
     groups: dict[object, list[int]] = {}
     for fill in fills:
         i = fill.view.buffer
-        if buffers[i].first >= 0:       # no step writes an input
+        if buffers[i].first >= 0:       # < 0: an input, which no step writes
             groups.setdefault(replace(fill, view=replace(fill.view, name="", buffer=0)), []).append(i)
     for group in sorted(groups.values(), key=lambda group: -buffers[group[0]].bytes / len(group)):
         if plan_memory(buffers, fills).total <= SPARE * largest:
             break
         lowered = _with_borders(lowered, group)
-        buffers, fills = _laid_out(lowered, max_batch)
+        buffers, fills = _buffers_and_fills(lowered, max_batch)
     return lowered
 
 
-def _laid_out(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
-    """Buffers and halos, for the values of what is counted."""
+def _buffers_and_fills(lowered: Lowered, max_batch: int) -> tuple[tuple[Buffer, ...], tuple[Fill, ...]]:
+    """Return buffers and halos, with example values for symbolic sizes."""
     buffers, fills = buffers_of(lowered, max_batch), fills_of(lowered)
     return plain((buffers, fills)) if is_counted(buffers) else (buffers, fills)
 
 
 def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
-    """The borders of these buffers written before anything else is."""
+    """Insert calls that write the borders of these buffers before their first writer."""
     calls: list[AnyCall] = []
     missing = set(group)
     for call in lowered.calls:
@@ -114,20 +126,20 @@ def _with_borders(lowered: Lowered, group: list[int]) -> Lowered:
 
 
 def border(storage: Storage, buffer: int) -> Call:
-    """A call that writes the halo of a buffer."""
+    """Return a call that writes the halo of a buffer."""
     whole = storage.whole
     *planes, (top, bottom), (left, right), _ = storage.halo.cells(len(whole.shape))
     *step, row, pixel, _ = whole.strides
     (front, back), plane = planes[0] if planes else (0, 0), step[0] if step else 0
     left, right = left * pixel, right * pixel
     rows, deep = whole.shape[-3] - top - bottom, tuple(whole.shape[0] - front - back for _ in planes)
-    behind = front * plane + (top + rows) * row - right                                 # the first plane's last row
+    behind = front * plane + (top + rows) * row - right                               # after the first plane's last row
     cuts = ((0, (1,), (row,), front * plane + top * row + left),                        # (offset, runs, steps, bytes)
             (front * plane + (top + 1) * row - right, (*deep, rows - 1), (*step, row), right + left),
             (behind, tuple(n - 1 for n in deep) or (0,), (plane,), right + (bottom + top) * row + left),
             (behind + (sum(deep) - 1) * plane if deep else behind, (1,), (row,), right + bottom * row + back * plane))
     placements = [Placement(buffer, offset, View("uint8", (*runs, size), (*steps, 1), whole.item), storage.items)
                   for offset, runs, steps, size in cuts if min(runs) and size]
-    value = int(storage.pad)        # of floats it is 0, whose bytes are 0 too
+    value = int(storage.pad)        # 0 for floats, whose bytes are 0, too
     node = Node("Pad", (), (storage.name,), name=f"border of {storage.name}")
     return Call(node, HaloFill(tuple(placement.view for placement in placements), value), (), tuple(placements))

@@ -1,4 +1,4 @@
-"""Graph -> kernel calls: each node by the rule of its anchor; what no rule takes runs on the reference, saying why."""
+"""Lowering of a graph to kernel calls by rules; nodes without a rule become fallback calls with a reason."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +17,7 @@ from engines.lowering.rules.copies import copy_call
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph as kernel calls, in order of execution."""
+    """Graph as kernel calls in order of execution."""
     graph: Graph
     placements: Aliasing
     calls: tuple[AnyCall, ...]
@@ -25,17 +25,21 @@ class Lowered:
 
     @property
     def compiled(self) -> list[Call]:
-        """The calls that solve problems."""
+        """Calls that run kernels."""
         return [call for call in self.calls if isinstance(call, Call)]
 
 
 def lower(graph: Graph, lanes: int, solved: Collection[type[Problem]] | None = None) -> Lowered:
-    """The graph that passes.pipeline made, with stored types decided, as calls that solve problems.
+    """Lower a graph to kernel calls.
 
-    lanes: of the narrowest vectors that the target's kernels are written for; groups of a convolution that are narrower
-    are merged until they fill one.
-    solved: the kinds of problems that the target has kernels for; None: all. What it has none for may be solved by the
-    general rules.
+    Parameters
+    ----------
+    graph : Graph
+        Result of passes.pipeline, with stored types.
+    lanes : int
+        Lanes of the target's narrowest vectors; narrower groups of a convolution are merged to fill one.
+    solved : collection of Problem classes, optional
+        Problems that the target has kernels for; None: all. General rules may replace the others.
     """
     placements = Aliasing(graph)
     ctx = Context(graph, placements, lanes, solved)
@@ -62,15 +66,15 @@ def _calls(ctx: Context, node: Node) -> Sequence[AnyCall]:
 
 
 def _by_rules(ctx: Context, node: Node) -> Sequence[Call]:
-    """By the rule for its operator, or else by the general one; the last refusal says why neither does."""
+    """Lower a node by the rule of its operator, else by the general rule. Raise the last refusal if both refuse."""
     refusal = Refused(f"no kernel for {node.anchor.op}")
     for rule in (table[node.anchor.op] for table in (RULES, GENERAL) if node.anchor.op in table):
         try:
             calls = tuple(rule(ctx, node))
             for problem in (call.problem for call in calls):
-                if problem.misfit:
-                    raise Refused(f"{problem.family} kernels do not compute so on tensors stored as {problem.misfit}; "
-                                  f"they take {', '.join(problem.computes_on)}")
+                if dtype := problem.unsupported_dtype:
+                    raise Refused(f"{problem.family} kernels do not support tensors stored as {dtype}; they support "
+                                  f"{', '.join(problem.computes_on)}")
                 if ctx.solved is not None and type(problem) not in ctx.solved:
                     raise Refused(f"no {problem.family} kernel for this target")
             return calls
@@ -85,7 +89,7 @@ def _fallback(ctx: Context, node: Node, reason: str) -> FallbackCall:
 
 
 def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
-    """Concat: the inputs that do not already lie in their part of the output are copied there."""
+    """Yield copies for those inputs of a Concat that do not already lie in the output."""
     output = ctx.placements[node.outputs[0]]
     axis = axis_of_item(ctx.type(node.outputs[0]), node.attrs["axis"])
     if axis == ITEMS and has_batch(ctx.type(node.outputs[0])):
@@ -93,7 +97,7 @@ def _gather_parts(ctx: Context, node: Node) -> Iterator[Call]:
     quant, start = ctx.type(node.outputs[0]).quant, 0
     for name in node.inputs:
         if ctx.type(name).quant != quant:
-            raise Refused(f"'{name}' is quantised otherwise than the result")
+            raise Refused(f"'{name}' and the result have different quantisation parameters")
         extent = as_int(ctx.type(name).shape[node.attrs["axis"]])
         if not ctx.placements.is_view(name, node.outputs[0]):
             yield copy_call(node, ctx.placements[name], output.part(axis, start, start + extent))

@@ -1,4 +1,4 @@
-"""What every backend's plan says of a lowered graph, whoever runs it: its steps, and where their tensors lie."""
+"""Conversion of a lowered graph to the parts of a plan that all backends share: steps and tensor views."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ _PRECISIONS = {"uint8": "int8", "int8": "int8", "float16": "fp16", "bfloat16": "
 
 
 def step_of(lowered: Lowered, call: AnyCall) -> Step:
-    """The step that a call becomes. A kernel's tactic, operands and grid are the backend's to add."""
+    """Return the step of a call. The backend adds a kernel's tactic, operands and grid."""
     name, fuses = name_of(call), call.node.origin
     if isinstance(call, FallbackCall):
         return Step(symbol="", operands=(), rows_per_item=1, fallback=fallback_of(lowered, call.node), name=name,
@@ -26,7 +26,7 @@ def step_of(lowered: Lowered, call: AnyCall) -> Step:
 
 
 def fallback_of(lowered: Lowered, node: Node) -> Fallback:
-    """The node as a plan's fallback: the reference runs it on these tensors."""
+    """Return the fallback of a node, which the reference runs on its tensors."""
     constants, types = lowered.graph.constants, lowered.graph.types
     inputs = tuple(name if name in constants or not name else view_of(lowered, name) for name in node.inputs)
     quants = tuple(types[name].quant if name in constants else None for name in node.inputs)
@@ -34,12 +34,12 @@ def fallback_of(lowered: Lowered, node: Node) -> Fallback:
 
 
 def view_of(lowered: Lowered, name: str) -> TensorView:
-    """Where a tensor of the graph lies, as a plan says it."""
+    """Return the view of a graph tensor, as plans store it."""
     tensor = lowered.graph.types[name]
     view = tensor_view(name, lowered.placements[name], scalar=not tensor.shape)
     return replace(view, quant=tensor.quant, batch_axis=batch_axis(tensor))
 
 
 def io_views(lowered: Lowered, names: tuple[str, ...]) -> tuple[TensorView, ...]:
-    """Where inputs or outputs of the graph lie."""
+    """Return the views of graph inputs or outputs."""
     return tuple(view_of(lowered, name) for name in names)

@@ -1,9 +1,9 @@
-"""One class per ONNX operator. Importing this package imports all its modules, which fills OPS; nothing here needs the
-onnx package until a Fallback node runs.
+"""Operators, one class per ONNX operator. Importing this package imports all modules, which fills OPS.
 
-A new operator, CumSum say, is: its class here, with its traits (ops/op.py); how its ONNX forms are read and how it is
-written (frontend/operators); a rule of lowering (lowering/rules), and a kernel where those that are there do not do.
-Without the last two it runs on its reference; a pointwise one has a line in lowering/epilogue/from_onnx.py instead.
+The onnx package is imported only when a Fallback node is inferred or run. A new operator needs its class here, with its
+traits (ops/op.py); the conversion of its ONNX forms (frontend/operators); and for speed a lowering rule
+(lowering/rules) and possibly a kernel. Without these it runs on its reference. A pointwise operator has a line in
+lowering/epilogue/from_onnx.py instead of a rule.
 """
 from importlib import import_module
 from pkgutil import iter_modules
@@ -15,7 +15,7 @@ __all__ = ["OPS", "LayoutOp", "Op", "Stored", "describe", "op_of"]
 
 
 def op_of(name: str) -> type[Op]:
-    """The operator's class; Fallback for one that we do not write ourselves."""
+    """Return the class of an operator, or Fallback if it has none."""
     return OPS.get(name, Fallback)
 
 

@@ -1,7 +1,7 @@
-"""Activations: functions of one element that follow a layer. x is the input, y the output; formulas as in ONNX.
+"""Activation functions, with formulas as in ONNX; x is the input, y the output.
 
-Mish is x * tanh(softplus(x)), Softplus log(1 + exp(x)), Swish (also called SiLU) x * sigmoid(x); ONNX's Swish with an
-alpha is arithmetic before it is this. PRelu is LeakyRelu with a slope that broadcasts to x.
+Mish is x * tanh(softplus(x)), Softplus log(1 + exp(x)), Swish (SiLU) x * sigmoid(x); Swish with an alpha is decomposed
+first. PRelu is LeakyRelu with a slope that broadcasts to x.
 """
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ define(
 
 
 class Clip(Epilogue):
-    """min(max(x, min), max); a bound is a number, or an array that broadcasts (per channel, after siblings merged).
-    saturates: integers are made of the result, so NaN becomes `min`."""
+    """Clamp min(max(x, min), max), with scalar bounds or arrays that broadcast (per channel, for merged siblings).
+
+    saturates: the result becomes integers, so NaN becomes `min`.
+    """
 
     @staticmethod
     def formula(x: Array, min: Any = -math.inf, max: Any = math.inf, saturates: int = 0) -> Array:
@@ -56,7 +58,7 @@ class Clip(Epilogue):
 
 
 def _bound(value: Any, dtype: np.dtype[Any]) -> Array:
-    """An open bound (infinity) of an integer tensor is the end of its range."""
+    """Return a bound in the dtype of x; infinite bounds of integers are the ends of the dtype's range."""
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         value = np.clip(value, info.min, info.max)
@@ -65,7 +67,7 @@ def _bound(value: Any, dtype: np.dtype[Any]) -> Array:
 
 
 class Gelu(Epilogue):
-    """x * P(standard normal < x), exact or by the tanh approximation."""
+    """Gaussian error linear unit x * P(standard normal < x), exact or by the tanh approximation."""
 
     @staticmethod
     def formula(x: Array, approximate: str = "none") -> Array:

@@ -1,4 +1,4 @@
-"""Arithmetic and elementary functions, element by element."""
+"""Elementwise arithmetic and elementary functions."""
 from __future__ import annotations
 
 import math
@@ -13,13 +13,13 @@ from engines.ops.pointwise import Epilogue, Pointwise, define
 define(Epilogue, symbolic=True, commutative=True, Add=np.add, Mul=np.multiply, Max=np.maximum, Min=np.minimum)
 define(Epilogue, symbolic=True, Sub=np.subtract, Neg=np.negative, Floor=np.floor, Ceil=np.ceil)
 define(Epilogue, Abs=np.absolute, Sqrt=np.sqrt, Exp=np.exp, Log=np.log, Sin=np.sin, Cos=np.cos, Asin=np.arcsin,
-       Acos=np.arccos, Atan=np.arctan, Round=np.rint)       # halves go to the even neighbour
+       Acos=np.arccos, Atan=np.arctan, Round=np.rint)       # halves to even
 define(Pointwise, Sign=np.sign, Tan=np.tan, Sinh=np.sinh, Cosh=np.cosh, Asinh=np.arcsinh,
        Acosh=np.arccosh, Atanh=np.arctanh, BitwiseNot=np.bitwise_not)
 
 
 def power(x: Array, y: Array) -> Array:
-    """Of integers an integer, what is behind its point cut off; NumPy has none of an exponent below 0."""
+    """Return x**y; integer results are truncated, including those of negative exponents, which NumPy rejects."""
     if x.dtype.kind not in "iu" or y.dtype.kind not in "iu":
         return np.asarray(np.power(x, y))
     whole = np.power(x, np.maximum(y, 0))
@@ -33,8 +33,10 @@ define(Pointwise, commutative=True, BitwiseAnd=np.bitwise_and, BitwiseOr=np.bitw
 
 
 class Div(Epilogue):
-    """Integers truncate toward zero, as in C. Floats are divided by a constant by its reciprocal, but where `exact` is
-    set."""
+    """Division. Integers truncate toward zero, as in C.
+
+    Floats divided by a constant are multiplied by its reciprocal unless `exact` is set.
+    """
     symbolic = True
 
     @staticmethod
@@ -48,7 +50,7 @@ class Div(Epilogue):
 
 
 def _symbolic_quotient(a: Any, b: Any) -> Any:
-    if type(a) is Counted or type(b) is Counted:        # its sign is known, and it truncates
+    if type(a) is Counted or type(b) is Counted:        # the sign is known; truncate
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     return a / b if isinstance(a, float) or isinstance(b, float) else a // b
 
@@ -58,7 +60,7 @@ define(Pointwise, symbolic=True, Mod=lambda a, b, fmod=0: np.fmod(a, b) if fmod 
 
 
 def erf(x: Array) -> Array:
-    """The error function, correctly rounded from double precision; NumPy has none."""
+    """Return the error function, computed in double precision; NumPy has none."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
 
 

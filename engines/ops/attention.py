@@ -1,4 +1,4 @@
-"""Attention, as one operator. ONNX has it from opset 23 on, with more forms; this is the one that kernels run."""
+"""Scaled dot-product attention as one operator, the form of ONNX's Attention (opset 23) that kernels run."""
 from __future__ import annotations
 
 import numpy as np
@@ -13,12 +13,12 @@ from engines.ops.op import Inputs, Op, Stored, Types
 
 
 class ScaledDotProductAttention(Op):
-    """softmax(scale * q k' + mask) v over the last two axes; the mask, added to the scores, is optional.
+    """Attention softmax(scale * q k' + mask) v over the last two axes; the additive mask is optional.
 
-    q [..., S, D], k [..., T, D], v [..., T, E], mask broadcast to [..., S, T] -> [..., S, E], one axis or more
-    before those (items, heads), which broadcast
+    q [..., S, D], k [..., T, D], v [..., T, E], mask broadcast to [..., S, T] -> [..., S, E], with at least one leading
+    axis (items, heads); leading axes broadcast.
     """
-    stored = Stored.CONVERTED       # but for the mask
+    stored = Stored.CONVERTED       # except the mask
 
     @classmethod
     def types(cls, node: Node, q: TensorType, k: TensorType, v: TensorType, mask: TensorType | None = None) -> Types:

@@ -1,10 +1,10 @@
-"""A matrix product by weights of four bits, with a scale and an offset for each block of the inner axis.
+"""Matrix product with 4-bit weights that have a scale and an offset per block of the inner axis.
 
-    w[n, k] = scales[n, b] * q[n, k] + offsets[n, b]        b = k // block, q whole numbers from 0 to 15
-    x[m, k] = scale[m, b] * r[m, k]                         if the model lets the rows be rounded: r from -127 to 127
+    w[n, k] = scales[n, b] * q[n, k] + offsets[n, b]        b = k // block, q integers in 0..15
+    x[m, k] = scale[m, b] * r[m, k]                         if the model allows rounding of rows: r in -127..127
 
-Graphs have it once types are chosen (passes/quantization/weights.py); until then the weights are float constants, and
-FakeQuantizeBlocks says which rows are rounded.
+Graphs contain these operators after types are chosen (passes/quantization/weights.py). Before that the weights are
+float constants, and FakeQuantizeBlocks marks the rows to be rounded.
 """
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engines.ir.dtypes import FLOAT
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.rounding import HEAD, from_bytes, real_rows, rounded
 from engines.ir.shapes import fixed
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
-CENTRE = 8              # what stands for 0 where no offsets are given
+CENTRE = 8              # the value of q that means 0 without offsets
 
 
 class FakeQuantizeBlocks(Op):
-    """Each block of the last axis as the integers that QuantizeBlocks makes of it mean it: a float again."""
+    """Quantisation and dequantisation of each block of the last axis, as by QuantizeBlocks."""
     attributes = ("block",)
 
     @classmethod
@@ -30,7 +30,7 @@ class FakeQuantizeBlocks(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1,), "rounds blocks along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1,), "rounds blocks along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -39,7 +39,7 @@ class FakeQuantizeBlocks(Op):
 
 
 class QuantizeBlocks(FakeQuantizeBlocks):
-    """Each block of the last axis as bytes: a HEAD, then an integer for each number, of zeros behind the last one."""
+    """Quantisation of each block of the last axis to bytes: a HEAD, then an integer per number, zero-padded."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
@@ -55,8 +55,10 @@ class QuantizeBlocks(FakeQuantizeBlocks):
 
 
 class MatMulBlocks(Op):
-    """x, or what QuantizeBlocks makes of it; q (two a byte, the lower bits first), scales, offsets or "", bias or "".
-    depth: of the inner axis."""
+    """Blocked matrix product of x, or of QuantizeBlocks' result.
+
+    Inputs: x, q (two per byte, lower bits first), scales, offsets or "", bias or "". `depth` is the inner extent.
+    """
     attributes = ("block", "depth")
 
     @classmethod
@@ -78,7 +80,7 @@ class MatMulBlocks(Op):
 
 
 def packed(q: Array) -> Array:
-    """uint8 [rows, columns] of 0 to 15 -> two a byte"""
+    """Pack uint8 [rows, columns] in 0..15, two per byte."""
     even = np.pad(q, ((0, 0), (0, q.shape[1] % 2)))
     return np.asarray(even[:, ::2] | even[:, 1::2] << 4, np.uint8)
 
@@ -88,7 +90,7 @@ def unpacked(q: Array, depth: int) -> Array:
 
 
 def in_blocks(q: Array, scales: Array, offsets: Array | None, block: int) -> Array:
-    """The weights, float32."""
+    """Return the float32 weights."""
     offsets = -CENTRE * scales if offsets is None else offsets
     scale, offset = (np.repeat(array.astype(np.float64), block, 1)[:, :q.shape[1]] for array in (scales, offsets))
     return np.asarray(q * scale + offset, np.float32)

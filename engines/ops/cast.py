@@ -1,4 +1,4 @@
-"""One type of elements as another."""
+"""Conversions between element types."""
 from __future__ import annotations
 
 from typing import Any
@@ -16,10 +16,13 @@ _LIMITS = {"float8_e4m3fn": 448, "float8_e4m3fnuz": 240, "float8_e5m2": 57344, "
 
 
 class Cast(Pointwise):
-    """To the dtype that `to` names. saturate: what is beyond a float8 is its greatest number, else infinite, or no
-    number where it has no infinity; round_mode: to which power of two float8_e8m0fnu goes, up, down or nearest."""
+    """Conversion to the dtype `to`.
+
+    saturate: numbers beyond a float8 become its largest one, else infinity, or NaN without infinities. round_mode:
+    rounding of float8_e8m0fnu to powers of two, "up", "down" or "nearest".
+    """
     symbolic = True
-    stored = Stored.CONVERTED       # between floats; other dtypes are stored as they are
+    stored = Stored.CONVERTED       # between floats only
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
@@ -31,20 +34,20 @@ class Cast(Pointwise):
         if x.dtype == object:
             return np.asarray(np.frompyfunc(lambda v: _symbolic_cast(v, kind), 1, 1)(x), object)
         if is_rare(x.dtype):
-            x = x.astype(np.float32)        # which has all their numbers
+            x = x.astype(np.float32)        # exact
         if to == "float8_e8m0fnu":
             return _power_of_two(x.astype(np.float32), bool(saturate), round_mode).view(kind)
         return narrowed(x, kind, bool(saturate))
 
 
 class BitCast(Pointwise):
-    """The same bits, as the dtype that `to` names, which has as many."""
+    """Reinterpretation of the bits as the dtype `to`, of equal width."""
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
         kind = dtype_named(node.attrs["to"])
         if kind.itemsize != dtypes[0].itemsize:
-            raise GraphError(f"{dtypes[0]} has not as many bits as {kind}")
+            raise GraphError(f"{dtypes[0]} and {kind} differ in width")
         return kind
 
     @staticmethod
@@ -53,14 +56,14 @@ class BitCast(Pointwise):
 
 
 def narrowed(x: Array, kind: np.dtype[Any], saturate: bool) -> Array:
-    """x in another type; with `saturate` within what a float8 has."""
+    """Convert x to another dtype; with `saturate` within the range of a float8."""
     if saturate and (limit := _LIMITS.get(kind.name)):
         x = np.clip(x, -limit, limit)
     return x.astype(kind)
 
 
 def _power_of_two(x: Array, saturate: bool, mode: str) -> Array:
-    """The exponents of |x|, as float32 has them: those are all that float8_e8m0fnu holds."""
+    """Round |x| to exponents of float32, which is what float8_e8m0fnu stores."""
     bits = x.view(np.uint32)
     exponent, rest = bits >> 23 & 0xFF, bits & 0x7FFFFF
     half = 0x400000
@@ -71,7 +74,7 @@ def _power_of_two(x: Array, saturate: bool, mode: str) -> Array:
 
 
 def _symbolic_cast(value: Any, kind: np.dtype[Any]) -> Any:
-    """Extents are integers in every dtype; numbers become Python's, so that a later division knows its kind."""
+    """Cast a symbolic element. Extents are integers in every dtype; numbers become Python ints or floats."""
     if not isinstance(value, int | float) or is_counted(value) and kind.kind in "iu":
         return value
     return float(value) if kind.kind == "f" else int(value)

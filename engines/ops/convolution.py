@@ -1,4 +1,4 @@
-"""Convolutions, as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
+"""Convolutions as matrix products over unrolled windows. Weights are OIHW (ConvTranspose: IOHW) in every layout."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,10 @@ from engines.ops.window import Window
 
 
 class Conv(LayoutOp):
-    """y[n, o, p] = b[o] + sum over c, t of w[o, c, t] * x[n, group(o) + c, p * stride + t * dilation - pad]"""
+    """Convolution with constant or run-time weights.
+
+        y[n, o, p] = b[o] + sum over c, t of w[o, c, t] * x[n, group(o) + c, p * stride + t * dilation - pad]
+    """
     output_axis, anchor, stored = 0, True, Stored.CONVERTED
 
     @classmethod
@@ -38,7 +41,7 @@ class Conv(LayoutOp):
         padded = window.padded(x, 0, outputs)
         weights = w.reshape(group, len(w) // group, -1)
         y = np.empty((len(x), len(w), *outputs), x.dtype)
-        for image, result in zip(padded, y, strict=True):       # one at a time: unrolled windows are large
+        for image, result in zip(padded, y, strict=True):       # one by one: unrolled windows are large
             columns = np.stack(list(window.taps(image, outputs)), axis=1)       # [C, taps, *outputs]
             result[...] = np.matmul(weights, columns.reshape(group, weights.shape[2], -1)).reshape(result.shape)
         if bias is not None:
@@ -47,7 +50,7 @@ class Conv(LayoutOp):
 
 
 class ConvTranspose(LayoutOp):
-    """The gradient of Conv: x[n, c, p] * w[c, o, t] is added to y[n, o, p * stride + t * dilation - pad]."""
+    """Transposed convolution: x[n, c, p] * w[c, o, t] is added to y[n, o, p * stride + t * dilation - pad]."""
     output_axis, anchor, stored = 1, True, Stored.CONVERTED
 
     @classmethod
@@ -81,9 +84,10 @@ class ConvTranspose(LayoutOp):
 
 
 class Col2Im(Op):
-    """Columns x [N, C * taps, *places] added where a window would read them: ConvTranspose's sum, without weights.
+    """Sum of columns x [N, C * taps, *places] at the pixels where a window reads them.
 
-    image_shape: of y, in whose padding the window slides; kernel_shape, strides, dilations, pads: the window's.
+    Attributes: image_shape of y, over whose padding the window slides; kernel_shape, strides, dilations, pads of the
+    window.
     """
 
     @classmethod
@@ -91,7 +95,7 @@ class Col2Im(Op):
         columns, *places = fixed(x.shape[1:])
         image, window = node.attrs["image_shape"], Window.of(node, len(places))
         if columns % math.prod(window.kernel) or window.outputs(image) != tuple(places):
-            raise GraphError(f"{columns} columns at {places} places are not those of windows over {list(image)}")
+            raise GraphError(f"{columns} columns at {places} places do not fit windows over {list(image)}")
         return (TensorType(x.dtype, (x.shape[0], columns // math.prod(window.kernel), *image)),)
 
     @classmethod
@@ -113,7 +117,7 @@ class Col2Im(Op):
 
 def _check_bias(bias: TensorType | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
-        raise GraphError(f"a bias of shape {text(bias.shape)} is not one for each of {channels} channels")
+        raise GraphError(f"its bias has shape {text(bias.shape)}, but there are {channels} output channels")
 
 
 def _transposed_outputs(node: Node, sizes: tuple[int, ...]) -> tuple[int, ...]:

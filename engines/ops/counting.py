@@ -1,8 +1,7 @@
-"""Values that follow from extents which are counted (engines.ir.counted), while a model is imported.
+"""Values that depend on symbolic sizes (engines.ir.counted) during import.
 
-What shapes may depend on, small integers that operators compute symbolically, is an object array of numbers that are
-counted, as it is one of Extents where the batch is open. Everything else is a Deferred: the operator's reference runs
-when the extents are known.
+Small integers that operators compute symbolically, such as shapes, are object arrays of symbolic numbers, or of Extents
+for an open batch. All other values are Deferred: the operator's reference runs once the sizes are known.
 """
 from __future__ import annotations
 
@@ -20,16 +19,16 @@ from engines.ops import op_of
 from engines.ops.op import Inputs, Op, Types, Values
 from engines.ops.reference import run_node
 
-EXACT = 1 << 24         # whole numbers below it are float32's
+EXACT = 1 << 24         # integers below it are exact in float32
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether an array depends on the batch."""
+    """Return True if an array depends on the batch."""
     return isinstance(value, np.ndarray) and value.dtype == object and any(isinstance(v, Extent) for v in value.flat)
 
 
 def follows_from_extents(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types) -> bool:
-    """Whether all that the node reads is known, and what it makes, or of what shape that is, is counted."""
+    """Return True if all inputs are known, and the outputs or their shapes depend on symbolic sizes."""
     given = [value for value, kind in zip(values, inputs, strict=True) if kind is not None]
     if op.random(node) or any(map(is_symbolic, given)) or any(
             isinstance(extent, str) for kind in types for extent in kind.shape):
@@ -42,8 +41,13 @@ def follows_from_extents(op: type[Op], node: Node, inputs: Inputs, values: Value
 
 
 def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
-    """op.infer; what values that follow from extents would say against the node is checked once they are known. Raises
-    Pinned: what a deferred one says is asked for."""
+    """Infer output types; values that depend on symbolic sizes are checked once these are known.
+
+    Raises
+    ------
+    Pinned
+        The types depend on a deferred value.
+    """
     late = [isinstance(value, Deferred) or is_counted(value) and not is_symbolic(value) for value in values]
     if not any(late):
         return op.infer(node, inputs, values)
@@ -62,8 +66,8 @@ def infer(op: type[Op], node: Node, inputs: Inputs, values: Values) -> Types:
 
 
 def _in_floats(value: Deferred) -> Any:
-    """The numbers that a Cast made floats, in which they are exact."""
-    if value.function is _made and value.arguments[2].op == "Cast" and value.dtype in (np.float32, np.float64):
+    """Return the integers that a Cast made floats, if they are exact, else None."""
+    if value.function is _computed and value.arguments[2].op == "Cast" and value.dtype in (np.float32, np.float64):
         found = value.arguments[3].listed
         if found is not None and all(-EXACT < number < EXACT for number in found):
             array = np.empty(value.shape, object)
@@ -73,17 +77,17 @@ def _in_floats(value: Deferred) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """The elements of an object array."""
+    """Return the elements of an object array as a list."""
     return value.reshape(-1).tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
 
 
 def _inferred(node: Node, inputs: Inputs, values: Values) -> Types:
-    """Raises GraphError: the values do not fit."""
+    """Infer again with known values. Raises GraphError if they do not fit."""
     return op_of(node.op).infer(node, inputs, values)
 
 
 def known(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types) -> tuple[Any, ...]:
-    """The values that the node makes: numbers, or Deferreds."""
+    """Return the values of the outputs: numbers, or Deferreds."""
     if not any(isinstance(value, Deferred) for value in values) and not any(is_counted(kind.shape) for kind in types):
         try:
             results = op.known(node, inputs, values)
@@ -96,23 +100,23 @@ def known(op: type[Op], node: Node, inputs: Inputs, values: Values, types: Types
 
 
 def is_deferred(node: Node, given: Values, types: Types) -> bool:
-    """Whether what a node makes of constants is not known before the extents are."""
+    """Return True if a node of constants has outputs that depend on symbolic sizes."""
     return any(isinstance(value, Deferred) for value in given) or is_counted(tuple(node.attrs.values())) or any(
         is_counted(kind.shape) for kind in types)
 
 
 def deferred(node: Node, arguments: Sequence[Any], types: Types) -> tuple[Any, ...]:
-    """What the reference makes of constants, once the extents are known."""
-    return tuple(Deferred(_made, (which, kind.dtype, node, *arguments), kind.dtype, kind.shape)
+    """Return the outputs of a node of constants as Deferreds."""
+    return tuple(Deferred(_computed, (which, kind.dtype, node, *arguments), kind.dtype, kind.shape)
                  for which, kind in enumerate(types))
 
 
 def as_constant(value: Any, kind: TensorType) -> Any:
-    """A known value as a constant of a graph."""
+    """Convert a known value to a constant of a graph."""
     if isinstance(value, np.ndarray) and is_counted(value):
         return numbers(value.reshape(-1).tolist(), kind.dtype, value.shape)
     return value
 
 
-def _made(which: int, dtype: np.dtype[Any], node: Node, *arrays: Array) -> Array:
+def _computed(which: int, dtype: np.dtype[Any], node: Node, *arrays: Array) -> Array:
     return run_node(node, arrays)[which].astype(dtype, copy=False)

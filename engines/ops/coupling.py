@@ -1,35 +1,37 @@
-"""Probabilities of classes out of those between each two of them."""
+"""Class probabilities from the probabilities between pairs of classes."""
 from __future__ import annotations
 
 import numpy as np
 
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
-SWEEPS, ERROR = 100, 0.005          # at most; and what is left of the gradient, times the number of classes
+SWEEPS, ERROR = 100, 0.005          # most sweeps; bound on the gradient times the number of classes
 
 
 class PairwiseCoupling(Op):
-    """The probability of each class: those that agree best with r, where r[n, i, j] is that of i if it is i or j.
+    """Class probabilities that agree best with r, where r[n, i, j] is the probability of i given i or j.
 
-    r float32 [N, classes, classes], its diagonal is not read -> [N, classes]. The second method of Wu, Lin and Weng,
-    "Probability Estimates for Multi-class Classification by Pairwise Coupling" (2004); it ends where ONNX
-    Runtime's does.
+    r float32 [N, classes, classes], diagonal ignored -> [N, classes]. It stops where ONNX Runtime does.
+
+    References
+    ----------
+    Wu, Lin and Weng, "Probability Estimates for Multi-class Classification by Pairwise Coupling", 2004, second method.
     """
 
     @classmethod
     def types(cls, node: Node, r: TensorType) -> Types:
         if len(r.shape) != 3 or r.shape[1] != r.shape[2]:
-            raise GraphError("its probabilities are not of pairs of classes")
+            raise GraphError("it takes probabilities of pairs, [N, classes, classes]")
         return (TensorType(r.dtype, r.shape[:2]),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         r = inputs[0]
         assert r is not None
-        return (beside(r.shape, only_first(axes), (1, 2), "couples"),)
+        return (untouched_axis(r.shape, only_first(axes), (1, 2), "couples"),)
 
     @classmethod
     def compute(cls, node: Node, r: Array) -> Array:
@@ -39,7 +41,7 @@ class PairwiseCoupling(Op):
         gradient = -against * pairs
         gradient[:, range(classes), range(classes)] = (against ** 2).sum(axis=2)
         p = np.full(r.shape[:2], 1 / classes, r.dtype)
-        rows = np.arange(len(r))        # that have not come to rest
+        rows = np.arange(len(r))        # not yet converged
         for _ in range(SWEEPS):
             slope = np.einsum("nij,nj->ni", gradient[rows], p[rows])
             error = np.abs(slope - (p[rows] * slope).sum(axis=1, keepdims=True)).max(axis=1, initial=0)
@@ -51,7 +53,7 @@ class PairwiseCoupling(Op):
 
 
 def _swept(gradient: Array, p: Array, slope: Array) -> Array:
-    """One class after the other by its Newton step, and the sum made 1 again; slope: gradient p."""
+    """Do one Newton step per class and renormalise; `slope` is gradient @ p."""
     whole = (p * slope).sum(axis=1, keepdims=True)
     for one in range(p.shape[1]):
         own = gradient[:, one, one, None]

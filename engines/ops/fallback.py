@@ -1,7 +1,7 @@
-"""Operators that we do not write ourselves: the onnx package evaluates them, slowly, one node at a time.
+"""Operators without a class of ours, evaluated by the onnx package, slowly and one node at a time.
 
-Such a node carries `onnx_opset` and, if not the default one, `onnx_domain`. The package is imported when the first of
-them is inferred or run; a graph without them never needs it.
+Such a node has the attribute `onnx_opset`, and `onnx_domain` if it is not the default. The package is imported when the
+first of them is inferred or run.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PREFIX = "onnx."
 
 
 def as_onnx(node: Node, opset: int, domain: str = "") -> Node:
-    """The node, just as ONNX has it, as one that the onnx package evaluates; of another name where we have our own."""
+    """Return an ONNX node that the onnx package evaluates; it is renamed if we have an operator of that name."""
     attrs = {**node.attrs, "onnx_opset": opset, **({"onnx_domain": domain} if domain else {})}
     return replace(node, op=f"{_PREFIX}{node.op}" if node.op in OPS and not domain else node.op, attrs=attrs)
 
@@ -38,7 +38,7 @@ RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLik
 
 
 class Fallback(Op, abstract=True):
-    """Any operator of the onnx package that has no subgraph."""
+    """Operator of the onnx package without subgraphs."""
 
     @classmethod
     def random(cls, node: Node) -> bool:
@@ -62,12 +62,12 @@ class Fallback(Op, abstract=True):
 
 
 def evaluator_of(node: Node) -> Any:
-    """The onnx package's evaluator of one node."""
+    """Return the onnx package's evaluator of one node."""
     return _evaluator(_Key(node))
 
 
 class _Key:
-    """A node by identity: it is immutable, but its attributes need not be hashable."""
+    """Key of a node by identity: it is immutable, but its attributes may be unhashable."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -87,7 +87,7 @@ def _evaluator(key: _Key) -> Any:
 
 
 def _model(node: Node, inputs: Inputs, values: Values) -> onnx.ModelProto:
-    """A model of this one node; inputs with a known, constant value are initialisers."""
+    """Return a model of one node; inputs with known values are initialisers."""
     from onnx import helper, numpy_helper
 
     attrs: dict[str, Any] = {k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v
@@ -119,6 +119,6 @@ def _tensor_type(node: Node, proto: Any) -> TensorType:
         if not d.HasField("dim_value") and not d.dim_param:
             raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
         shape.append(d.dim_value if d.HasField("dim_value") else d.dim_param)
-    if any(isinstance(d, str) and not is_extent(d) for d in shape):     # onnx makes names for what it does not know
+    if any(isinstance(d, str) and not is_extent(d) for d in shape):     # onnx invents names for unknown extents
         raise UnknownTensorError("an extent of its result depends on data, which is not supported", node.inputs)
     return TensorType(np.dtype(helper.tensor_dtype_to_np_dtype(proto.elem_type)), tuple(shape))

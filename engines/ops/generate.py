@@ -1,4 +1,4 @@
-"""Operators that make a tensor from numbers."""
+"""Operators that create tensors."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ from engines.ops.op import Inputs, Op, Types, Values, present
 
 
 class ConstantOfShape(Op):
-    """The attribute `value` (one element) in every place of the attribute `shape`."""
+    """Tensor of the attribute `shape` filled with the attribute `value` (one element)."""
 
     @classmethod
     def types(cls, node: Node) -> Types:
@@ -36,7 +36,7 @@ class ConstantOfShape(Op):
 
 
 class Range(Op):
-    """start, start + delta, ... below limit; three scalars."""
+    """Sequence start, start + delta, ... below limit, from three scalars."""
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -45,7 +45,7 @@ class Range(Op):
             raise UnknownTensorError("its length depends on data: make start, limit and delta constants", node.inputs)
         start, limit, delta = (_whole(v.item()) for v in values if v is not None)
         if delta == 0 or any(isinstance(v, float) and not math.isfinite(v) for v in (start, limit, delta)):
-            raise GraphError(f"from {start} to {limit} by {delta}: no number of steps")
+            raise GraphError(f"the number of steps from {start} to {limit} by {delta} is undefined")
         length = limit - start
         if delta != 1 or not isinstance(length, Extent):
             integers = isinstance(length, int) and isinstance(delta, int)
@@ -60,22 +60,27 @@ class Range(Op):
 
 
 def _whole(value: Any) -> Any:
-    """A number as an int, if it is one."""
+    """Convert an integral number to int."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @cache
 def random_numbers(process: int) -> np.random.Generator:
-    """Of one process, for any of its threads: to seed others takes longer than to draw, and a fork that went on with
-    its parent's would draw the same."""
+    """Return the random generator of a process, shared by its threads.
+
+    Seeding per use would take longer than drawing, and a forked process must not continue its parent's sequence.
+    """
     return np.random.default_rng()
 
 
 class Multinomial(Op):
-    """`sample_size` categories drawn for each row of x [N, categories], of logarithms of what each weighs; int32, or
-    int64 where `dtype` says so.
+    """Draw of `sample_size` categories per row of x [N, categories], the logarithms of weights.
 
-    The largest of x plus noise of a Gumbel distribution is such a draw. Source: Maddison et al., A* Sampling (2014), 2.
+    Categories are int32 or int64 according to `dtype`. The argmax of x plus Gumbel noise is such a draw.
+
+    References
+    ----------
+    Maddison et al., "A* Sampling", 2014, section 2.
     """
     attributes = ("dtype", "sample_size", "seed")
 
@@ -86,7 +91,7 @@ class Multinomial(Op):
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) != 2:
-            raise GraphError("it takes a row of weights for each item")
+            raise GraphError("it takes a matrix, a row of weights per item")
         return (TensorType(cls._dtype(node), (x.shape[0], node.attrs.get("sample_size", 1))),)
 
     @classmethod
@@ -97,7 +102,7 @@ class Multinomial(Op):
 
     @staticmethod
     def _dtype(node: Node) -> np.dtype[Any]:
-        wanted = {6: "int32", 7: "int64"}       # as TensorProto.DataType numbers them
+        wanted = {6: "int32", 7: "int64"}       # TensorProto.DataType
         if (number := node.attrs.get("dtype", 6)) not in wanted:
             raise GraphError("it draws int32 or int64")
         return np.dtype(wanted[number])

@@ -1,7 +1,6 @@
-"""Sums of products of integers, and what quantises a factor of theirs by its own range, found as it runs.
+"""Integer products, and dynamic quantisation of their factors.
 
-Graphs have these only until simplify has written them out (passes/dynamic_quantization.py); where it cannot, they run
-as they are here.
+The simplifier decomposes most of these (passes/dynamic_quantization.py); the others run as they are.
 """
 from __future__ import annotations
 
@@ -18,7 +17,10 @@ _BYTE, _SUM = np.dtype(np.uint8), np.dtype(np.int32)
 
 
 class DynamicQuantizeLinear(Op):
-    """uint8 over [min(x, 0), max(x, 0)], its scale and its zero point; for zeros alone the scale is 1."""
+    """Quantisation to uint8 over [min(x, 0), max(x, 0)]; scale and zero point are outputs.
+
+    The scale is 1 if all elements are 0.
+    """
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
@@ -37,7 +39,7 @@ class DynamicQuantizeLinear(Op):
 
 
 class MatMulInteger(Op):
-    """(a - a's zero point) (b - b's zero point) in int32; a zero point may be one for each row of a, or column of b."""
+    """Product (a - a_zero) (b - b_zero) in int32; zero points are scalars, or per row of a and column of b."""
 
     @classmethod
     def types(cls, node: Node, a: TensorType, b: TensorType, a_zero: TensorType | None = None,
@@ -60,7 +62,7 @@ class MatMulInteger(Op):
 
 
 class ConvInteger(LayoutOp):
-    """Conv of x - its zero point and w - its zero point, one or one for each output channel, in int32."""
+    """Convolution of x - x_zero and w - w_zero in int32; w's zero point may be per output channel."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType, w: TensorType, x_zero: TensorType | None = None,

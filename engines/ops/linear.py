@@ -6,14 +6,14 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, check_stretches
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, SameShape, Stored, Types, present
 
 
 class Gemm(Op):
-    """alpha * A' B' + beta * C, where ' is a transposition if transA, transB say so."""
+    """Product alpha * A' B' + beta * C, where ' is a transposition according to transA and transB."""
     attributes = ("alpha", "beta", "transA", "transB")
-    output_axis, anchor, stored = 0, True, Stored.CONVERTED         # 0: in canonical form, with transB
+    output_axis, anchor, stored = 0, True, Stored.CONVERTED         # 0 in canonical form, with transB
 
     @classmethod
     def types(cls, node: Node, a: TensorType, b: TensorType, c: TensorType | None = None) -> Types:
@@ -50,8 +50,8 @@ class Gemm(Op):
 
 
 class MatMul(Op):
-    """NumPy's matmul: leading axes broadcast, a vector is a row on the left and a column on the right."""
-    output_axis, anchor, stored = 1, True, Stored.CONVERTED         # 1: of a matrix
+    """NumPy's matmul: leading axes broadcast; a vector is a row on the left and a column on the right."""
+    output_axis, anchor, stored = 1, True, Stored.CONVERTED         # 1 for a matrix
 
     @classmethod
     def types(cls, node: Node, a: TensorType, b: TensorType) -> Types:
@@ -72,7 +72,7 @@ class MatMul(Op):
                   for left, axis, rank in zip((True, False), axes, (len(a.shape), len(b.shape)), strict=True)]
         made = _of_product(behind)
         assert made is not None
-        # An operand that is a vector leaves its axis of the matrix product out of the result.
+        # The result lacks the axis of an operand that is a vector.
         dropped = (made < -1 and len(b.shape) == 1) + (made < -2 and len(a.shape) == 1)
         return (made + dropped + len(outputs[0].shape),)
 
@@ -82,7 +82,7 @@ class MatMul(Op):
 
 
 class Inverse(SameShape):
-    """Of the matrices in the last two axes; ONNX Runtime's, as ONNX has none."""
+    """Inverse of the matrices in the last two axes (com.microsoft)."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
@@ -92,7 +92,7 @@ class Inverse(SameShape):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "inverts along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1, -2), "inverts along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -100,7 +100,7 @@ class Inverse(SameShape):
 
 
 def _of_product(axes: ItemAxes) -> int | None:
-    """The axis of the items of a product a b, counted from the end as those of its factors: rows -2, columns -1."""
+    """Return the batch axis of a product a b, counted from the end as those of its factors: rows -2, columns -1."""
     a, b = axes
     if a == -1 or b == -2:
         raise Mixed("it sums over the items")

@@ -1,4 +1,4 @@
-"""Comparisons, and what is made of their answers."""
+"""Comparisons and logical operators."""
 from __future__ import annotations
 
 from typing import Any
@@ -16,12 +16,15 @@ define(Predicate, Not=np.logical_not, IsNaN=np.isnan)
 
 
 class IsInf(Predicate):
+    """Test for infinities, of one sign or both."""
+
     @staticmethod
     def formula(x: Array, detect_negative: int = 1, detect_positive: int = 1) -> Array:
         return np.isinf(x) & (((x > 0) & bool(detect_positive)) | ((x < 0) & bool(detect_negative)))
 
 
 class Where(Pointwise):
+    """Selection of a where the condition is true, else b."""
     symbolic = True
 
     @classmethod

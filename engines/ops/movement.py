@@ -1,4 +1,4 @@
-"""Operators that move elements and change none: join, cut, select, repeat, pad, interleave."""
+"""Data movement: join, split, slice, gather, repeat, pad, interleave."""
 from __future__ import annotations
 
 from itertools import accumulate
@@ -8,11 +8,12 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import broadcast, dim, extent, fixed, normal_axis
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 from engines.ops.op import Inputs, LayoutOp, Op, Stored, Types, Values, present
 
 
 class Concat(Op):
+    """Concatenation along `axis`."""
     symbolic = True
     moves, along, stored = True, "axis", Stored.ALIKE
 
@@ -25,10 +26,10 @@ class Concat(Op):
         shape = parts[0].shape
         axis = normal_axis(node.attrs["axis"], len(shape))
         if any(len(t.shape) != len(shape) for t in parts) or not shape:
-            raise GraphError("its parts are of different ranks, or have no axes")
+            raise GraphError("its parts must have equally many axes, at least one")
         others = [(*t.shape[:axis], *t.shape[axis + 1:]) for t in parts]
         if any(other != others[0] for other in others):
-            raise GraphError(f"extents beside axis {axis} differ")
+            raise GraphError(f"extents of its parts differ on axes other than {axis}")
         total = sum((extent(t.shape[axis]) for t in parts), start=0)
         return (TensorType(parts[0].dtype, (*shape[:axis], dim(total), *shape[axis + 1:])),)
 
@@ -37,7 +38,7 @@ class Concat(Op):
         found = {axis for axis, kind in zip(axes, inputs, strict=True) if kind is not None}
         if len(found) > 1:
             raise Mixed("its parts have their items along different axes")
-        return (beside(outputs[0].shape, found.pop(), (node.attrs["axis"],), "joins parts along"),)
+        return (untouched_axis(outputs[0].shape, found.pop(), (node.attrs["axis"],), "joins parts along"),)
 
     @classmethod
     def compute(cls, node: Node, *arrays: Array) -> Array:
@@ -45,7 +46,7 @@ class Concat(Op):
 
 
 class Split(Op):
-    """Into parts of the extents `split` along `axis`."""
+    """Division into parts of the extents `split` along `axis`."""
     symbolic = True
     moves, along, stored = True, "axis", Stored.ALIKE
 
@@ -64,7 +65,7 @@ class Split(Op):
 
 
 class Slice(Op):
-    """x[starts:ends:steps] along `axes`; all four are attributes of equal length."""
+    """Slice x[starts:ends:steps] along `axes`; all four are attributes of equal length."""
     symbolic = True
     moves, along, stored = True, "axes", Stored.ALIKE
 
@@ -82,7 +83,7 @@ class Slice(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         rank = len(outputs[0].shape)
         cut = [axis for axis, kept in cls.cuts(node, rank) if (kept.start, kept.stop, kept.step) != (None, None, 1)]
-        return (beside(outputs[0].shape, only_first(axes), cut, "cuts"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), cut, "cuts"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -93,24 +94,27 @@ class Slice(Op):
 
     @staticmethod
     def cuts(node: Node, rank: int) -> list[tuple[int, slice]]:
-        """(axis, what to keep of it) for each axis that is cut."""
+        """Return (axis, slice) for each sliced axis."""
         attrs = node.attrs
         rows = zip(attrs["axes"], attrs["starts"], attrs["ends"], attrs["steps"], strict=True)
         return [(normal_axis(axis, rank), _slice(start, end, step)) for axis, start, end, step in rows]
 
 
-FAR = 2**31 - 1        # what exporters write for "to the end", or more
+FAR = 2**31 - 1        # exporters write this or more for "to the end"
 
 
 def _slice(start: int, end: int, step: int) -> slice:
-    """Python's slice of ONNX's: an end beyond the last element is no end, and going down -1 is the last element."""
+    """Convert an ONNX slice to Python's.
+
+    An end past the last element means no end; with a negative step, -1 is the last element.
+    """
     if step > 0:
         return slice(start or None, None if end >= FAR else end, step)
     return slice(None if start >= FAR else start, None if end <= -FAR else end, step)
 
 
 def _kept(size: int, cut: slice) -> int:
-    """How many of so many a slice keeps: len(range(size)[cut]) of numbers that may be counted."""
+    """Return len(range(size)[cut]) for sizes that may be symbolic."""
     step: int = cut.step
     first, last = (0, size) if step > 0 else (size - 1, -1)
 
@@ -125,7 +129,7 @@ def _kept(size: int, cut: slice) -> int:
 
 
 class Gather(Op):
-    """x[..., indices, ...] at `axis`."""
+    """Gather x[..., indices, ...] along `axis`."""
     symbolic = True
     moves, along, stored = True, "axis", Stored.ALIKE
 
@@ -136,7 +140,7 @@ class Gather(Op):
         known, extent_ = values[1] if len(values) > 1 else None, x.shape[axis] if x.shape else 0
         if known is not None and known.dtype != object and isinstance(extent_, int) and known.size and (
                 known.min() < -extent_ or known.max() >= extent_):
-            raise GraphError(f"its indices reach from {known.min()} to {known.max()}, axis {axis} has {extent_}")
+            raise GraphError(f"its indices are in {known.min()}..{known.max()}, but axis {axis} has extent {extent_}")
         return (TensorType(x.dtype, (*x.shape[:axis], *indices.shape, *x.shape[axis + 1:])),)
 
     @classmethod
@@ -147,7 +151,7 @@ class Gather(Op):
             raise Mixed("it selects from all items")
         if of_indices is not None:
             return (along + of_indices,)
-        of_x = beside(x.shape, of_x, (along,), "selects from")
+        of_x = untouched_axis(x.shape, of_x, (along,), "selects from")
         return (of_x + (len(indices.shape) - 1) * (of_x > along),)
 
     @classmethod
@@ -156,7 +160,7 @@ class Gather(Op):
 
 
 class GatherElements(Op):
-    """y[i][j] = x[indices[i][j]][j], along `axis`. With the attribute `shape` the indices are first expanded to it."""
+    """Element gather y[i][j] = x[indices[i][j]][j] along `axis`; indices broadcast to the attribute `shape`."""
     moves = True
 
     @classmethod
@@ -167,7 +171,7 @@ class GatherElements(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         x, indices = present(inputs)
         along, (of_x, of_indices) = normal_axis(node.attrs.get("axis", 0), len(x.shape)), axes
-        shift = len(outputs[0].shape) - len(indices.shape)      # of indices that are first expanded
+        shift = len(outputs[0].shape) - len(indices.shape)      # due to broadcasting of indices
         if of_x is None and of_indices is not None and of_indices + shift == along:
             return (along,)
         if of_x is None or of_x == along or of_indices is not None and of_indices + shift != of_x:
@@ -184,7 +188,7 @@ class GatherElements(Op):
 
 
 class Tile(Op):
-    """`repeats` copies along each axis."""
+    """Repetition `repeats` times along each axis."""
     moves, along = True, "repeats"
 
     @classmethod
@@ -197,7 +201,7 @@ class Tile(Op):
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         repeated = [axis for axis, times in enumerate(node.attrs["repeats"]) if times != 1]
-        return (beside(outputs[0].shape, only_first(axes), repeated, "repeats"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), repeated, "repeats"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -205,8 +209,8 @@ class Tile(Op):
 
 
 class Pad(Op):
-    """`pads` (before each axis, then after each; negative cuts) filled as `mode` says; `value` fills constant ones."""
-    along, stored = "pads", Stored.ALIKE        # zeros are the same in every type: see facts.pads_with_zeros
+    """Padding by `pads` (before each axis, then after; negative values crop) according to `mode` and `value`."""
+    along, stored = "pads", Stored.ALIKE        # zeros are representable in all types: see facts.pads_with_zeros
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
@@ -218,7 +222,7 @@ class Pad(Op):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         widths = cls.widths(node, len(outputs[0].shape))
         padded = [axis for axis, width in enumerate(widths) if any(width)]
-        return (beside(outputs[0].shape, only_first(axes), padded, "pads"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), padded, "pads"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -233,24 +237,24 @@ class Pad(Op):
 
     @staticmethod
     def widths(node: Node, rank: int) -> list[tuple[int, int]]:
-        """(before, after) for each axis."""
+        """Return (before, after) for each axis."""
         pads = node.attrs["pads"]
         return list(zip(pads[:rank], pads[rank:], strict=True))
 
 
 class Trilu(Op):
-    """Matrices with zeros below their diagonal k, or above it where `upper` is 0."""
+    """Matrices with zeros below diagonal k, or above it if `upper` is 0."""
     attributes = ("upper",)
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
         if len(x.shape) < 2:
-            raise GraphError("its input is no matrix")
+            raise GraphError("its input has fewer than two axes")
         return (TensorType(x.dtype, x.shape),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (-1, -2), "cuts along"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (-1, -2), "cuts along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
@@ -258,7 +262,10 @@ class Trilu(Op):
 
 
 class DepthToSpace(LayoutOp):
-    """Channels become blocks of pixels. DCR: the block is the outer part of the channel; CRD: the inner."""
+    """Conversion of channels to blocks of pixels.
+
+    In mode DCR the block is the outer part of the channel, in CRD the inner.
+    """
     attributes = ("blocksize", "mode")
     moves, stored = True, Stored.ALIKE
 
@@ -267,7 +274,7 @@ class DepthToSpace(LayoutOp):
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if channels % block**2:
-            raise GraphError(f"{channels} channels are no multiple of {block} * {block}")
+            raise GraphError(f"{channels} channels are not a multiple of {block} * {block}")
         return (TensorType(x.dtype, (x.shape[0], channels // block**2, height * block, width * block)),)
 
     @classmethod
@@ -282,7 +289,7 @@ class DepthToSpace(LayoutOp):
 
 
 class SpaceToDepth(LayoutOp):
-    """Blocks of pixels become channels, the inverse of DepthToSpace in either mode."""
+    """Conversion of blocks of pixels to channels, the inverse of DepthToSpace in either mode."""
     attributes = ("blocksize", "mode")
     moves, stored = True, Stored.ALIKE
 
@@ -291,7 +298,7 @@ class SpaceToDepth(LayoutOp):
         block = node.attrs["blocksize"]
         channels, height, width = fixed(x.shape[1:])
         if height % block or width % block:
-            raise GraphError(f"{height} x {width} pixels are no multiple of {block} x {block}")
+            raise GraphError(f"{height} x {width} pixels are not a multiple of {block} x {block}")
         return (TensorType(x.dtype, (x.shape[0], channels * block**2, height // block, width // block)),)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Normalisations."""
+"""Normalisation operators."""
 from __future__ import annotations
 
 import numpy as np
@@ -6,7 +6,7 @@ import numpy as np
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import check_stretches, normal_axis, text
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, LayoutOp, SameShape, Types, present
 
 
@@ -21,7 +21,7 @@ class _FromAxisOn(SameShape, abstract=True):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         rank = len(outputs[0].shape)
         along = range(normal_axis(node.attrs.get("axis", -1), rank), rank)
-        return (beside(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
+        return (untouched_axis(outputs[0].shape, only_first(axes), along, "normalises along"),) * len(outputs)
 
 
 class _PerChannel(SameShape, abstract=True):
@@ -29,16 +29,16 @@ class _PerChannel(SameShape, abstract=True):
     def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
         if len(x.shape) < 2 or any(kind is None or kind.shape != x.shape[1:2] for kind in constants):
             found = ", ".join(text(kind.shape) for kind in present(constants))
-            raise GraphError(f"its constants {found} are not one for each channel of {text(x.shape)}")
+            raise GraphError(f"its constants {found} need one element for each channel of {text(x.shape)}")
         return super().types(node, x)
 
 
 class BatchNormalization(_PerChannel):
-    """(x - mean) / sqrt(var + epsilon) * scale + bias, constants per channel (inference form)."""
+    """Normalisation (x - mean) / sqrt(var + epsilon) * scale + bias with constants per channel (inference form)."""
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        return (beside(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
+        return (untouched_axis(outputs[0].shape, only_first(axes), (1,), "has a scale for each index of"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array, *constants: Array) -> Array:
@@ -48,6 +48,7 @@ class BatchNormalization(_PerChannel):
 
 
 class InstanceNormalization(LayoutOp, _PerChannel):
+    """Normalisation of each channel of each item."""
     attributes = ("epsilon",)
 
     @classmethod
@@ -58,7 +59,7 @@ class InstanceNormalization(LayoutOp, _PerChannel):
 
 
 class LayerNormalization(_FromAxisOn):
-    """Over the axes from `axis` on. The optional outputs are the mean and the inverse standard deviation."""
+    """Normalisation over the axes from `axis` on. Optional outputs are the mean and the inverse standard deviation."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType, *constants: TensorType | None) -> Types:
@@ -78,7 +79,7 @@ class LayerNormalization(_FromAxisOn):
 
 
 class RMSNormalization(_FromAxisOn):
-    """x / sqrt(mean of x**2 + epsilon) * scale, over the axes from `axis` on."""
+    """Normalisation x / sqrt(mean of x**2 + epsilon) * scale over the axes from `axis` on."""
 
     @classmethod
     def compute(cls, node: Node, x: Array, scale: Array) -> Array:
@@ -89,13 +90,16 @@ class RMSNormalization(_FromAxisOn):
 
 
 def standardise(x: Array, axes: tuple[int, ...], epsilon: float) -> Array:
-    """(x - mean) / sqrt(variance + epsilon) over `axes`."""
+    """Return (x - mean) / sqrt(variance + epsilon) over `axes`."""
     mean = x.mean(axis=axes, keepdims=True)
     return np.asarray((x - mean) / np.sqrt(x.var(axis=axes, keepdims=True) + epsilon))
 
 
 class LRN(LayoutOp, SameShape):
-    """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta"""
+    """Local response normalisation across neighbouring channels.
+
+        x / (bias + alpha / size * sum of squares over `size` channels) ** beta
+    """
     attributes = ("size", "alpha", "beta", "bias")
 
     @classmethod
@@ -109,6 +113,7 @@ class LRN(LayoutOp, SameShape):
 
 
 class LpNormalization(SameShape):
+    """Division by the L1 or L2 norm along `axis`; vectors of norm 0 become 0."""
     along = "axis"
 
     @classmethod
@@ -118,7 +123,7 @@ class LpNormalization(SameShape):
 
 
 class Softmax(SameShape):
-    """exp(x) / sum of exp(x) over `axis`; zeros where all x are minus infinity (ONNX's formula has no answer there)"""
+    """Softmax over `axis`; rows of -inf become zeros (undefined in ONNX)."""
     along = "axis"
 
     @classmethod
@@ -127,7 +132,7 @@ class Softmax(SameShape):
 
 
 def softmax(x: Array, axis: int) -> Array:
-    """As Softmax says."""
+    """Return the softmax over `axis`, with zeros for rows of -inf."""
     peak = x.max(axis=axis, keepdims=True)
     y = np.exp(x - np.where(peak > -np.inf, peak, 0))
     total = y.sum(axis=axis, keepdims=True)
@@ -135,6 +140,7 @@ def softmax(x: Array, axis: int) -> Array:
 
 
 class LogSoftmax(SameShape):
+    """Logarithm of the softmax over `axis`."""
     along = "axis"
 
     @classmethod

@@ -1,10 +1,10 @@
-"""What an operator is: result types, exact meaning, and the few facts that passes ask for.
+"""Base class of operators: result types, reference implementation, and traits for passes.
 
-To add one, write a class named as ONNX names it, with `types` and `compute`; where it is a formula for one element and
-nothing else, a line is enough: define(Epilogue, Relu=lambda x: np.maximum(x, 0)).
+To add an operator, write a class named as in ONNX with `types` and `compute`. An elementwise formula needs one line:
+define(Epilogue, Relu=lambda x: np.maximum(x, 0)).
 
-Nodes are in canonical form (frontend/normalise.py): what ONNX passes as small constant inputs (axes, pads, sizes, ...)
-is an attribute here, and attributes that depend on shapes (auto_pad, a -1 in a target) are resolved.
+Nodes are in canonical form (frontend/normalise.py): small constant inputs of ONNX (axes, pads, sizes, ...) are
+attributes, and attributes that depend on shapes (auto_pad, a -1 in a target) are resolved.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.errors import EngineError, GraphError, UnknownTensorError
 from engines.ir.counted import Counted, Pinned
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import Extent, Undecided, normal_axis
-from engines.ops.items import ItemAxes, Mixed, beside, only_first
+from engines.ops.items import ItemAxes, Mixed, only_first, untouched_axis
 
 _REGISTRY: dict[str, type[Op]] = {}
 OPS: Mapping[str, type[Op]] = MappingProxyType(_REGISTRY)
@@ -30,41 +30,41 @@ Types = tuple[TensorType, ...]
 
 
 class Stored(Enum):
-    """In which types (float32, 16 bits, quantised) an operator's kernels read and write its tensors."""
+    """Types (float32, 16 bits, quantised) in which an operator's kernels read and write its tensors."""
     FLOAT = "in float32 only, or there is no kernel"
     ALIKE = "in any type, but all in one, with one scale: elements are moved or selected as they are stored"
     CONVERTED = "each in a type of its own: values are converted on the way from memory and to it"
 
 
 class Op:
-    """One ONNX operator; never instantiated. Subclasses say `types` and `compute`; callers use `infer`, `reference`.
+    """ONNX operator; never instantiated. Subclasses define `types` and `compute`; callers use `infer` and `reference`.
 
-    What passes ask of an operator are its traits. Each default is the safe answer, which costs speed at most.
+    Passes read its traits. The defaults are always correct, at most slower.
     """
 
     symbolic: ClassVar[bool] = False        # compute also works on arrays of ints and Extents
     # ---- traits
-    pointwise: ClassVar[bool] = False       # y[i] depends on the inputs at i (after broadcasting) only
-    commutative: ClassVar[bool] = False     # its two inputs may be swapped
-    moves: ClassVar[bool] = False           # each element of the results is one of its data: see `data`
-    # The attribute that names the axes it works along ("axis", "axes"), or that has a number for each axis, or two
-    # ("shape", "repeats", "pads"); "": it works along none. All other axes are alike to it. None: that is not known.
+    pointwise: ClassVar[bool] = False       # y[i] depends only on the inputs at i (after broadcasting)
+    commutative: ClassVar[bool] = False     # the two inputs may be swapped
+    moves: ClassVar[bool] = False           # each element of the results is an element of `data`
+    # The attribute that names the axes it works along ("axis", "axes"), or has one or two numbers per axis ("shape",
+    # "repeats", "pads"); "": it works along none. It treats all other axes alike. None: unknown.
     along: ClassVar[str | None] = None
-    reduces: ClassVar[bool] = False         # the results lose those axes, or have an extent of 1 there (keepdims)
-    output_axis: ClassVar[int | None] = None    # of its weights, the second input: the axis of output channels
-    anchor: ClassVar[bool] = False          # its kernel has an epilogue: vertical fusion may begin with it
-    epilogue: ClassVar[bool] = False        # kernels can do it in an epilogue, to a value on its way to memory
+    reduces: ClassVar[bool] = False         # the results lose those axes, or keep them with extent 1 (keepdims)
+    output_axis: ClassVar[int | None] = None    # axis of output channels in the weights, the second input
+    anchor: ClassVar[bool] = False          # its kernel has an epilogue, so that fusion may start at it
+    epilogue: ClassVar[bool] = False        # kernels can compute it in an epilogue
     stored: ClassVar[Stored] = Stored.FLOAT
-    # ONNX's attributes that mean the same here; what is written otherwise has a rule in frontend/normalise.py
+    # attributes taken from ONNX unchanged; others have a rule in frontend/normalise.py
     attributes: ClassVar[tuple[str, ...]] = ()
-    # Class methods of the node, and of the type, or the array, of each input (None: an absent optional input): they
-    # give the types, or the values, of the outputs.
+    # Class methods that map the node and the type, or array, of each input (None: an absent optional input) to the
+    # types, or values, of the outputs.
     types: ClassVar[Callable[..., Types]]
     compute: ClassVar[Callable[..., Array | tuple[Array, ...]]]
 
     @classmethod
     def random(cls, node: Node) -> bool:
-        """Whether the same inputs give different results."""
+        """Return True if equal inputs give different results."""
         return False
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
@@ -74,42 +74,54 @@ class Op:
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
-        """`types`, for an operator whose outputs' types follow, or can be checked, from values of inputs too."""
+        """Return the output types, for an operator whose types depend on, or are checked by, values of inputs."""
         return cls.types(node, *inputs)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        """The axis along which each output has the items of a batch: its item i follows from item i of the inputs.
+        """Return the batch axis of each output, whose item i depends on item i of the inputs.
 
-        axes: likewise for the inputs; None for one that is alike for all items, and for such an output. Raises Mixed
-        with the reason where an item follows from others, or may, as for an operator that does not say anything.
+        Parameters
+        ----------
+        node : Node
+            Node in canonical form.
+        inputs, outputs : sequence of TensorType
+            Types of the inputs and outputs.
+        axes : sequence of int or None
+            Batch axis of each input; None for an input, or an output, shared by all items.
+
+        Raises
+        ------
+        Mixed
+            Items may depend on each other, with the reason. This is the default.
         """
         if cls.along not in ("axis", "axes"):
             raise Mixed("it is not known to keep the items of a batch apart")
         x, *_ = present(inputs)
         rank, doing = len(x.shape), "reduces" if cls.reduces else "works along"
-        return (cls.kept(node, rank, beside(x.shape, only_first(axes), cls.axes(node, rank), doing)),) * len(outputs)
+        axis = untouched_axis(x.shape, only_first(axes), cls.axes(node, rank), doing)
+        return (cls.kept(node, rank, axis),) * len(outputs)
 
     @classmethod
     def data(cls, node: Node) -> tuple[str, ...]:
-        """The inputs whose elements the results of an operator that `moves` are made of."""
+        """Return the inputs whose elements make up the results of an operator that `moves`."""
         return node.inputs[:1] if cls.moves else ()
 
     @classmethod
     def axes(cls, node: Node, rank: int) -> tuple[int, ...]:
-        """The axes, counted from 0, that the attribute `along` names; a node without `axes` means all."""
+        """Return the non-negative axes that the attribute `along` names; without `axes` these are all."""
         named = (node.attrs["axis"],) if cls.along == "axis" else node.attrs.get("axes", range(rank))
         return tuple(normal_axis(axis, rank) for axis in named)
 
     @classmethod
     def kept(cls, node: Node, rank: int, axis: int) -> int:
-        """Where one of the other axes stands in the results."""
+        """Return the axis of the results that corresponds to another axis of the input."""
         lost = cls.axes(node, rank) if cls.reduces and not node.attrs.get("keepdims", 1) else ()
         return axis - sum(other < axis for other in lost)
 
     @classmethod
     def renumbered(cls, node: Node, rank: int, moved: Callable[[int], int]) -> dict[str, Any]:
-        """The node's attributes for tensors whose axes stand elsewhere: axis i is now axis moved(i)."""
+        """Return the node's attributes after a permutation of axes: axis i is now axis moved(i)."""
         attrs = dict(node.attrs)
         if cls.along == "axis":
             attrs["axis"] = moved(*cls.axes(node, rank))
@@ -124,10 +136,21 @@ class Op:
 
     @classmethod
     def infer(cls, node: Node, inputs: Inputs, values: Values = ()) -> Types:
-        """Types of all outputs (also those the node leaves out), without `quant`.
+        """Return the types of all outputs, including unused ones, without `quant`.
 
-        `values` has what is known of each input before run time: a constant, or an object array of ints and Extents.
-        Raises GraphError that names the node if the inputs do not fit each other.
+        Parameters
+        ----------
+        node : Node
+            Node in canonical form.
+        inputs : sequence of TensorType or None
+            Types of the inputs.
+        values : sequence of ndarray or None
+            Values that are known at build time: constants, or object arrays of ints and Extents.
+
+        Raises
+        ------
+        GraphError
+            The inputs do not fit; the message names the node.
         """
         try:
             return cls.types_with(node, inputs, values)
@@ -139,7 +162,7 @@ class Op:
 
     @classmethod
     def reference(cls, node: Node, *arrays: Array) -> tuple[Array, ...]:
-        """What ONNX says that the node computes, in NumPy; floating-point exceptions are silent, as in hardware."""
+        """Compute the node in NumPy as ONNX specifies. Floating-point exceptions are silent, as in hardware."""
         with np.errstate(all="ignore"):
             try:
                 result = cls.compute(node, *arrays)
@@ -149,11 +172,11 @@ class Op:
                 shapes = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in arrays)
                 raise GraphError(f"{describe(node)} cannot run on {shapes}: {error}") from error
         results = result if isinstance(result, tuple) else (result,)
-        return tuple(map(np.asarray, results))      # NumPy makes scalars of what has no axes
+        return tuple(map(np.asarray, results))      # NumPy may return scalars
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-        """The outputs' values if they follow from what is known before run time, else None."""
+        """Return the outputs' values if they are known at build time, else None."""
         given = [v for v, t in zip(values, inputs, strict=True) if t is not None]
         if any(v is None for v in given) or cls.random(node):
             return None
@@ -163,7 +186,7 @@ class Op:
 
 
 def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
-    """`known` for values that hold Extents; ints become Python ints, which never overflow or promote."""
+    """Return `known` for values that contain Extents. Python ints neither overflow nor promote."""
     arrays = [v if v is None else v.astype(object) for v in values]
     try:
         results = op.reference(node, *arrays)     # type: ignore[arg-type]
@@ -174,8 +197,13 @@ def _symbolic(op: type[Op], node: Node, inputs: Inputs, values: Values) -> tuple
 
 
 def settled(array: Array, kind: TensorType) -> Array:
-    """An object array as an ordinary one, if no Extent is left in it, and nothing that is counted. Raises Pinned: a
-    number that is counted goes round in a dtype as small as its own."""
+    """Convert an object array without symbolic elements to its dtype.
+
+    Raises
+    ------
+    Pinned
+        A symbolic number may overflow a narrow dtype.
+    """
     for number in array.flat:
         if type(number) is Counted and kind.dtype.kind in "iu":
             limits = np.iinfo(kind.dtype)
@@ -186,7 +214,7 @@ def settled(array: Array, kind: TensorType) -> Array:
 
 
 def describe(node: Node) -> str:
-    """How messages name a node: by its name if it has one, else by what it makes."""
+    """Return how messages name a node: by its name, else by its first output."""
     label = f"'{node.name}'" if node.name else f"that makes '{node.outputs[0] if node.outputs else ''}'"
     return f"node {label} ({node.op})"
 
@@ -196,7 +224,7 @@ def present(inputs: Inputs) -> list[TensorType]:
 
 
 class SameShape(Op, abstract=True):
-    """An operator whose only result is of the type of its first input."""
+    """Operator whose only result has the type of its first input."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType, *_: TensorType | None) -> Types:
@@ -204,9 +232,9 @@ class SameShape(Op, abstract=True):
 
 
 class LayoutOp(Op, abstract=True):
-    """An operator on images: the first input and the outputs are [N, C, ...], or [N, ..., C] with `channels_last`.
+    """Operator on images: the first input and the outputs are [N, C, ...], or [N, ..., C] with `channels_last`.
 
-    `types` and `compute` are written for channels first; weights are OIHW in both.
+    `types` and `compute` are written for channels first; weights are OIHW in both layouts.
     """
 
     @classmethod
@@ -234,10 +262,10 @@ class LayoutOp(Op, abstract=True):
 
 
 def channels_first(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """[N, ..., C] -> [N, C, ...]"""
+    """Convert a shape [N, ..., C] to [N, C, ...]."""
     return (shape[0], shape[-1], *shape[1:-1])
 
 
 def channels_last(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """[N, C, ...] -> [N, ..., C]"""
+    """Convert a shape [N, C, ...] to [N, ..., C]."""
     return (shape[0], *shape[2:], shape[1])

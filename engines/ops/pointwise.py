@@ -1,4 +1,4 @@
-"""Operators that work on each element by itself, after broadcasting: the base of arithmetic, activations, logic."""
+"""Base classes of elementwise operators (after broadcasting): arithmetic, activations, logic."""
 from __future__ import annotations
 
 import inspect
@@ -14,13 +14,13 @@ from engines.ops.op import Inputs, Op, Stored, Types
 
 
 class Pointwise(Op, abstract=True):
-    """y = formula(*inputs, **attributes); the dtype of y is that of the first input."""
+    """Elementwise operator y = formula(*inputs, **attributes), with the dtype of the first input."""
     pointwise, along = True, ""
 
     formula: ClassVar[Callable[..., Array]]
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
-        """Its attributes are the formula's parameters with defaults."""
+        """Take the attributes from the formula's parameters with defaults."""
         super().__init_subclass__(abstract=abstract)
         if not abstract and not isinstance(cls.formula, np.ufunc):
             parameters = inspect.signature(cls.formula).parameters.values()
@@ -47,12 +47,12 @@ class Pointwise(Op, abstract=True):
 
 
 class Epilogue(Pointwise, abstract=True):
-    """A pointwise operator that kernels can do to a value on its way to memory."""
+    """Elementwise operator that kernels can compute in an epilogue."""
     epilogue, stored = True, Stored.CONVERTED
 
 
 class Predicate(Pointwise, abstract=True):
-    """A pointwise operator that answers yes or no."""
+    """Elementwise operator with a boolean result."""
 
     @classmethod
     def result_dtype(cls, node: Node, dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
@@ -61,6 +61,6 @@ class Predicate(Pointwise, abstract=True):
 
 def define(base: type[Pointwise], symbolic: bool = False, commutative: bool = False,
            **formulas: Callable[..., Any]) -> None:
-    """Defines operators that are a formula and nothing else: Relu=lambda x: np.maximum(x, 0)."""
+    """Define operators that consist of a formula, such as Relu=lambda x: np.maximum(x, 0)."""
     for name, formula in formulas.items():
         type(name, (base,), {"formula": staticmethod(formula), "symbolic": symbolic, "commutative": commutative})

@@ -1,4 +1,4 @@
-"""Pools: a reduction of each window, or of the whole image, channel by channel."""
+"""Pooling: reductions over windows or whole images, per channel."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,15 +25,18 @@ class _Pool(LayoutOp, abstract=True):
 
     @classmethod
     def taps(cls, node: Node, x: Array, fill: float) -> Iterator[Array]:
-        """For each tap of the window: what all output pixels read there, of x in a padding of `fill`."""
+        """Yield what all output pixels read at each tap of the window, with x padded by `fill`."""
         window = Window.of(node, x.ndim - 2)
         outputs = window.outputs(x.shape[2:], bool(node.attrs.get("ceil_mode")))
         return window.taps(window.padded(x, fill, outputs), outputs)
 
 
 class MaxPool(_Pool):
-    """Padding never wins. With indices a window begins with its first pixel, in whose place comes what is greater: of
-    NaN it is NaN, as in ONNX Runtime."""
+    """Maximum of each window; padding never wins.
+
+    With indices a window starts from its first pixel and takes larger ones, so it keeps a leading NaN, as in ONNX
+    Runtime.
+    """
     stored = Stored.ALIKE
 
     @classmethod
@@ -57,7 +60,7 @@ class MaxPool(_Pool):
 
 
 def _with_indices(node: Node, x: Array) -> tuple[Array, Array]:
-    """The maxima, and where in the flattened x each is, the first of equals; storage_order 1 flattens by column."""
+    """Return the maxima and their indices in flattened x, the first among equals; storage_order 1 is column-major."""
     order = "F" if node.attrs.get("storage_order") else "C"
     image = np.arange(x[0, 0].size).reshape(x.shape[2:], order=order)       # type: ignore[call-overload]
     numbers = image + (np.arange(len(x) * x.shape[1]) * image.size).reshape(*x.shape[:2], *[1] * image.ndim)
@@ -74,7 +77,7 @@ def _lowest(dtype: np.dtype[Any]) -> float:
 
 
 class AveragePool(_Pool):
-    """The mean of the window's pixels; padding counts as zeros with count_include_pad, else not at all."""
+    """Mean of each window; padding counts as zeros with count_include_pad, else not at all."""
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
@@ -83,7 +86,7 @@ class AveragePool(_Pool):
 
     @classmethod
     def counts(cls, node: Node, sizes: tuple[int, ...]) -> Array:
-        """The divisor of each output pixel: how many pixels of its window count. Shape: the output's spatial one."""
+        """Return the divisor of each output pixel, an array of the output's spatial shape."""
         window = Window.of(node, len(sizes))
         outputs = window.outputs(sizes, bool(node.attrs.get("ceil_mode")))
         ones = np.ones((1, 1, *sizes), np.int64)
@@ -95,6 +98,8 @@ class AveragePool(_Pool):
 
 
 class LpPool(_Pool):
+    """Lp norm of each window."""
+
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
         p = node.attrs.get("p", 2)
@@ -108,6 +113,7 @@ class _GlobalPool(LayoutOp, abstract=True):
 
 
 class GlobalAveragePool(_GlobalPool):
+    """Mean over all pixels."""
     anchor, stored = True, Stored.CONVERTED
 
     @classmethod
@@ -116,6 +122,7 @@ class GlobalAveragePool(_GlobalPool):
 
 
 class GlobalMaxPool(_GlobalPool):
+    """Maximum over all pixels."""
     stored = Stored.ALIKE
 
     @classmethod

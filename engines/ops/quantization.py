@@ -1,7 +1,7 @@
-"""real = scale * (stored - zero_point), per tensor or per index of `axis`.
+"""Quantisation, real = scale * (stored - zero_point), per tensor or per index of `axis`.
 
-FakeQuantize is the two in one, the real number that is left: what a Q/DQ pair of a model is inside this compiler. At
-the end of a kernel it is how the result is stored; anywhere else it only rounds.
+FakeQuantize quantises and dequantises: a Q/DQ pair of a model inside this compiler. At the end of a kernel it defines
+the stored form of the result; elsewhere it only rounds.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.ir.dtypes import integer_limits
 from engines.ir.graph import Array, Dim, Node, TensorType
 from engines.ir.shapes import fixed, normal_axis, text
 from engines.ops.cast import narrowed
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types, present
 from engines.ops.pointwise import Epilogue
 
@@ -24,12 +24,14 @@ class _Linear(Op, abstract=True):
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         x, scale = present(inputs[:2])
         along = (node.attrs.get("axis", 1),) if scale.shape not in ((), (1,)) else ()
-        return (beside(x.shape, only_first(axes), along, "has a scale for each index of"),)
+        return (untouched_axis(x.shape, only_first(axes), along, "has a scale for each index of"),)
 
 
 class QuantizeLinear(_Linear):
-    """saturate(round half to even(x / scale) + zero_point); to floats of eight bits and fewer what a Cast makes of it,
-    with its attribute `saturate`."""
+    """Quantisation saturate(round half to even(x / scale) + zero_point).
+
+    Floats of eight bits or fewer are converted as by Cast, with the attribute `saturate`.
+    """
 
     @classmethod
     def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
@@ -48,6 +50,8 @@ class QuantizeLinear(_Linear):
 
 
 class DequantizeLinear(_Linear):
+    """Dequantisation (x - zero_point) * scale."""
+
     @classmethod
     def types(cls, node: Node, x: TensorType, scale: TensorType, zero_point: TensorType | None = None) -> Types:
         check_constants(node, (x, scale, zero_point))
@@ -63,7 +67,7 @@ class DequantizeLinear(_Linear):
 
 
 class FakeQuantize(Epilogue):
-    """DequantizeLinear(QuantizeLinear(x)), stored from `low` to `high`: uint8 where that is enough."""
+    """Quantisation to the range `low`..`high` (uint8 if that suffices) and dequantisation."""
 
     @staticmethod
     def formula(x: Array, scale: float = 1.0, zero_point: int = 0, low: int = 0, high: int = 255) -> Array:
@@ -73,8 +77,7 @@ class FakeQuantize(Epilogue):
 
 
 def check_constants(node: Node, inputs: Inputs) -> None:
-    """Raises GraphError: scale and zero point that differ in shape, or are not one for each index, or block, of the
-    axis."""
+    """Raise GraphError unless scale and zero point have one shape: scalar, per index, or per block of the axis."""
     x, *constants = (t.shape for t in inputs if t is not None)
     if any(math.prod(fixed(shape)) == 1 and len(shape) <= 1 for shape in constants):
         wanted: tuple[Dim, ...] = (1,)
@@ -91,11 +94,11 @@ def check_constants(node: Node, inputs: Inputs) -> None:
 
 
 def along_axis(node: Node, x: Array, constants: Array) -> Array:
-    """`constants` shaped to broadcast along the node's axis: a scalar, one for each index, or for each block."""
+    """Reshape `constants` to broadcast along the node's axis: a scalar, per index, or per block."""
     if constants.size == 1 and constants.ndim <= 1:
         return constants.reshape(())
     axis = node.attrs.get("axis", 1) % x.ndim
-    if constants.ndim > 1:      # one scale for each block of `block_size` elements of the axis
+    if constants.ndim > 1:      # one scale per block of `block_size` elements
         blocks = np.repeat(constants, node.attrs["block_size"], axis)
         return np.take(blocks, range(x.shape[axis]), axis)
     return constants.reshape(-1, *[1] * (x.ndim - axis - 1))

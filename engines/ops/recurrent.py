@@ -1,10 +1,10 @@
-"""Recurrent layers: ONNX's three, and the part of them that recurs, to which they are lowered.
+"""Recurrent layers of ONNX, and the recurrence that they are decomposed into.
 
-    LSTM, GRU, RNN    ONNX operators 14: the projection X W' + b of all steps, then a cell from step to step
-    Recurrence        the cells alone, on tensors whose leading axis is the batch (passes/recurrent.py makes them)
+    LSTM, GRU, RNN    ONNX operators 14: the projection X W' + b of all steps, then a cell over time
+    Recurrence        the cells alone, on tensors with a leading batch (created by passes/recurrent.py)
 
-A cell's equations are those of the ONNX specification; `direction` "bidirectional" is two cells, the second of which
-walks backwards. An item shorter than the longest leaves zeros behind its end.
+The equations of a cell are those of the ONNX specification. With `direction` "bidirectional" there are two cells, the
+second of which runs backwards. Items shorter than the longest are followed by zeros.
 """
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engines.ir.shapes import text
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, Op, Stored, Types, Values, present
 
-GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and the only one
+GATES: Mapping[str, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}      # in ONNX's order: i o f c, z r h, and a single one
 DEFAULTS: Mapping[str, tuple[str, ...]] = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
                                            "RNN": ("Tanh",)}
 
 Function = Callable[[Any, float, float], Any]
-# y = f(x, alpha, beta), by ONNX's names. What alpha and beta are where a model does not say follows in PARAMETERS.
+# y = f(x, alpha, beta) by ONNX's names. PARAMETERS has the defaults of alpha and beta.
 ACTIVATIONS: Mapping[str, Function] = {
     "Sigmoid": lambda x, a, b: 1 / (1 + np.exp(-x)),
     "Tanh": lambda x, a, b: np.tanh(x),
@@ -39,26 +39,28 @@ ACTIVATIONS: Mapping[str, Function] = {
     "Softsign": lambda x, a, b: x / (1 + np.abs(x)),
     "Softplus": lambda x, a, b: np.logaddexp(x, 0),
 }
-# The defaults of alpha and beta, for the functions that have them (ONNX operators of the same name).
+# Defaults of alpha and beta, those of the ONNX operators of the same name.
 PARAMETERS: Mapping[str, tuple[float, ...]] = {
     "Affine": (1.0, 0.0), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,), "ScaledTanh": (1.0, 1.0),
     "HardSigmoid": (0.2, 0.5), "Elu": (1.0,)}
 
 
 def directions(node: Node) -> tuple[bool, ...]:
-    """For each cell of the layer whether it walks backwards."""
+    """Return, for each cell of the layer, True if it runs backwards."""
     return {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[node.attrs["direction"]]
 
 
 def activations(node: Node) -> list[tuple[str, float, float]]:
-    """(name, alpha, beta) of each function, those of the first direction first. `activations` is one string, its words
-    the names: a tuple of strings would be taken for extents."""
+    """Return (name, alpha, beta) of each function, first direction first.
+
+    The attribute `activations` is one string of names, because a tuple of strings would be taken for extents.
+    """
     return list(zip(node.attrs["activations"].split(), node.attrs["activation_alpha"], node.attrs["activation_beta"],
                     strict=True))
 
 
 def functions(node: Node, direction: int) -> list[Callable[[Any], Any]]:
-    """The activations of one direction's cell, their parameters bound."""
+    """Return the activations of one direction's cell with their parameters bound."""
     each = len(DEFAULTS[node.attrs.get("cell", node.op)])
     chosen = slice(direction * each, (direction + 1) * each)
     return [lambda x, f=ACTIVATIONS[name], a=a, b=b: f(x, a, b)     # type: ignore[misc]
@@ -66,10 +68,11 @@ def functions(node: Node, direction: int) -> list[Callable[[Any], Any]]:
 
 
 class _Layer(Op, abstract=True):
-    """Inputs X, W, R, B, sequence_lens, initial_h (LSTM: initial_c, P); outputs Y, Y_h (LSTM: Y_c).
+    """Base of recurrent layers.
 
-    layout 0: X [T, N, F], Y [T, D, N, H], states [D, N, H]; layout 1: X [N, T, F], Y [N, T, D, H], states [N, D, H].
-    Without W, which ONNX requires, X is the projection: F = D G H.
+    Inputs are X, W, R, B, sequence_lens, initial_h (LSTM: initial_c, P); outputs are Y, Y_h (LSTM: Y_c). Layout 0: X
+    [T, N, F], Y [T, D, N, H], states [D, N, H]; layout 1: X [N, T, F], Y [N, T, D, H], states [N, D, H]. Without W,
+    which ONNX requires, X is the projection: F = D G H.
     """
 
     @classmethod
@@ -95,7 +98,7 @@ class _Layer(Op, abstract=True):
         _check_states(state, inputs[5:7], values[5:7], items=0 if first else 1)
         lengths = inputs[4] if len(inputs) > 4 else None
         if lengths is not None and lengths.shape != (batch,):
-            raise GraphError(f"sequence_lens {text(lengths.shape)} are not one for each of {batch} items")
+            raise GraphError(f"sequence_lens has shape {text(lengths.shape)}, but there are {batch} items")
         return (TensorType(x.dtype, y), *(TensorType(x.dtype, state) for _ in range(_states(cls.__name__))))
 
     @classmethod
@@ -127,7 +130,7 @@ class _Layer(Op, abstract=True):
 
 
 def _check_states(wanted: tuple[Dim, ...], states: Inputs, values: Values, items: int) -> None:
-    """Raises GraphError for an initial state that is not of the shape `wanted`, nor a constant alike for all items."""
+    """Raise GraphError unless an initial state has the shape `wanted`, or is a constant shared by all items."""
     alike = tuple(1 if axis == items else extent for axis, extent in enumerate(wanted))
     for state, value in zip(states, (*values, None, None), strict=False):
         if state is not None and state.shape != wanted and (value is None or state.shape != alike):
@@ -135,12 +138,14 @@ def _check_states(wanted: tuple[Dim, ...], states: Inputs, values: Values, items
 
 
 class LSTM(_Layer):
-    """Peepholes P and coupled gates (input_forget) included."""
+    """Long short-term memory, with optional peepholes P and coupled gates (input_forget)."""
 
 
 class DynamicQuantizeLSTM(Op):
-    """ONNX Runtime's LSTM behind its projection, so without W: the state of an item is rounded to eight bits, by its
-    own range, before it meets R. R is what the quantised weights mean, as an LSTM has them."""
+    """ONNX Runtime's LSTM after its projection, that is, without W.
+
+    The state of an item is quantised to 8 bits of its own range before it is multiplied by R, the dequantised weights.
+    """
 
     @classmethod
     def types_with(cls, node: Node, inputs: Inputs, values: Values) -> Types:
@@ -156,8 +161,10 @@ class DynamicQuantizeLSTM(Op):
 
 
 def whole_state(h: Array) -> tuple[Array, Array]:
-    """(integers, what one of them means): each item [..., H] in 256 steps from its least to its greatest element, of
-    which 0 is one, as DynamicQuantizeLinear has them; less the zero point, so from -255 to 255."""
+    """Quantise each item [..., H] to 256 steps of its own range, with 0 on a step, as DynamicQuantizeLinear.
+
+    Returns the integers minus the zero point, in -255..255, and the step.
+    """
     low, high = h.min(axis=-1, initial=0, keepdims=True), h.max(axis=-1, initial=0, keepdims=True)
     step = (high - low) / h.dtype.type(255)
     step = np.where(step == 0, h.dtype.type(1), step)
@@ -166,22 +173,27 @@ def whole_state(h: Array) -> tuple[Array, Array]:
 
 
 class GRU(_Layer):
-    """With linear_before_reset the reset gate scales the product (cuDNN, Keras), else the state (Cho et al. 2014)."""
+    """Gated recurrent unit. With linear_before_reset the reset gate scales the product (cuDNN, Keras), else the state.
+
+    References
+    ----------
+    Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder", 2014.
+    """
 
 
 class RNN(_Layer):
-    """H = f(X W' + H R' + b)"""
+    """Elman network H = f(X W' + H R' + b)."""
 
 
 def _states(cell: str) -> int:
-    """State vectors that outlive a step."""
+    """Return the number of states that persist between steps."""
     return 2 if cell == "LSTM" else 1
 
 
 def added_biases(node: Node, bias: Array, hidden: int) -> tuple[Array, Array | None]:
-    """[D, 2 G H], of W and of R -> what is added to the projection [D, G H], and what stays inside the cell [D, H].
+    """Split biases [D, 2 G H] of W and R into those of the projection [D, G H] and of the cell [D, H].
 
-    Only linear_before_reset keeps one inside: r * (H R' + Rb).
+    Only linear_before_reset has one in the cell: r * (H R' + Rb).
     """
     of_w, of_r = np.split(bias, 2, axis=1)
     if not node.attrs.get("linear_before_reset"):
@@ -192,16 +204,15 @@ def added_biases(node: Node, bias: Array, hidden: int) -> tuple[Array, Array | N
 
 
 class Recurrence(Op):
-    """A layer's cells from step to step, the batch leading.
+    """Cells of a layer over time, with a leading batch.
 
-    Inputs: gates [N, T, D G H], the projection of every step; R [D, G H, H]; bias [D, H] of a GRU's
-    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h and c [N, D H] or, the same for every item,
-    [1, D H]. All but the first two may be absent.
-    Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H].
-    Attributes: cell, direction, activations with activation_alpha and activation_beta (one each for each function of
-    each direction), clip (0: none), linear_before_reset, input_forget; rounds_state of DynamicQuantizeLSTM.
+    Inputs: gates [N, T, D G H], the projection of every step; R [D, G H, H]; bias [D, H] for a GRU's
+    linear_before_reset; P [D, 3 H], an LSTM's peepholes; lengths [N]; h and c [N, D H], or [1, D H] if shared by all
+    items. All but the first two are optional. Outputs: y [N, T, D H], h [N, D H], and an LSTM's c [N, D H]. Attributes:
+    cell, direction, activations with activation_alpha and activation_beta (one per function and direction), clip (0:
+    none), linear_before_reset, input_forget; rounds_state for DynamicQuantizeLSTM.
     """
-    stored = Stored.CONVERTED       # of the results, the first alone
+    stored = Stored.CONVERTED       # applies to the first result only
 
     @classmethod
     def types(cls, node: Node, gates: TensorType, r: TensorType, *_: TensorType | None) -> Types:
@@ -238,7 +249,7 @@ class Recurrence(Op):
 
 
 class _Cell:
-    """One step of one direction: (gates' projections, h, c) -> (h, c)."""
+    """Step of one direction: (projections of the gates, h, c) -> (h, c)."""
 
     def __init__(self, node: Node, direction: int, r: Array, bias: Any, peepholes: Any) -> None:
         self._cell, self._attrs, self._functions = node.attrs["cell"], node.attrs, functions(node, direction)

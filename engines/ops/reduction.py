@@ -1,5 +1,4 @@
-"""Reductions over `axes` (an attribute: non-negative, in order; with keepdims they stay with extent 1), and what else
-works along an axis: the index of an extreme, the largest few, running sums."""
+"""Reductions over `axes` (non-negative, sorted), and other operators along an axis: ArgMax, TopK, cumulative sums."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ Formula = Callable[..., Array]
 
 
 class Reduction(Op, abstract=True):
+    """Reduction by a formula (x, axis=, keepdims=)."""
     along, reduces = "axes", True
     formula: ClassVar[Formula]          # (x, axis=, keepdims=)
 
@@ -30,7 +30,7 @@ class Reduction(Op, abstract=True):
 
 
 def ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """The least and the greatest value of a type."""
+    """Return the least and the greatest value of a dtype."""
     if dtype.kind == "b":
         return False, True
     if dtype.kind in "iu":
@@ -43,15 +43,15 @@ def reduced(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdims: bool) -> tu
 
 
 def mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-    """Of nothing it is 0, which ONNX leaves open and ONNX Runtime has."""
+    """Return the mean, 0 for no elements as in ONNX Runtime; ONNX leaves it undefined."""
     return np.asarray((np.mean if x.size else np.sum)(x, axis, keepdims=keepdims))
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "ReduceSum": np.sum,
     "ReduceMean": mean,
-    "ReduceMax": lambda x, **over: np.max(x, **over, initial=ends(x.dtype)[0]),     # of nothing: the type's least
-    "ReduceMin": lambda x, **over: np.min(x, **over, initial=ends(x.dtype)[1]),     # of nothing: the type's greatest
+    "ReduceMax": lambda x, **over: np.max(x, **over, initial=ends(x.dtype)[0]),     # if empty: the least value
+    "ReduceMin": lambda x, **over: np.min(x, **over, initial=ends(x.dtype)[1]),     # if empty: the greatest value
     "ReduceL1": lambda x, **over: np.abs(x).sum(**over),
     "ReduceL2": lambda x, **over: np.sqrt(np.square(x).sum(**over)),
     "ReduceSumSquare": lambda x, **over: np.square(x).sum(**over),
@@ -63,12 +63,13 @@ for _name, _formula in _FORMULAS.items():
 
 
 class ReduceProd(Reduction):
+    """Product over `axes`."""
     symbolic = True
     formula: ClassVar[Formula] = staticmethod(np.prod)      # type: ignore[assignment]
 
 
 class _Arg(Op, abstract=True):
-    """The index of the extreme; of several, the first or (select_last_index) the last."""
+    """Index of the extreme; among equals the first or, with select_last_index, the last."""
     along, reduces = "axis", True
     search: ClassVar[Formula]
 
@@ -86,15 +87,20 @@ class _Arg(Op, abstract=True):
 
 
 class ArgMax(_Arg):
+    """Index of the maximum along `axis`."""
     search: ClassVar[Formula] = staticmethod(np.argmax)      # type: ignore[assignment]
 
 
 class ArgMin(_Arg):
+    """Index of the minimum along `axis`."""
     search: ClassVar[Formula] = staticmethod(np.argmin)      # type: ignore[assignment]
 
 
 class TopK(Op):
-    """The k (an attribute) largest or smallest along `axis`, in order, and their indices; ties by lower index."""
+    """The k (an attribute) largest or smallest elements along `axis` in order, and their indices.
+
+    Ties are ordered by index.
+    """
     along = "axis"
 
     @classmethod
@@ -107,7 +113,7 @@ class TopK(Op):
     @classmethod
     def compute(cls, node: Node, x: Array) -> tuple[Array, ...]:
         axis = normal_axis(node.attrs.get("axis", -1), x.ndim)
-        if node.attrs.get("largest", 1):        # the last of an ascending order of the reversed axis: ties stay stable
+        if node.attrs.get("largest", 1):        # ascending order of the reversed axis, reversed: stable ties
             order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
         else:
             order = np.argsort(x, axis, kind="stable")
@@ -116,7 +122,7 @@ class TopK(Op):
 
 
 class _Cumulative(SameShape, abstract=True):
-    """`exclusive`: without x[i]; `reverse`: from the last element backwards."""
+    """Cumulative operator. `exclusive`: without x[i]; `reverse`: from the end."""
     along = "axis"
     nothing: ClassVar[int]
     accumulate: ClassVar[Formula]
@@ -134,10 +140,10 @@ class _Cumulative(SameShape, abstract=True):
 
 
 class CumSum(_Cumulative):
-    """y[i] = x[0] + ... + x[i] along `axis`."""
+    """Cumulative sum y[i] = x[0] + ... + x[i] along `axis`."""
     nothing, accumulate = 0, staticmethod(np.cumsum)
 
 
 class CumProd(_Cumulative):
-    """y[i] = x[0] * ... * x[i] along `axis`."""
+    """Cumulative product y[i] = x[0] * ... * x[i] along `axis`."""
     nothing, accumulate = 1, staticmethod(np.cumprod)

@@ -1,7 +1,7 @@
-"""Runs any Graph with NumPy, node by node: the oracle of every numeric test, and what runs where no kernel does.
+"""NumPy interpreter of graphs: the oracle of numeric tests, and the fallback for nodes without a kernel.
 
-A tensor that is stored quantised means scale * (stored - zero_point). A node that reads one reads its meaning; what a
-node makes is rounded to what its type can store: halves to even, saturated.
+A quantised tensor stands for scale * (stored - zero_point). Nodes read these real numbers; results are converted to
+their stored form: half to even, saturated.
 """
 from __future__ import annotations
 
@@ -19,10 +19,26 @@ from engines.ops import op_of
 
 
 def run(graph: Graph, feeds: Mapping[str, Array], watch: Collection[str] | None = None) -> dict[str, Array]:
-    """The graph's outputs, or the tensors named in `watch` (inputs, constants and edges; bodies' inner ones too).
+    """Run a graph in NumPy.
 
-    Tensors come as they are stored: uint8 where the type has `quant`. Raises InputError: a feed is missing, unknown, or
-    of another dtype or shape than the input; a name in `watch` does not exist.
+    Parameters
+    ----------
+    graph : Graph
+        Graph to run.
+    feeds : mapping from str to ndarray
+        Inputs in their stored form, uint8 for types with `quant`.
+    watch : collection of str, optional
+        Tensors to return (inputs, constants and edges, also inside bodies); None: the outputs.
+
+    Returns
+    -------
+    dict from str to ndarray
+        Tensors in their stored form.
+
+    Raises
+    ------
+    InputError
+        A feed is missing, unknown, or has the wrong dtype or shape; a name in `watch` does not exist.
     """
     batch = _check(graph, feeds)
     wanted = tuple(graph.outputs if watch is None else watch)
@@ -32,7 +48,7 @@ def run(graph: Graph, feeds: Mapping[str, Array], watch: Collection[str] | None 
     readers = _last_readers(graph, wanted)
     for index, node in enumerate(graph.nodes):
         real = [_real(stored[name], graph.types[name].quant) if name else None for name in node.inputs]
-        for name, array in zip(_made(node), _run_parts(node, real, batch), strict=True):
+        for name, array in zip(_outputs(node), _run_parts(node, real, batch), strict=True):
             stored[name] = _stored(array, graph.types[name])
         for name in readers.get(index, ()):
             del stored[name]
@@ -40,22 +56,22 @@ def run(graph: Graph, feeds: Mapping[str, Array], watch: Collection[str] | None 
 
 
 def run_node(node: Node, arrays: Sequence[Array | None], batch: int | None = None) -> tuple[Array, ...]:
-    """One node, Fused ones too, in real numbers: inputs and outputs are not quantised.
+    """Run one node, also a fused one, on real numbers: inputs and outputs are not quantised.
 
-    `batch` is needed only by nodes that make a symbolic extent from nothing (ConstantOfShape).
+    `batch` is needed only for nodes that create a symbolic extent (ConstantOfShape).
     """
     if not node.body:
         return op_of(node.op).reference(_bound(node, batch), *arrays)[:len(node.outputs)]   # type: ignore[arg-type]
-    made = dict(zip(_made(node), _run_parts(node, arrays, batch), strict=True))
+    made = dict(zip(_outputs(node), _run_parts(node, arrays, batch), strict=True))
     return tuple(made[name] for name in node.outputs)
 
 
-def _made(node: Node) -> list[str]:
+def _outputs(node: Node) -> list[str]:
     return [name for part in node.body or (node,) for name in part.outputs]
 
 
 def _run_parts(node: Node, arrays: Sequence[Array | None], batch: int | None) -> list[Array]:
-    """What the node makes, or each node of its body, in order."""
+    """Return the results of the node, or of each node of its body, in order."""
     known: dict[str, Array | None] = dict(zip(node.inputs, arrays, strict=True))
     results: list[Array] = []
     for part in node.body or (node,):
@@ -67,7 +83,7 @@ def _run_parts(node: Node, arrays: Sequence[Array | None], batch: int | None) ->
 
 
 def _bound(node: Node, batch: int | None) -> Node:
-    """The node for one value of the batch: symbolic extents in its attributes become numbers."""
+    """Replace symbolic extents in the node's attributes by numbers for a batch."""
     symbolic = {key: value for key, value in node.attrs.items()
                 if isinstance(value, tuple) and any(isinstance(v, str) for v in value)}
     if not symbolic or batch is None:
@@ -76,7 +92,7 @@ def _bound(node: Node, batch: int | None) -> Node:
 
 
 def _check(graph: Graph, feeds: Mapping[str, Array]) -> int | None:
-    """The batch of the feeds, or None if the graph has none."""
+    """Check the feeds and return their batch, or None if the graph has none."""
     if set(feeds) != set(graph.inputs):
         raise InputError(f"{graph.name} takes {sorted(graph.inputs)}, but was given {sorted(feeds)}")
     batches: dict[int, str] = {}
@@ -88,16 +104,16 @@ def _check(graph: Graph, feeds: Mapping[str, Array]) -> int | None:
         if (batch := batch_of(kind.shape, array.shape)) is not None:
             batches.setdefault(batch, name)
     if len(batches) > 1:
-        told = ", ".join(f"{batch} for '{name}'" for batch, name in batches.items())
-        raise InputError(f"{graph.name}: the inputs differ in batch: {told}")
+        batches_by_input = ", ".join(f"{batch} for '{name}'" for batch, name in batches.items())
+        raise InputError(f"{graph.name}: the inputs differ in batch: {batches_by_input}")
     return next(iter(batches), None)
 
 
 def _last_readers(graph: Graph, wanted: Collection[str]) -> dict[int, list[str]]:
-    """Node index -> the edges that nobody needs after it: a large model's activations do not all stay in memory."""
+    """Map node indices to the edges that are not needed after them, so that activations are freed early."""
     last: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
-        last.update(dict.fromkeys((*_made(node), *filter(None, node.inputs)), index))
+        last.update(dict.fromkeys((*_outputs(node), *filter(None, node.inputs)), index))
     free: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in wanted and name not in graph.constants and name not in graph.inputs:
@@ -106,7 +122,7 @@ def _last_readers(graph: Graph, wanted: Collection[str]) -> dict[int, list[str]]
 
 
 def _real(array: Array, quant: QParams | None) -> Array:
-    """What a stored tensor means; float32 where it is stored in fewer bits, as kernels compute."""
+    """Return the real numbers of a stored tensor, in float32 for 16-bit floats, as kernels compute."""
     if quant is not None:
         return dequantize(array, quant)
     return array.astype(np.float32) if array.dtype.name in NARROW else array
@@ -119,20 +135,20 @@ def _stored(array: Array, kind: TensorType) -> Array:
 
 
 def dequantize(stored: Array, quant: QParams) -> Array:
-    """float32: scale * (stored - zero_point)"""
+    """Return scale * (stored - zero_point) in float32."""
     scale, zero_point = _columns(quant, stored.ndim)
     return np.asarray((stored.astype(np.float32) - zero_point) * scale, np.float32)
 
 
 def quantize(real: Array, quant: QParams) -> Array:
-    """saturate(round half to even(real / scale) + zero_point)"""
+    """Return saturate(round half to even(real / scale) + zero_point)."""
     scale, zero_point = _columns(quant, real.ndim)
     limits = np.iinfo(quant.dtype)
     return np.asarray(np.clip(np.rint(real / scale) + zero_point, limits.min, limits.max), quant.dtype)
 
 
 def _columns(quant: QParams, rank: int) -> tuple[Array, Array]:
-    """Scale and zero point, shaped to broadcast along the axis."""
+    """Return scale and zero point, shaped to broadcast along the axis."""
     shape = [1] * rank
     if quant.axis is not None:
         shape[quant.axis] = -1

@@ -1,4 +1,4 @@
-"""Samples of images at places, and the largest numbers of regions, that a tensor tells."""
+"""Image sampling at points of a grid, and maximum pooling of regions."""
 from __future__ import annotations
 
 import math
@@ -11,22 +11,26 @@ from engines.ir.graph import Array, Node, TensorType
 from engines.ops.items import ItemAxes, Mixed
 from engines.ops.op import Inputs, LayoutOp, Op, Types
 
-Taps = list[tuple[Array, Array]]        # (index, weight): the pixels that a sample is made of along an axis
+Taps = list[tuple[Array, Array]]        # (index, weight) of the pixels of a sample along an axis
 _CUBIC = -0.75
 
 
 class MaxRoiPool(Op):
-    """The largest numbers of regions of images, each cut into cells: x [N, C, H, W], rois [R, 5] (the image's number,
-    then the first and last column and row: x1, y1, x2, y2, times `spatial_scale`) -> [R, C, *pooled_shape].
+    """Maximum pooling of regions of images, each divided into cells.
 
-    A cell without a pixel is 0. Source: ONNX; Girshick, Fast R-CNN (2015), 2.1; pixels as ONNX Runtime counts.
+    x [N, C, H, W], rois [R, 5] (image index, x1, y1, x2, y2, times `spatial_scale`) -> [R, C, *pooled_shape]. A cell
+    without pixels is 0; pixels are counted as in ONNX Runtime.
+
+    References
+    ----------
+    Girshick, "Fast R-CNN", 2015, section 2.1.
     """
     attributes = ("pooled_shape", "spatial_scale")
 
     @classmethod
     def types(cls, node: Node, x: TensorType, rois: TensorType) -> Types:
         if len(x.shape) != 4 or len(rois.shape) != 2 or rois.shape[1] != 5:
-            raise GraphError("it takes images [N, C, H, W], and five numbers of each region")
+            raise GraphError("it takes images [N, C, H, W] and regions [R, 5]")
         return (TensorType(x.dtype, (rois.shape[0], x.shape[1], *node.attrs["pooled_shape"])),)
 
     @classmethod
@@ -44,26 +48,26 @@ class MaxRoiPool(Op):
 
 
 def _cells(first: int, last: int, count: int, size: int) -> list[slice]:
-    """The pixels of each cell of a region, of those that there are; cells overlap where they share a pixel."""
+    """Return the pixels of each cell of a region, clipped to the image; neighbouring cells may share a pixel."""
     each = max(last - first + 1, 1) / count
     bounds = ((first + math.floor(cell * each), first + math.ceil((cell + 1) * each)) for cell in range(count))
     return [slice(*(min(max(bound, 0), size) for bound in pair)) for pair in bounds]
 
 
 class GridSample(LayoutOp):
-    """x [N, C, ...image] at grid [N, ...places, axes of the image]: a number for each axis, the last one first, where
-    -1 and 1 are the image's ends: the centres of its first and last pixel with align_corners, else their outer edges.
+    """Samples of x [N, C, *image] at grid [N, *places, axes of the image].
 
-    mode: linear, nearest or cubic; padding_mode: what is beyond the ends: zeros, the border's pixel, or a reflection
+    The grid has a coordinate per axis, the last axis first; -1 and 1 are the centres of the first and last pixel with
+    align_corners, else their outer edges. mode: linear, nearest or cubic. padding_mode: zeros, border or reflection.
     """
     attributes = ("align_corners", "padding_mode")
 
     @classmethod
     def types(cls, node: Node, x: TensorType, grid: TensorType) -> Types:
         if len(x.shape) != len(grid.shape) or len(x.shape) < 3 or grid.shape[-1] != len(x.shape) - 2:
-            raise GraphError("its grid has not a number for each axis of the image")
+            raise GraphError("its grid needs a coordinate for each axis of the image")
         if x.shape[0] != grid.shape[0]:
-            raise GraphError("it has not a grid for each image")
+            raise GraphError("it needs a grid for each image")
         return (TensorType(x.dtype, (*x.shape[:2], *grid.shape[1:-1])),)
 
     @classmethod
@@ -107,7 +111,7 @@ def _taps(node: Node, places: Array, size: int) -> Taps:
 
 
 def _inside(place: Array, size: int, corners: bool, padding: str) -> Array:
-    """What stands for places beyond the ends."""
+    """Map coordinates outside the image according to the padding mode."""
     if padding == "zeros":
         return place
     if padding == "reflection":
@@ -128,7 +132,7 @@ def _linear(part: Array) -> Taps:
 
 
 def _cubic(part: Array) -> Taps:
-    """Keys' kernel, of four pixels."""
+    """Return the weights of Keys' cubic kernel for four pixels."""
     def near(d: Array) -> Array:
         return np.asarray(((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1)
 

@@ -1,4 +1,4 @@
-"""Elements at places that a tensor of indices tells: picked by several coordinates, or put there."""
+"""Scatters and gathers by coordinates in an index tensor."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ _COMBINED: Mapping[str, Callable[..., None]] = {
 
 
 def _put(node: Node, data: Array, places: tuple[Array, ...], updates: Array) -> Array:
-    """A copy of the data with updates in their places, or combined with what is there, by the attribute `reduction`."""
+    """Return a copy of the data with updates stored, or combined by the attribute `reduction`."""
     result, reduction = data.copy(), node.attrs.get("reduction", "none")
     if reduction == "none":
         result[places] = updates
@@ -26,14 +26,14 @@ def _put(node: Node, data: Array, places: tuple[Array, ...], updates: Array) -> 
 
 
 class ScatterElements(Op):
-    """y is data, but y[.., index[.., i, ..], ..] = updates[.., i, ..] along `axis`."""
+    """Copy of data with y[.., index[.., i, ..], ..] = updates[.., i, ..] along `axis`."""
     attributes = ("reduction",)
 
     @classmethod
     def types(cls, node: Node, data: TensorType, index: TensorType, updates: TensorType) -> Types:
         normal_axis(node.attrs["axis"], len(data.shape))
         if index.shape != updates.shape or len(index.shape) != len(data.shape):
-            raise GraphError("it has not an index for each update, or not as many axes as its data")
+            raise GraphError("indices and updates must have the same shape, with as many axes as the data")
         return (TensorType(data.dtype, data.shape),)
 
     @classmethod
@@ -50,13 +50,13 @@ class ScatterElements(Op):
 
 
 class Unpool(Op):
-    """y [size] is x at the indices, and the number `elsewhere` elsewhere: what MaxUnpool does, of flattened tensors."""
+    """MaxUnpool of flattened tensors: y [size] is x at the indices, and the scalar `elsewhere` at other places."""
     attributes = ("size",)
 
     @classmethod
     def types(cls, node: Node, x: TensorType, index: TensorType, elsewhere: TensorType) -> Types:
         if index.shape != x.shape:
-            raise GraphError("it has not an index for each element")
+            raise GraphError("indices and x must have the same shape")
         return (TensorType(x.dtype, (node.attrs["size"],)),)
 
     @classmethod
@@ -65,7 +65,7 @@ class Unpool(Op):
 
 
 class ScatterND(Op):
-    """y is data, but y[index[i]] = updates[i]: the last axis of index holds coordinates of the first axes of data."""
+    """Copy of data with y[index[i]] = updates[i]; the last axis of index holds coordinates of data's first axes."""
     attributes = ("reduction",)
 
     @classmethod
@@ -78,7 +78,7 @@ class ScatterND(Op):
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
-        """The items are axes that no coordinate is of, at the end of data and of updates."""
+        """Return the batch axis, which must follow the addressed axes in data and updates."""
         data, index, updates = (len(kind.shape) for kind in inputs if kind is not None)
         behind = {rank - axis for rank, axis in ((data, axes[0]), (updates, axes[2])) if axis is not None}
         if axes[1] is not None or None in (axes[0], axes[2]) or len(behind) != 1 or \
@@ -92,8 +92,7 @@ class ScatterND(Op):
 
 
 class GatherND(Op):
-    """y[i] = data[index[i]]: the last axis of index holds coordinates, behind the first `batch_dims` axes, which count
-    along in both."""
+    """Gather y[i] = data[index[i]], where the last axis of index holds coordinates after `batch_dims` shared axes."""
     attributes = ("batch_dims",)
 
     @classmethod
@@ -101,7 +100,7 @@ class GatherND(Op):
         shared = node.attrs.get("batch_dims", 0)
         depth = _depth(index, len(data.shape) - shared)
         if data.shape[:shared] != index.shape[:shared] or not 0 <= shared < len(index.shape):
-            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} have not the same first "
+            raise GraphError(f"its data {text(data.shape)} and indices {text(index.shape)} differ in the first "
                              f"{shared} axes")
         return (TensorType(data.dtype, (*index.shape[:-1], *data.shape[shared + depth:])),)
 
@@ -127,10 +126,10 @@ class GatherND(Op):
 
 
 def _depth(index: TensorType, rank: int) -> int:
-    """How many axes an index has coordinates of."""
+    """Return the number of axes that an index addresses."""
     if not index.shape:
         raise GraphError("its indices have no axes")
     (depth,) = fixed(index.shape[-1:])
     if not 0 < depth <= rank:
-        raise GraphError(f"an index has {depth} coordinates, of {rank} axes")
+        raise GraphError(f"an index has {depth} coordinates for {rank} axes")
     return depth

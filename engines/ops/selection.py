@@ -1,4 +1,4 @@
-"""What data select, as far as it may be: as many results as there can be, and how many there are."""
+"""Data-dependent selection with a bounded result: rows for the maximum, and a count of valid rows."""
 from __future__ import annotations
 
 import numpy as np
@@ -8,15 +8,14 @@ from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import fixed
 from engines.ops.op import Op, Types
 
-BLOCK = 64          # boxes of a class that the reference compares at a time
+BLOCK = 64          # boxes of a class that the reference compares at once
 
 
 class BoundedNonMaxSuppression(Op):
-    """ONNX's NonMaxSuppression: (batch, class, box) of the best boxes of each class, none of which covers a better one
-    by more than `overlap`; those of a score of `least` or less are not asked.
+    """ONNX's NonMaxSuppression with a bounded result: (batch, class, box) of the selected boxes per class.
 
-    boxes [batch, boxes, 4], scores [batch, classes, boxes], most, overlap, least: a number each -> [rows, 3], count
-    [1]: the first `count` rows are the result, what is behind them means nothing. rows: batch * classes * `limit`.
+    boxes [batch, boxes, 4], scores [batch, classes, boxes], and the scalars most, overlap (IoU) and least (score) ->
+    [rows, 3] with rows = batch * classes * `limit`, and count [1]. Only the first `count` rows are defined.
     """
     attributes = ("center_point_box", "limit")
 
@@ -24,7 +23,7 @@ class BoundedNonMaxSuppression(Op):
     def types(cls, node: Node, boxes: TensorType, scores: TensorType, *_: TensorType) -> Types:
         if len(boxes.shape) != 3 or len(scores.shape) != 3 or boxes.shape[2] != 4 or (
                 (boxes.shape[0], boxes.shape[1]) != (scores.shape[0], scores.shape[2])):
-            raise GraphError("its scores are not of its boxes, of four numbers each")
+            raise GraphError("it takes boxes [batch, boxes, 4] and scores [batch, classes, boxes]")
         batch, classes = fixed(scores.shape[:2])
         rows, integers = batch * classes * node.attrs["limit"], np.dtype(np.int64)
         return TensorType(integers, (rows, 3)), TensorType(integers, (1,))
@@ -44,7 +43,7 @@ class BoundedNonMaxSuppression(Op):
 
 
 def _best(corners: Array, score: Array, limit: int, overlap: np.float32, least: np.float32) -> Array:
-    """By blocks of falling score: without those that boxes before them cover, then one after the other."""
+    """Select boxes in blocks of falling score: drop those covered by earlier boxes, then test within the block."""
     waiting = np.argsort(-score, kind="stable")
     waiting = waiting[(score[waiting] > least) | (least == -np.inf)]
     area = (corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])
@@ -64,23 +63,23 @@ def _best(corners: Array, score: Array, limit: int, overlap: np.float32, least: 
 
 
 def _covered(corners: Array, area: Array, by: Array, boxes: Array, overlap: np.float32) -> Array:
-    """Whether each of `by` (rows) covers each of the boxes by more than that share of both."""
+    """Return the matrix of tests whether the IoU of each of `by` (rows) with each of the boxes exceeds `overlap`."""
     first, second = corners[by].T[:, :, None], corners[boxes].T
     sides = [np.maximum(np.minimum(first[axis + 2], second[axis + 2]) - np.maximum(first[axis], second[axis]), 0)
              for axis in (0, 1)]
     common = sides[0] * sides[1]
-    with np.errstate(invalid="ignore"):     # of boxes without end
+    with np.errstate(invalid="ignore"):     # infinite boxes
         union = area[by][:, None] + area[boxes] - common
     return np.asarray(common > overlap * np.maximum(union, np.finfo(np.float32).tiny))
 
 
 def ordered(boxes: Array) -> Array:
-    """Two opposite corners of each, whichever they are: the lower one first."""
+    """Convert two opposite corners in any order to the lower one and the upper one."""
     pairs = boxes.reshape(-1, 2, 2)
     return np.concatenate([pairs.min(1), pairs.max(1)], 1)
 
 
 def around(boxes: Array) -> Array:
-    """The same of a centre, a width and a height."""
+    """Convert centre, width and height to the lower and the upper corner."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], 1)

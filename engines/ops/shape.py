@@ -1,4 +1,4 @@
-"""Operators that see a tensor under another shape, or ask for it. Targets (`shape`, `axes`) are attributes."""
+"""Operators that change or return a tensor's shape. Targets (`shape`, `axes`) are attributes."""
 from __future__ import annotations
 
 import math
@@ -14,6 +14,7 @@ from engines.ops.op import Inputs, Op, SameShape, Stored, Types, Values, present
 
 
 class Identity(SameShape):
+    """Copy of the input."""
     symbolic = True
     moves, along, stored = True, "", Stored.CONVERTED
 
@@ -27,12 +28,12 @@ class Identity(SameShape):
 
 
 class View(Op, abstract=True):
-    """The same elements in the same order under another shape."""
+    """Operator that reshapes its input."""
     symbolic = moves = True
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-        """The new shape."""
+        """Return the new shape."""
         raise NotImplementedError
 
     @classmethod
@@ -54,13 +55,13 @@ class View(Op, abstract=True):
 
 
 def _sizes(target: tuple[Dim, ...], elements: int) -> tuple[int, ...]:
-    """The target with one symbolic extent replaced by what is left over for it."""
+    """Return the target with its symbolic extent replaced by the remaining number of elements."""
     known = math.prod(d for d in target if isinstance(d, int))
     return tuple(elements // max(known, 1) if isinstance(d, str) else d for d in target)
 
 
 class Reshape(View):
-    """To the attribute `shape`; one extent may be symbolic."""
+    """Reshape to the attribute `shape`; one extent may be symbolic."""
     stored = Stored.ALIKE
 
     @classmethod
@@ -69,7 +70,7 @@ class Reshape(View):
 
 
 class Flatten(View):
-    """To two axes: those before `axis`, and the rest."""
+    """Reshape to two axes: those before `axis`, and the others."""
     attributes = ("axis",)
 
     @classmethod
@@ -80,7 +81,7 @@ class Flatten(View):
 
 
 class Squeeze(View):
-    """Without the extents of 1 at `axes`; without `axes`, without all of them."""
+    """Removal of the axes `axes` of extent 1, or of all such axes."""
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -92,7 +93,7 @@ class Squeeze(View):
 
 
 class Unsqueeze(View):
-    """With new extents of 1 at `axes` of the result."""
+    """Insertion of axes of extent 1 at `axes` of the result."""
 
     @classmethod
     def target(cls, node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -103,6 +104,7 @@ class Unsqueeze(View):
 
 
 class Transpose(Op):
+    """Permutation of the axes by `perm`."""
     symbolic = True
     moves, stored = True, Stored.CONVERTED
 
@@ -110,7 +112,7 @@ class Transpose(Op):
     def types(cls, node: Node, x: TensorType) -> Types:
         order = node.attrs.get("perm", range(len(x.shape))[::-1])
         if sorted(order) != list(range(len(x.shape))):
-            raise GraphError(f"perm {tuple(order)} is no order of {len(x.shape)} axes")
+            raise GraphError(f"perm {tuple(order)} is not a permutation of {len(x.shape)} axes")
         return (TensorType(x.dtype, tuple(x.shape[i] for i in order)),)
 
     @classmethod
@@ -144,36 +146,36 @@ class Expand(Op):
 
 
 class Shape(Op):
-    """The extents from axis `start` to `end`."""
+    """Extents of the axes from `start` to `end`."""
     attributes = ("start", "end")
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:
-        return (TensorType(np.dtype(np.int64), (len(cls._wanted(node, x.shape)),)),)
+        return (TensorType(np.dtype(np.int64), (len(cls._extents(node, x.shape)),)),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         (x,) = present(inputs)
-        if any(isinstance(extent, str) for extent in cls._wanted(node, x.shape)):
+        if any(isinstance(extent, str) for extent in cls._extents(node, x.shape)):
             raise Mixed("it computes with the number of items")
         return (None,)
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
-        return np.array(cls._wanted(node, x.shape), np.int64)
+        return np.array(cls._extents(node, x.shape), np.int64)
 
     @classmethod
     def known(cls, node: Node, inputs: Inputs, values: Values) -> tuple[Array, ...] | None:
         (x,) = present(inputs)
-        return (symbolic_array(extent(d) for d in cls._wanted(node, x.shape)),)
+        return (symbolic_array(extent(d) for d in cls._extents(node, x.shape)),)
 
     @staticmethod
-    def _wanted(node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    def _extents(node: Node, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         return shape[node.attrs.get("start", 0):node.attrs.get("end")]
 
 
 class Size(Op):
-    """How many elements."""
+    """Number of elements."""
 
     @classmethod
     def types(cls, node: Node, x: TensorType) -> Types:

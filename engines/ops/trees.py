@@ -1,4 +1,4 @@
-"""Forests of decision trees, as tables of all their nodes."""
+"""Forests of decision trees, as tables of all nodes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -8,42 +8,42 @@ import numpy as np
 
 from engines.errors import GraphError
 from engines.ir.graph import Array, Node, TensorType
-from engines.ops.items import ItemAxes, beside, only_first
+from engines.ops.items import ItemAxes, only_first, untouched_axis
 from engines.ops.op import Inputs, Op, Types
 
-LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags, which stand ...
-FLAGS = 2                                   # ... in so many bits behind its column
-COLUMN, THRESHOLD, RIGHT, LEFT = range(4)   # of a node's record
-ROWS_AT_ONCE = 1024                         # of the reference, to bound its memory
+LEFT_IF_EQUAL, LEFT_IF_MISSING = 1, 2       # bits of a node's flags, ...
+FLAGS = 2                                   # ... which are the low bits of its column field
+COLUMN, THRESHOLD, RIGHT, LEFT = range(4)   # fields of a node's record
+ROWS_AT_ONCE = 1024                         # rows per step of the reference, which bounds its memory
 _AGGREGATES: Mapping[str, Callable[..., Array]] = {"SUM": np.sum, "AVERAGE": np.mean, "MIN": np.min, "MAX": np.max}
 
 
 def threshold_type(records: np.dtype[Any]) -> np.dtype[Any]:
-    """That of the thresholds whose bits are in records of these integers."""
+    """Return the float dtype of thresholds whose bits are stored in records of an integer dtype."""
     return np.dtype(f"float{8 * records.itemsize}")
 
 
 class Forest(Op):
-    """What the leaves that a row of x ends at weigh, over all trees: their sum, average, minimum or maximum.
+    """Sum, average, minimum or maximum of the leaf weights that a row of x reaches in all trees.
 
-    x [N, columns]; of each node a record [nodes, 4] and weights [nodes, targets]; the roots [trees]. A record is what
-    every step reads: the column with the flags, the threshold, the right and the left child (of a leaf itself), in
-    integers as wide as the threshold, which is there by its bits. A row goes left where x <= threshold, or, by the
-    flags, where the two are equal, and where x is missing (NaN). `depth`: the most steps from a root to a leaf. Walks
-    that end early need tables in which all leaves follow the inner nodes.
+    x [N, columns]; records of nodes [nodes, 4] and their weights [nodes, targets]; roots [trees]. A record has the
+    column with flags, the threshold, the right and the left child (a leaf's own number), as integers of the threshold's
+    width; the threshold is stored by its bits. A row goes left if x <= threshold or, by the flags, if they are equal,
+    and if x is NaN. `depth` is the largest number of steps from a root to a leaf. Early exits need tables with all
+    leaves after the inner nodes.
     """
 
     @classmethod
     def types(cls, node: Node, x: TensorType, nodes: TensorType, roots: TensorType, weights: TensorType) -> Types:
         if len(x.shape) != 2 or nodes.shape != (weights.shape[0], 4):
-            raise GraphError("its tables are not of the same nodes, or its rows no matrix")
+            raise GraphError("its tables must describe the same nodes, and x must be a matrix")
         return (TensorType(weights.dtype, (x.shape[0], weights.shape[1])),)
 
     @classmethod
     def item_axes(cls, node: Node, inputs: Inputs, outputs: Types, axes: ItemAxes) -> ItemAxes:
         x = inputs[0]
         assert x is not None
-        return (beside(x.shape, only_first(axes), (1,), "reads along"),)
+        return (untouched_axis(x.shape, only_first(axes), (1,), "reads along"),)
 
     @classmethod
     def compute(cls, node: Node, x: Array, *tables: Array) -> Array:

@@ -1,7 +1,7 @@
-"""The sliding window that convolutions and pools share.
+"""Sliding window of convolutions and pools.
 
-Output pixel o of an axis reads the padded input at o * stride + t * dilation for each tap t of the kernel. Instead of
-walking over pixels, the references walk over taps: one tap of all pixels is a strided view.
+Output pixel o of an axis reads the padded input at o * stride + t * dilation for each tap t of the kernel. The
+references iterate over taps instead of pixels: one tap of all pixels is a strided view.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.ir.graph import Array, Node
 
 @dataclass(frozen=True)
 class Window:
-    """Per spatial axis; pads as (before, after)."""
+    """Kernel, strides, dilations and pads (before, after) per spatial axis."""
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
@@ -24,7 +24,7 @@ class Window:
 
     @classmethod
     def of(cls, node: Node, rank: int) -> Window:
-        """From a node's kernel_shape, strides, dilations and pads, the last three optional."""
+        """Return the window of a node's kernel_shape, and optional strides, dilations and pads."""
         attrs = node.attrs
         kernel = tuple(attrs["kernel_shape"])
         pads = tuple(attrs.get("pads", (0,) * 2 * rank))
@@ -36,11 +36,11 @@ class Window:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Input pixels from the first tap to the last."""
+        """Input pixels from the first tap to the last, per axis."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
     def outputs(self, sizes: tuple[int, ...], ceil: bool = False) -> tuple[int, ...]:
-        """Output extents. `ceil` also keeps a last, partial window, if it begins before the padding at the end."""
+        """Return the output extents. `ceil` keeps a last partial window that begins before the padding at the end."""
         result = []
         for size, span, stride, (before, after) in zip(sizes, self.spans, self.strides, self.pads, strict=True):
             room = size + before + after - span
@@ -53,7 +53,7 @@ class Window:
         return tuple(result)
 
     def padded(self, x: Array, fill: float, outputs: tuple[int, ...]) -> Array:
-        """x [N, C, *sizes] in its padding, and with what a last partial window reads beyond it."""
+        """Pad x [N, C, *sizes], also for the reads of a last partial window."""
         widths = [(0, 0), (0, 0)]
         for size, count, stride, span, (before, after) in zip(x.shape[2:], outputs, self.strides, self.spans,
                                                              self.pads, strict=True):
@@ -61,7 +61,7 @@ class Window:
         return np.pad(x, widths, constant_values=fill) if any(map(any, widths)) else x
 
     def taps(self, padded: Array, outputs: tuple[int, ...]) -> Iterator[Array]:
-        """For each tap in row-major order: what all pixels read there, a view [N, C, *outputs]."""
+        """Yield, for each tap in row-major order, a view [N, C, *outputs] of what all output pixels read."""
         for tap in np.ndindex(*self.kernel):
             cuts = [slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in
                     zip(tap, self.dilations, self.strides, outputs, strict=True)]

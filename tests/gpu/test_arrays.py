@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.backends.cuda.runtime.arrays import NotOnDevice, Rows, device_tensor, rows_of
+from engines.backends.cuda.runtime.arrays import NotOnDevice, StridedCopy, device_tensor, rows_of
 from engines.ir.graph import Array
 from engines.plan.plan import TensorView
 
@@ -90,12 +90,12 @@ class RefusingDlpack(OfDlpack):
 
 
 @pytest.mark.parametrize(("array", "why"), [
-    (ARRAY, "it lies in the host's memory"), (OfDlpack(device=1), "it lies in the host's memory"),
-    (OfDlpack(major=2), "it comes by version 2 of DLPack"), (OfDlpack(lanes=4), "its elements are vectors of 4"),
-    (OfDlpack(strides=(c_int64 * 3)(1, 2, 6)), "not in the order of C"),
-    (OfInterface(ARRAY.T, strides=ARRAY.T.strides), "not in the order of C"),
-    (OfInterface(mask=OfInterface()), "it has a mask"), (Refusing(), "does not hand it out: requires grad"),
-    (RefusingDlpack(), r"does not hand it out: use tensor\.detach\(\)")], ids=lambda value: type(value).__name__)
+    (ARRAY, "it is in host memory"), (OfDlpack(device=1), "it is in host memory"),
+    (OfDlpack(major=2), "it is exported by DLPack 2"), (OfDlpack(lanes=4), "its elements are vectors of 4"),
+    (OfDlpack(strides=(c_int64 * 3)(1, 2, 6)), "it is not C-contiguous"),
+    (OfInterface(ARRAY.T, strides=ARRAY.T.strides), "it is not C-contiguous"),
+    (OfInterface(mask=OfInterface()), "it has a mask"), (Refusing(), "does not export it: requires grad"),
+    (RefusingDlpack(), r"does not export it: use tensor\.detach\(\)")], ids=lambda value: type(value).__name__)
 def test_what_cannot_be_used_where_it_lies_is_refused_with_the_reason(array: Any, why: str) -> None:
     with pytest.raises(NotOnDevice, match=why):
         device_tensor(array, 1)
@@ -103,5 +103,5 @@ def test_what_cannot_be_used_where_it_lies_is_refused_with_the_reason(array: Any
 
 def test_a_tensor_with_gaps_is_copied_by_rows() -> None:
     view = TensorView("x", "float32", (3, 4), 0, 64, (32, 4), 128)
-    assert list(rows_of(view, 2)) == [Rows(64, 32, 0, 16, 3), Rows(192, 32, 48, 16, 3)]
-    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [Rows(64, 96, 0, 96, 1)]
+    assert list(rows_of(view, 2)) == [StridedCopy(64, 32, 0, 16, 3), StridedCopy(192, 32, 48, 16, 3)]
+    assert list(rows_of(replace(view, strides=(16, 4), item_stride=48), 2)) == [StridedCopy(64, 96, 0, 96, 1)]

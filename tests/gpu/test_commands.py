@@ -76,7 +76,7 @@ def test_a_plan_that_is_verified_without_its_gpu_is_said_to_be(
     assert build_command.main([str(tmp_path / "m.onnx"), "-o", str(tmp_path / "m.plan"), "--target", "sm_80",
                                "--no-cache", "--verify"]) == 0
     said = capsys.readouterr().err
-    assert "m.plan: verified, as it is compiled for this machine: made for 'sm_80', a GPU, but there is no" in said
+    assert "m.plan: verified, as it is compiled for this machine: built for the GPU target 'sm_80', but no" in said
 
 
 def test_a_program_that_is_built_for_another_machine_is_tried_on_this_one_without_a_word(
@@ -90,4 +90,4 @@ def test_a_program_that_is_built_for_another_machine_is_tried_on_this_one_withou
     x = np.eye(4, 8, dtype=np.float32)
     np.testing.assert_allclose(build.engine().run({"x": x})["y"], np.exp(np.stack(np.nonzero(x)).astype(np.float32)),
                                rtol=1e-6)
-    assert "made for 'sm_80', a GPU, but there is no NVIDIA driver here" in caplog.text
+    assert "built for the GPU target 'sm_80', but no NVIDIA driver is installed" in caplog.text

@@ -73,7 +73,7 @@ def test_a_call_without_the_context_of_its_gpu_is_refused_and_one_that_an_old_dr
     thread.join()
     assert found == ["cuMemGetInfo_v2: invalid device context (201)"]
     monkeypatch.delitem(CALLS, "cuMemGetInfo_v2")
-    with pytest.raises(CudaError, match="driver here is too old: it has no cuMemGetInfo_v2"):
+    with pytest.raises(CudaError, match="driver is too old: it lacks cuMemGetInfo_v2"):
         gpu.memory()
 
 
@@ -83,14 +83,14 @@ def test_a_gpu_that_is_not_there_and_a_driver_that_is_too_old_are_said() -> None
         with pytest.raises(CudaError, match=f"there is no GPU {number}: this machine has 1, counted from 0"):
             CudaGpu(number, Library(cuda))
     cuda.version = 11030
-    with pytest.raises(CudaError, match=r"too old: it is of CUDA 11\.3, and one of 11\.4 or later is needed"):
+    with pytest.raises(CudaError, match=r"too old: it supports CUDA 11\.3, and 11\.4 or later is needed"):
         CudaGpu(0, Library(cuda))
 
 
 def test_a_process_that_was_forked_is_told_why_it_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, here = EmulatedGpu("sm_80"), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
-    with pytest.raises(CudaError, match=r"initialization error \(3\); this process was forked .* start it by 'spawn'"):
+    with pytest.raises(CudaError, match=r"initialization error \(3\); CUDA cannot .* start method 'spawn'"):
         gpu.use()
 
 

@@ -17,8 +17,8 @@ from engines.backends import gpus_here
 from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.runtime.code import CUDA_OF_PTX
 from engines.backends.cuda.runtime.device import DEVICE, CudaDevice
-from engines.backends.cuda.runtime.holdings import Holdings, Passing
-from engines.backends.cuda.runtime.library import CudaMemoryError, found_gpus
+from engines.backends.cuda.runtime.holdings import GpuResources, ScopedResources
+from engines.backends.cuda.runtime.library import CudaMemoryError, list_gpus
 from engines.backends.cuda.runtime.sharing import SharedMemory
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError, InputError, PlanError, PlanTargetError
@@ -86,14 +86,14 @@ def test_contexts_of_one_device_do_not_meet_and_batches_run_by_the_graph_of_thei
 def test_too_little_memory_is_said(gpu: Here, plans: Plans) -> None:
     plan = plans("sm_80")
     gpu("sm_80", size=len(plan.machine.constants) // 2)
-    with pytest.raises(PlanError, match="there is no room for the .* bytes that its constants take .* of this GPU"):
+    with pytest.raises(PlanError, match=r"not enough memory for its constants \(.* bytes\) .* of this GPU"):
         Engine(plan)
     gpu("sm_80", size=len(plan.machine.constants) + (16 << 10))
     engine = Engine(plan)
-    with pytest.raises(PlanError, match="bytes that the buffers of a context take.*--max-batch or fewer instances"):
+    with pytest.raises(PlanError, match="not enough memory for the buffers of a context.*reduce --max-batch"):
         engine.create_context()
     gpu("sm_80").pinned = refuse        # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="no room for .* bytes of pinned memory for 'input'"):
+    with pytest.raises(PlanError, match="not enough memory for .* bytes of pinned memory for 'input'"):
         Engine(plan).create_context()
 
 
@@ -119,7 +119,7 @@ def test_a_lost_device_is_an_error_and_closing_what_is_on_it_is_none(gpu: Here, 
 def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
     own, other = EmulatedGpu("sm_80"), EmulatedGpu("sm_80")
     memory, owner = SharedMemory(other, other.share(other.allocate(8))), set[int]()
-    Holdings(other, owner).allocate(8)
+    GpuResources(other, owner).allocate(8)
     own.use()
     del memory
     assert used() is own.cuda and not other.opened
@@ -129,7 +129,7 @@ def test_what_is_let_go_of_leaves_the_gpu_that_the_thread_has() -> None:
 
 def test_what_was_held_for_a_block_keeps_nothing_of_a_gpu_after_it() -> None:
     gpu = EmulatedGpu("sm_80")
-    with Passing(gpu) as held:
+    with ScopedResources(gpu) as held:
         held.allocate(8)
         assert len(gpu.allocated) == 1
     assert not gpu.allocated
@@ -162,10 +162,10 @@ def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Plans) ->
     for wrong, why in ((DeviceArray(here, x.astype(np.float64)), "it is float64, the model has float32"),
                        (DeviceArray(here, x[0]), r"its shape is \[3, 16, 16\], the model has \[batch, 3, 16, 16"),
                        (elsewhere, "not in the memory of this GPU"),
-                       (x, "it lies in the host's memory")):
+                       (x, "it is in host memory")):
         with pytest.raises(InputError, match=why):
             context.bind("input", wrong)
-    with pytest.raises(InputError, match="it may not be written to"):
+    with pytest.raises(InputError, match="it is read-only"):
         context.bind(name, DeviceArray(here, values, read_only=True))
     with pytest.raises(InputError, match=r"lies on a GPU.*context\.bind\('input'"):
         Engine(plan).run({"input": array})
@@ -176,7 +176,7 @@ def test_inputs_and_outputs_may_be_arrays_on_the_gpu(gpu: Here, plans: Plans) ->
 def test_a_plan_runs_on_the_gpu_of_its_number(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     here = [EmulatedGpu("sm_75"), EmulatedGpu("sm_80")]
     install(monkeypatch, *here)
-    with pytest.raises(PlanTargetError, match="this GPU is sm_75, an older one"):
+    with pytest.raises(PlanTargetError, match="this GPU is sm_75, which is older"):
         engine_of(plans("sm_80"), on_target_mismatch="refuse")
     engine = engine_of(plans("sm_80"), on_target_mismatch="refuse", gpu=1)
     assert not here[0].allocated and here[1].allocated
@@ -184,8 +184,8 @@ def test_a_plan_runs_on_the_gpu_of_its_number(plans: Plans, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("target", "here", "why"), [
-    ("sm_80", "sm_75", "this GPU is sm_75, an older one"),
-    ("sm_90a", "sm_100", "runs on no other, but this GPU is sm_100"),
+    ("sm_80", "sm_75", "this GPU is sm_75, which is older"),
+    ("sm_90a", "sm_100", "runs on no other architecture, but this GPU is sm_100"),
     ("sm_80", "sm_89", ""), ("sm_90a", "sm_90", "")])
 def test_a_plan_fits_gpus_of_its_kind_and_later_ones(target: str, here: str, why: str, gpu: Here,
                                                    plans: Plans) -> None:
@@ -210,7 +210,7 @@ def test_a_driver_that_does_not_take_the_machine_code_compiles_the_ptx(
     here.takes_cubins, here.cuda.refusal, here.cuda.lazy = True, refusal, lazy
     engine = Engine(plan)
     call = "cuModuleGetFunction" if lazy else "cuModuleLoadDataEx"
-    assert f"{call}: {TEXTS[refusal]} ({refusal})" in caplog.text and "compiles the PTX" in caplog.text
+    assert f"{call}: {TEXTS[refusal]} ({refusal})" in caplog.text and "the PTX is compiled" in caplog.text
     assert here.modules == 1
     for name, value in Engine(plans("portable")).run(x).items():
         np.testing.assert_array_equal(engine.run(x)[name], value)
@@ -220,8 +220,8 @@ def test_a_driver_that_takes_none_of_the_code_is_an_error_that_says_which_one_do
         gpu: Here, plans: Plans) -> None:
     here = gpu("sm_90a")
     here.takes_cubins, here.cuda.ptx, here.cuda.version = True, 7.4, 11040
-    with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 11\.4, does not take its kernels: .*unsupported "
-                       r"toolchain\. \(222\); they are PTX 8\.4, which a driver of CUDA 12\.4 or later takes"):
+    with pytest.raises(PlanTargetError, match=r"driver here, of CUDA 11\.4, rejects the kernels: .*unsupported "
+                       r"toolchain\. \(222\); PTX 8\.4 needs a driver of CUDA 12\.4 or later"):
         Engine(with_cubin(plans("sm_90a")))
     assert not here.allocated and not here.modules
     assert {f"{gpu.ptx / 10}" for gpu in GPUS.values() if gpu.ptx / 10 > here.cuda.ptx} == CUDA_OF_PTX.keys()
@@ -236,12 +236,12 @@ def test_without_a_driver_the_error_says_so_and_the_plan_is_compiled_for_the_cpu
         plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.backends.cuda.runtime.library.LIBRARY", "libcuda-that-is-not-here.so")
     plan, x = plans("sm_80"), {"input": images_for(MODEL, 2, seed=1)}
-    assert found_gpus() == []
-    assert "there is no NVIDIA driver here (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
+    assert list_gpus() == []
+    assert "no NVIDIA driver is installed (libcuda-that-is-not-here.so" in CudaDevice().mismatch(plan)
     monkeypatch.setattr(DEVICE, "open_gpu", CudaDevice().open_gpu)
     with pytest.raises(PlanTargetError, match="no NVIDIA driver"):
         engine_of(plan, on_target_mismatch="refuse")
-    with pytest.raises(ConfigError, match="target 'cuda' is the GPU of this machine, but there is no NVIDIA driver"):
+    with pytest.raises(ConfigError, match="target 'cuda' is the GPU of this machine, but no NVIDIA driver"):
         Builder(BuildConfig(target="cuda"))
     for name, value in engine_of(plan).run(x).items():
         np.testing.assert_array_equal(value, Engine(plans("portable")).run(x)[name])
@@ -272,7 +272,7 @@ def test_what_no_kernel_runs_is_refused_by_its_name_with_the_reason() -> None:
     tall = small_model([node("GRU", "x w r", "y", hidden_size=1056)], {"x": [2, 1, 3]}, ["y"],
                        {"w": np.ones((1, 3168, 3), np.float32), "r": np.ones((1, 3168, 1056), np.float32)})
     builder = Builder(BuildConfig(target="sm_80"))
-    with pytest.raises(ConfigError, match=r"'det' \(Det\) cannot run on sm_80: .*nothing of a plan for a GPU"):
+    with pytest.raises(ConfigError, match=r"'det' \(Det\) cannot run on sm_80: .*a plan for a GPU runs nothing"):
         builder.plan(builder.graph(inverse))
     with pytest.raises(ConfigError, match=r"cannot run on sm_80: a recurrent layer of more than 1024 units"):
         builder.plan(builder.graph(tall))

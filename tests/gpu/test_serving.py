@@ -93,7 +93,7 @@ def test_a_gpu_that_is_not_there_or_too_old_is_an_error_that_names_those_there_a
     failures = served.server.server.failures()
     assert "there is no GPU 7; this machine has GPU 0 (card 0), GPU 1 (card 1), GPU 2 (card 2)" in failures[
         "missing version 1"]
-    assert re.search(r"GPU 2 \(card 2\) does not run the model: made for 'sm_80', but this GPU is sm_75",
+    assert re.search(r"GPU 2 \(card 2\) does not run the model: built for 'sm_80', but this GPU is sm_75",
                      failures["older version 1"])
 
 
@@ -179,7 +179,7 @@ def test_inputs_and_outputs_may_lie_in_memory_of_a_gpu_that_clients_register(ser
         for name, raw, number, size, why in (
                 ("r", handle, 7, 96, "there is no GPU 7; this machine has 0, 1, 2"),
                 ("r", handle, 0, 96, "invalid resource handle"),
-                ("r", b"aGFuZGxl", 1, 96, "a handle has 64 bytes, and not 6"),
+                ("r", b"aGFuZGxl", 1, 96, "a CUDA IPC handle has 64 bytes, not 6"),
                 ("r", handle, 1, 97, "a byte_size of 97; the handle's memory has 96"),
                 ("r", handle, 1, 0, "a byte_size of 0")):
             with pytest.raises(InferenceServerException, match=why):

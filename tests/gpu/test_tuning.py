@@ -12,7 +12,7 @@ from engines.backends.cuda.codegen.gpu import GPUS
 from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import kernel_for
 from engines.backends.cuda.session import CudaSession
-from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
+from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
 from engines.codegen.compiler_pool import CompilerPool
 from engines.compiler.builder import BuildConfig, Builder
 from engines.errors import ConfigError
@@ -30,11 +30,11 @@ from tests.gpu.ptx.text import Kernel
 GPU, CARD = GPUS["sm_75"], CARDS["sm_75"]
 
 
-def wanted() -> Wanted:
+def wanted() -> TuningRequest:
     problem, _, constants = convolution(cout=64)
     kernel = kernel_for(problem, GPU, (256,) * 3)
     assert kernel
-    return Wanted(kernel, constants, 64)
+    return TuningRequest(kernel, constants, 64)
 
 
 def large_blocks_are_fast(kernel: Kernel, grid: tuple[int, int], threads: int) -> float:
@@ -73,7 +73,7 @@ def test_a_tactic_that_a_gpu_refuses_is_not_taken_and_without_any_the_build_says
 
     (tactic, _), = GpuTuner(refuses(64), GPU, TimingCache()).choose([wanted()], CARD)
     assert tactic.threads == 64
-    with pytest.raises(ConfigError, match=r"no tactic of a kernel of contraction runs on this GPU \(emulated\).*701"):
+    with pytest.raises(ConfigError, match=r"no tactic of the contraction kernel runs on this GPU \(emulated\).*701"):
         GpuTuner(refuses(0), GPU, TimingCache()).choose([wanted()], CARD)
 
 

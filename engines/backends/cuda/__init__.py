@@ -1,1 +1,1 @@
-"""The CUDA backend: NVIDIA GPUs, by PTX that LLVM makes of kernels written as those of the CPU are."""
+"""CUDA backend: compiles kernels, written with the IR builder of the CPU kernels, to PTX for NVIDIA GPUs."""

@@ -1,4 +1,4 @@
-"""The CUDA backend: its targets are compute capabilities. It builds for them without a GPU; LLVM is loaded on use."""
+"""CUDA's compiler side. Targets are compute capabilities; building for them needs no GPU, and LLVM is loaded on use."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from engines.plan.roofline import Level, Peaks
 
 
 class CudaBackend:
-    """Its own name as a target is the GPU at hand."""
+    """Backend for NVIDIA GPUs. Its own name as a target stands for the architecture of this machine's GPU."""
     name = "cuda"
     targets = tuple(GPUS)
     selects = False
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
-        """timing: on the GPU of this machine, if it is of that architecture."""
-        target = _at_hand() if target == self.name else target
+        """Return a session, which times tactics if this machine has a GPU of the target's architecture."""
+        target = _local_target() if target == self.name else target
         try:
             from engines.backends.cuda.session import CudaSession
         except ImportError as error:
-            raise ConfigError(f"what builds for '{target}' is not installed ({error}): install llvmlite") from error
+            raise ConfigError(f"building for '{target}' needs llvmlite ({error}): pip install llvmlite") from error
         return CudaSession(target, cache, _device_for(target) if timing else None)
 
     def session_here(self, cache: TimingCache, beside: Session) -> Session:
-        """The first backend's: here may be no GPU."""
+        """Return a session of the default backend: this machine may have no GPU."""
         return backend_of("").session_here(cache, beside)
 
     def peaks(self) -> Peaks:
-        """Of the GPU at hand as its data sheet has them, not measured."""
-        target = _at_hand()
+        """Return the data-sheet peaks of this machine's GPU. Nothing is measured."""
+        target = _local_target()
         card = CARDS[target]
         macs = {precision: rate * card.grouped * card.multiprocessors * card.hertz if precision != "fp32" else
                 rate * card.multiprocessors * card.hertz for precision, rate in card.products.items()}
@@ -47,8 +47,8 @@ class CudaBackend:
         return [(gpu, _target_of(gpu.architecture)) for gpu in DEVICE.find()]
 
 
-def _at_hand() -> str:
-    """Raises ConfigError: no GPU, or one that is older than all that are known."""
+def _local_target() -> str:
+    """Return the target for this machine's GPU. Raise ConfigError if there is none, or it is too old."""
     try:
         here = DEVICE.gpu.architecture
     except CudaError as error:
@@ -62,18 +62,18 @@ def _at_hand() -> str:
 
 
 def _target_of(architecture: str) -> str:
-    """What is built for a GPU; "": it is older than all that are known."""
+    """Return the newest target that a GPU of this architecture can run, or "" if all are newer."""
     if architecture == "sm_90":
-        return "sm_90a"         # which runs on no other
+        return "sm_90a"         # a target of Hopper alone
     return max((known for known in GPUS if _number(known) <= _number(architecture)), key=_number, default="")
 
 
 def _device_for(target: str) -> GpuDriver | None:
-    """The first GPU of this machine whose times are those of the target."""
+    """Return this machine's first GPU of the target's architecture, or None."""
     numbers = [gpu.number for gpu in DEVICE.find() if gpu.architecture == target.rstrip("a")]
     try:
         return DEVICE.at(numbers[0]).gpu if numbers else None
-    except CudaError:       # it is there, and cannot be used
+    except CudaError:       # present, but unusable
         return None
 
 

@@ -1,4 +1,4 @@
-"""The constants of a plan as they are packed for its kernels, equal ones once."""
+"""Packed constants of a plan. Equal arrays are stored once."""
 from __future__ import annotations
 
 import hashlib
@@ -9,21 +9,21 @@ from engines.ir.graph import Graph
 from engines.lowering.problems.problem import Array
 from engines.plan.plan import Operand
 
-ALIGNMENT = 256         # of each: more than any access wants
+ALIGNMENT = 256         # of each array; no access needs more
 
 
 class Constants:
-    """Collects them, in order of execution."""
+    """Collector of packed constants, in the order of execution."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._parts: list[Array] = []
         self._size = 0
         self._known: dict[bytes, Operand] = {}
-        self.weight_offsets: dict[str, int] = {}    # of the graph's constants that are read as they are
+        self.weight_offsets: dict[str, int] = {}    # of graph constants that kernels read unpacked
 
     def add(self, array: Array) -> tuple[Operand, int]:
-        """(where, bytes)"""
+        """Add an array and return its operand and its size in bytes."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         digest = hashlib.blake2b(flat.data, digest_size=16).digest()
         if digest not in self._known:
@@ -33,11 +33,11 @@ class Constants:
         return self._known[digest], len(flat)
 
     def tensor(self, name: str) -> Operand:
-        """A constant of the graph, as it is."""
+        """Add a graph constant in its own layout and return its operand."""
         operand, _ = self.add(self._graph.constants[name])
         self.weight_offsets[name] = operand.offset
         return operand
 
     def data(self) -> bytes:
-        """All of them."""
+        """Return all constants as one block, each padded to ALIGNMENT."""
         return b"".join(part for flat in self._parts for part in (flat.data, bytes(-len(flat) % ALIGNMENT)))

@@ -1,13 +1,13 @@
-"""What a GPU does at best, and so what a tactic costs where nothing can be timed.
+"""Peak rates of GPUs, and a cost model that ranks tactics where no GPU can time them.
 
-A multiprocessor works on its share of the blocks; a contraction takes as long as its slowest part, of
+A contraction's blocks are spread over the multiprocessors. It takes as long as the slowest of
 
-    arithmetic      products at the tensor cores' rate, shared memory's traffic, the epilogue's instructions
+    arithmetic      tensor-core throughput, shared-memory traffic, instructions of the epilogue
     L2              every block reads its pixels and couts for all of K
     memory          x, operands and weights once, y once
 
-The last wave of blocks is as long as a full one. Nothing hides the epilogue of a block but another block beside it.
-No constant here has been measured by this project: they come from data sheets and from what others published.
+The last wave of blocks takes as long as a full one. A block's epilogue is hidden only by other resident blocks. The
+constants come from data sheets and publications; none was measured by this project.
 """
 from __future__ import annotations
 
@@ -15,49 +15,52 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SHARED_RATE = 128           # bytes a cycle of a multiprocessor's shared memory
-L2_PORT = 64                # ... of what comes from the second level of cache
-ISSUE = 128                 # lanes that may issue an instruction in a cycle
-EPILOGUE, OPERAND = 7, 3    # instructions for each output, counted in SASS: sum -> byte; an operand's byte -> its part
-PLAIN = 4                   # instructions for a product of a thread: two loads, the product, where the next ones are
-START, LAUNCH = 1200, 2e-6  # cycles until a block's first product; seconds from a kernel to the next in a graph
-LATENCY = 6e-7              # seconds from a load to what it brings from memory
-REGISTERS, BESIDE = 65536, 90       # of a multiprocessor; of a thread beside its sums
-MOST_REGISTERS = 250                # of a thread, before it spills
-THREADS = 2048                      # of a multiprocessor
+SHARED_RATE = 128           # bytes per cycle of a multiprocessor's shared memory
+L2_PORT = 64                # bytes per cycle from L2 to a multiprocessor
+ISSUE = 128                 # lanes that can issue an instruction per cycle
+EPILOGUE, OPERAND = 7, 3    # SASS instructions per output: requantise a sum; add an operand's byte
+PLAIN = 4                   # instructions per scalar product: two loads, the product, address arithmetic
+START, LAUNCH = 1200, 2e-6  # cycles before a block's first product; seconds between kernels of a graph
+LATENCY = 6e-7              # of a load from memory, in seconds
+REGISTERS, BESIDE = 65536, 90       # per multiprocessor; per thread in addition to its sums
+MOST_REGISTERS = 250                # per thread before it spills
+THREADS = 2048                      # per multiprocessor
 
 
 @dataclass(frozen=True)
 class Card:
-    """`products`: multiply-adds a cycle of a multiprocessor by precision, by mma.sync or dp4a or fma."""
+    """Peak rates of a GPU model.
+
+    `products` are multiply-adds per cycle and multiprocessor by precision, with mma.sync, dp4a or fma.
+    """
     name: str
     multiprocessors: int
     hertz: float
     products: Mapping[str, int]
-    l2: float                   # bytes a second
+    l2: float                   # bytes per second
     memory: float
-    shared: int                 # bytes of a multiprocessor
-    grouped: float = 1          # times as many products by wgmma
+    shared: int                 # bytes per multiprocessor
+    grouped: float = 1          # speed-up of wgmma over mma.sync
 
-    def moving(self, size: int) -> float:
-        """Seconds of a launch that only moves so many bytes."""
+    def copy_seconds(self, size: int) -> float:
+        """Return the seconds of a launch that only moves `size` bytes."""
         return size / self.memory + LAUNCH
 
-    def reading(self, size: int, threads: int, each: int) -> float:
-        """Seconds of a launch that reads so many bytes, of which every thread waits for `each` at once."""
+    def read_seconds(self, size: int, threads: int, each: int) -> float:
+        """Return the seconds of a launch that reads `size` bytes, with `each` bytes in flight per thread."""
         waiting = min(threads, self.multiprocessors * THREADS // 2) * each
         return max(size / self.memory, size / waiting * LATENCY) + LAUNCH
 
-    def by_thread(self, macs: int, threads: int) -> float:
-        """Seconds of a launch whose threads multiply each by itself."""
+    def scalar_seconds(self, macs: int, threads: int) -> float:
+        """Return the seconds of a launch whose threads multiply one by one."""
         return PLAIN * macs / min(threads, ISSUE * self.multiprocessors) / self.hertz + LAUNCH
 
-    def together(self, precision: str, macs: int, blocks: int) -> float:
-        """Seconds of a launch whose warps multiply together."""
+    def tensor_core_seconds(self, precision: str, macs: int, blocks: int) -> float:
+        """Return the seconds of a launch whose warps use tensor cores."""
         return macs / (self.products[precision] * min(blocks, self.multiprocessors)) / self.hertz + LAUNCH
 
 
-# By architecture, the card that plans are made for where none is at hand.
+# The card assumed for each architecture where no GPU is present.
 CARDS: Mapping[str, Card] = {
     "sm_61": Card("P40", 30, 1.3e9, {"int8": 512, "fp16": 128, "bf16": 128, "fp32": 128}, 1.0e12, 0.28e12, 96 << 10),
     "sm_70": Card("V100", 80, 1.4e9, {"int8": 256, "fp16": 512, "bf16": 64, "fp32": 64}, 2.0e12, 0.8e12, 96 << 10),
@@ -79,38 +82,50 @@ CARDS: Mapping[str, Card] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """A contraction as its model sees it: how it is cut, and what moves."""
+    """Blocking and memory traffic of a contraction, the input of its cost model."""
     pixels: int                 # of all items
     couts: int
-    depth: int                  # bytes of K, filled up
-    tile: tuple[int, int]       # pixels and couts of a block
-    warp: tuple[int, int]       # ... and of a warp
+    depth: int                  # padded bytes of K
+    tile: tuple[int, int]       # pixels and couts per block
+    warp: tuple[int, int]       # pixels and couts per warp
     threads: int
     shared_bytes: int
     operands: int
-    moved: int                  # bytes from and to memory, each once
+    moved: int                  # bytes between memory and the GPU, each counted once
     grouped: bool
 
 
 def contraction_seconds(work: Blocks, card: Card, precision: str, element: int) -> float:
-    """Of one launch; infinite where a block does not fit. element: bytes of one."""
+    """Return the estimated seconds of a launch of a contraction; infinite if a block does not fit.
+
+    Parameters
+    ----------
+    work : Blocks
+        Blocking of the contraction.
+    card : Card
+        GPU to estimate for.
+    precision : str
+        A key of `card.products`.
+    element : int
+        Bytes of an element of K.
+    """
     (pixels, couts), (rows, columns) = work.tile, work.warp
     blocks = -(-work.pixels // pixels) * -(-work.couts // couts)
     registers = rows * columns // 32 + BESIDE
-    beside = min(REGISTERS // (registers * work.threads), card.shared // max(work.shared_bytes, 1),
-                 THREADS // work.threads)
-    if beside < 1 or registers > MOST_REGISTERS:
+    resident = min(REGISTERS // (registers * work.threads), card.shared // max(work.shared_bytes, 1),
+                   THREADS // work.threads)
+    if resident < 1 or registers > MOST_REGISTERS:
         return math.inf
     rate = card.products[precision] * (card.grouped if work.grouped else 1)
     products = pixels * couts * work.depth / element / rate
     reads = work.threads / 32 * work.depth * (rows + columns)                       # ldmatrix
     if work.grouped:
-        reads = work.threads / 128 * work.depth * (64 + couts)                      # the tensor cores' own
+        reads = work.threads / 128 * work.depth * (64 + couts)                      # wgmma reads shared memory itself
     writes = (pixels + couts) * work.depth
     loop = max(products, (reads + writes) / SHARED_RATE)
     ends = pixels * couts * (EPILOGUE + OPERAND * work.operands) / ISSUE
     turns = math.ceil(blocks / card.multiprocessors)
-    hidden = ends if beside == 1 else max(ends - loop * (beside - 1), ends / beside)
-    arithmetic = (turns * (loop + hidden) + START * math.ceil(turns / beside)) / card.hertz
+    hidden = ends if resident == 1 else max(ends - loop * (resident - 1), ends / resident)
+    arithmetic = (turns * (loop + hidden) + START * math.ceil(turns / resident)) / card.hertz
     l2 = blocks * (pixels + couts) * work.depth / card.l2
     return max(arithmetic, l2, work.moved / card.memory) + LAUNCH

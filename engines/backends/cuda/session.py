@@ -1,4 +1,4 @@
-"""Builds for one GPU architecture: a graph with stored types decided -> all of a plan that depends on the machine."""
+"""Compiles graphs for one GPU architecture: chooses tactics, emits kernels and assembles the machine part of a plan."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import KERNELS, GpuKernel, kernel_for
 from engines.backends.cuda.runtime.driver import GpuDriver
 from engines.backends.cuda.splitting import Splitting, aligned
-from engines.backends.cuda.tuner import GpuTuner, Wanted, cheapest
+from engines.backends.cuda.tuner import GpuTuner, TuningRequest, cheapest
 from engines.errors import NoKernelError
 from engines.ir.graph import BATCH, Graph
 from engines.lowering.buffers import buffers_of, check_memory, fills_of, write_borders
@@ -28,29 +28,29 @@ from engines.machine.cpu import detect
 from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel, Launch, MachinePart, Operand, Plan, Step
 
-GROUP_COUTS = 32        # narrower groups of a convolution are merged: a tile has no fewer couts
+GROUP_COUTS = 32        # groups of a convolution are merged up to this width, the smallest tile's
 
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """A kernel with its tactic chosen, and what it takes: as timed, or as the model of cost.py says."""
+    """Kernel with its chosen tactic, and its time, either measured or estimated by cost.py."""
     kernel: GpuKernel[Any]
     tactic: Any
     seconds: float
-    items: int              # of that launch
+    items: int              # of the launch that takes `seconds`
 
 
-Key = tuple[Problem, tuple[int, ...]]       # a problem, and the alignment of its tensors
+Key = tuple[Problem, tuple[int, ...]]       # a problem and the alignments of its tensors
 
 
 @dataclass(frozen=True)
 class CudaChosen:
-    """A lowered graph, and the kernels of its calls."""
+    """Lowered graph and the kernel choices of its calls."""
     lowered: Lowered
     choices: Mapping[Key, GpuChoice]
     max_batch: int
-    items: int                              # of the batch that tactics were chosen for
-    timed_on: str = ""                      # name of the GPU; "": by the model
+    items: int                              # batch that tactics were chosen for
+    timed_on: str = ""                      # name of the GPU; "" if times are estimates
 
     @property
     def graph(self) -> Graph:
@@ -60,30 +60,29 @@ class CudaChosen:
         return self.choices[_key(call)]
 
     def times(self) -> list[TimedNode]:
-        """As timed, or as cost.py has them."""
+        """Return a time per node, measured or estimated."""
         return [TimedNode(name_of(call), call.node.origin, self.choice(call).seconds * 1e6 / self.items)
                 for call in self.lowered.compiled]
 
     @property
     def seconds(self) -> float:
-        """Of a batch, one launch after the other."""
+        """Time of a batch, the sum of its launches."""
         return sum(self.choice(call).seconds for call in self.lowered.compiled)
 
 
 class CudaSession:
-    """Builds for one architecture; tactics are timed on such a GPU, or chosen by what the model of cost.py says of its
-    card."""
+    """Session for one architecture. Tactics are timed on a GPU of that kind, or ranked by the cost model."""
     arithmetic = ("fp32", "int8", "fp16", "bf16")
     timed: Mapping[str, Mapping[str, float]] = {}
     generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
 
     def __init__(self, target: str, cache: TimingCache, device: GpuDriver | None = None) -> None:
-        """device: what tactics are timed on; None: nothing is timed."""
+        """Create a session that times tactics on `device`, or nothing if it is None."""
         self.gpu = gpu_named(target)
         self.tuner = GpuTuner(device, self.gpu, cache) if device else None
 
     def take_over(self, plan: Plan) -> None:
-        """Nothing: every plan has its own constants."""
+        """Do nothing: each plan has its own constants."""
 
     @property
     def target(self) -> str:
@@ -91,10 +90,10 @@ class CudaSession:
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> None:
-        """None: every kernel is written for its numbers."""
+        """Return None: there are no dynamic kernels for GPUs."""
 
     def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
-        """None, for the same reason."""
+        """Return None: there are no dynamic kernels for GPUs."""
 
     @property
     def processor(self) -> str:
@@ -102,38 +101,39 @@ class CudaSession:
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> CudaChosen:
-        """Lower a graph and choose a tactic for each kernel, for opt_batch items; None: for the largest batch."""
+        """Lower a graph and choose a tactic per kernel for `opt_batch` items; None means max_batch."""
         items, card = opt_batch or max(max_batch, 1), CARDS[self.target]
-        lowered = Splitting(self.gpu, card, items).of(lower(graph, GROUP_COUTS, KERNELS))
+        lowered = Splitting(self.gpu, card, items).apply(lower(graph, GROUP_COUTS, KERNELS))
         check_memory(graph.name, buffers_of(lowered, max_batch), max_batch)
         lowered = write_borders(lowered, max_batch)
-        wanted = {_key(call): call for call in map(self._compiled, lowered.calls)}
-        each = [self._wanted(call, items) for call in wanted.values()]
+        requests = {_key(call): call for call in map(self._compiled, lowered.calls)}
+        each = [self._tuning_request(call, items) for call in requests.values()]
         found = self.tuner.choose(each, card, progress) if self.tuner else [cheapest(one, card) for one in each]
         choices = {key: GpuChoice(one.kernel, tactic, seconds, one.items)
-                   for key, one, (tactic, seconds) in zip(wanted, each, found, strict=True)}
+                   for key, one, (tactic, seconds) in zip(requests, each, found, strict=True)}
         return CudaChosen(lowered, choices, max_batch, items, self.tuner.device.name if self.tuner else "")
 
     def _compiled(self, call: AnyCall) -> Call:
-        """Raises NoKernelError: no kernel of a GPU runs it."""
+        """Return the call, or raise NoKernelError if it is a host fallback."""
         if not isinstance(call, Call):
             raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {call.reason}; "
-                                "nothing of a plan for a GPU runs on the host")
+                                "a plan for a GPU runs nothing on the host")
         return call
 
-    def _wanted(self, call: Call, items: int) -> Wanted:
+    def _tuning_request(self, call: Call, items: int) -> TuningRequest:
         problem, aligned = _key(call)
         kernel = kernel_for(problem, self.gpu, aligned)
-        refusal = kernel.refusal if kernel else f"there is no kernel of {problem.family} for GPUs yet"
+        refusal = kernel.refusal if kernel else f"there is no GPU kernel for {problem.family}"
         if kernel is None or refusal:
             raise NoKernelError(f"'{name_of(call)}' ({call.node.op}) cannot run on {self.target}: {refusal}")
-        return Wanted(kernel, call.constants, items if call.outputs[0].items == BATCH else int(call.outputs[0].items))
+        own = call.outputs[0].items
+        return TuningRequest(kernel, call.constants, items if own == BATCH else int(own))
 
     def settle(self, chosen: CudaChosen, progress: Progress | None = None) -> CudaChosen:
         return chosen
 
     def assemble(self, chosen: CudaChosen) -> MachinePart:
-        """Emit and compile, pack constants, lay out buffers."""
+        """Emit and compile kernels, pack constants and lay out buffers."""
         return _Assembler(chosen, self).machine()
 
     def tuned(self, plan: Plan) -> Plan:
@@ -145,7 +145,7 @@ def _key(call: Call) -> Key:
 
 
 class _Assembler:
-    """The calls of a lowered graph as steps. Equal problems by one tactic share a kernel."""
+    """Converter of the calls of a lowered graph into steps. Equal problems with one tactic share a kernel."""
 
     def __init__(self, chosen: CudaChosen, session: CudaSession) -> None:
         self.chosen, self.lowered, self.gpu = chosen, chosen.lowered, session.gpu
@@ -176,7 +176,7 @@ class _Assembler:
             time_us=choice.seconds * 1e6 / choice.items if self.chosen.timed_on else 0.0)
 
     def _symbol(self, choice: GpuChoice) -> str:
-        """The kernel's name; it is emitted when it is first asked for."""
+        """Return the kernel's name, and emit the kernel on first use."""
         key = choice.kernel, choice.tactic
         if key not in self.symbols:
             self.symbols[key] = f"{choice.kernel.problem.family}_{len(self.symbols)}"
@@ -200,7 +200,7 @@ class _Assembler:
             weight_offsets=self.constants.weight_offsets)
 
     def _made_for(self) -> dict[str, Any]:
-        """Of the machine, as a plan says it, and what is expected of it there."""
+        """Describe the GPU and the expected run time, for the plan's metadata."""
         chosen = self.chosen
         expected: dict[str, Any] = {"items": chosen.items, "seconds": chosen.seconds, "timed": bool(chosen.timed_on)}
         if not chosen.timed_on:

@@ -1,11 +1,11 @@
-"""What is too little work for a GPU is cut, where the model of cost.py says that it pays:
+"""Splits calls with too little parallelism for a GPU into several, where the cost model predicts a gain.
 
-    a contraction of few tiles      along K: at batch 1 a layer of 7 x 7 pixels has blocks for a tenth of a large GPU
-        the sums of each part of its channels, in a buffer of their own;  what these add up to, the program
-    an attention of few queries     along its keys: a decoder has one query, and thousands of keys
-        in INT8 the largest score of each part;  each part's sums;  what these come to
+    contraction with few tiles      split-K: at batch 1 a layer of 7 x 7 pixels fills a tenth of a large GPU
+        partial sums of each slice of K, in a scratch buffer;  their sum and the epilogue
+    attention with few queries      split over keys, as in flash-decoding: one query, thousands of keys
+        in INT8 the largest score of each slice;  the partial sums of each slice;  their combination
 
-Parts are added in order, so that results are the same in every run; in INT8 they are those of one sum.
+Slices are added in order, so results are reproducible; in INT8 they equal the unsplit ones.
 """
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from engines.lowering.problems.view import View
 from engines.plan.arena import CACHE_LINE
 
 PARTS = (2, 4, 8, 16)
-LEAST = 64                  # bytes of a tap's channels in a part
-TILE = 32 * 64              # pixels x couts of the smallest
+LEAST = 64                  # bytes of a tap's channels per slice
+TILE = 32 * 64              # pixels x couts of the smallest tile
 PARTS_OF_KEYS = (2, 4, 8, 16, 32, 64)
-LEAST_KEYS = 64             # of a part
-QUERIES = 16                # at most: more are multiplied together by blocks
+LEAST_KEYS = 64             # per slice
+QUERIES = 16                # upper bound; more queries fill the GPU
 
-Place = Callable[[str, View], Placement]        # of what the calls of one problem hand to each other
+ScratchPlacer = Callable[[str, View], Placement]        # places a scratch tensor between the calls of a split
 
 
 def aligned(placement: Placement) -> int:
-    """What a tensor's address is a multiple of: buffers begin on cache lines."""
+    """Return the alignment in bytes of a tensor's address: buffers begin on cache lines."""
     return math.gcd(CACHE_LINE, placement.offset)
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """batch: items that are to be fast."""
+    """Pass that splits calls. `batch` is the batch size to optimise for."""
     gpu: Gpu
     card: Card
     batch: int
 
-    def of(self, lowered: Lowered) -> Lowered:
-        """The same, with some calls in several."""
+    def apply(self, lowered: Lowered) -> Lowered:
+        """Return the lowered graph with calls split where that is faster."""
         calls = [each for call in lowered.calls for each in self._calls(lowered, call)]
         return replace(lowered, calls=tuple(calls))
 
     def _calls(self, lowered: Lowered, call: AnyCall) -> Sequence[AnyCall]:
-        if not isinstance(call, Call) or type(call.problem) not in CUTS:
+        if not isinstance(call, Call) or type(call.problem) not in SPLITS:
             return (call,)
-        cut, items = CUTS[type(call.problem)], call.outputs[0].items
+        cut, items = SPLITS[type(call.problem)], call.outputs[0].items
         times = {parts: sum(map(self._seconds, cut(call, parts, lambda name, view: Placement(0, 0, view, items))))
                  for parts in self._possible(call.problem, self._items(call.outputs[0]))}
         parts = min(times, key=times.__getitem__, default=1)
@@ -67,7 +67,7 @@ class Splitting:
         return cut(call, parts, lambda name, view: lowered.placements.scratch(f"{name_of(call)}.{name}", view, items))
 
     def _possible(self, problem: Problem, items: int) -> Iterator[int]:
-        """In how many parts, where one alone leaves multiprocessors idle."""
+        """Yield the numbers of slices to consider, none if the problem alone fills the GPU."""
         if isinstance(problem, Attention):
             if problem.queries <= QUERIES and items * problem.heads * problem.queries < 4 * self.card.multiprocessors:
                 yield from (parts for parts in PARTS_OF_KEYS if problem.keys >= parts * LEAST_KEYS)
@@ -90,7 +90,7 @@ class Splitting:
         return kernel.cost(cheapest(kernel, self.card, items), self.card, items)
 
 
-def _contraction(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
+def _contraction(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Contraction)
     (first, second), (x, *operands) = in_parts(call.problem, parts), call.inputs
     between = place("parts", first.y)
@@ -98,7 +98,7 @@ def _contraction(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
             Call(call.node, second, (between, *operands), call.outputs, {"program": call.constants["program"]}))
 
 
-def _attention(call: Call, parts: int, place: Place) -> tuple[Call, ...]:
+def _attention(call: Call, parts: int, place: ScratchPlacer) -> tuple[Call, ...]:
     assert isinstance(call.problem, Attention)
     sums, joined = AttentionSums(call.problem, parts), JoinedAttention(call.problem, parts)
     found = [place(name, view) for name, view in (("parts", sums.sums), ("totals", sums.totals),
@@ -115,5 +115,5 @@ def _named(call: Call, part: str) -> Node:
     return replace(call.node, name=f"{name_of(call)}.{part}")
 
 
-CUTS: Mapping[type[Problem], Callable[[Call, int, Place], tuple[Call, ...]]] = {
+SPLITS: Mapping[type[Problem], Callable[[Call, int, ScratchPlacer], tuple[Call, ...]]] = {
     Contraction: _contraction, Attention: _attention}

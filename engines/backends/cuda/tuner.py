@@ -1,8 +1,8 @@
-"""Tactics timed on the GPU at hand, by its own clock, for the batch that is asked for: the fastest of each kernel.
+"""Times tactics on a GPU, with its own clock and for the batch to optimise, and picks the fastest.
 
-A tactic runs as it will in a network: a CUDA graph of launches, one after the other, whose gaps count. It runs on
-tensors of its own, in which only the bytes of floats and quantised numbers are random: an index of 0 is one that fits.
-Times are kept in the timing cache by the name of the GPU.
+A tactic is timed as it will run: as a CUDA graph of consecutive launches, including the gaps between them. Its tensors
+are private. Only floats and quantised numbers are random; indices are zeros, which are always valid. Times are kept in
+the timing cache under the name of the GPU.
 """
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.kernel import GpuKernel
 from engines.backends.cuda.kernels.kernel import cheapest as least
 from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.holdings import ScopedResources
 from engines.backends.cuda.runtime.library import CudaCodeError, CudaError
 from engines.errors import NoKernelError
 from engines.lowering.problems.view import View
 from engines.machine.timing_cache import TimingCache
 from engines.version import COMPILER_VERSION
 
-HOPEFUL = 2.0           # times the least cost: what the model thinks worse of is not timed
-LAUNCHES, ROUNDS = 10, 3        # of a graph; of graphs, of which the fastest counts
+HOPEFUL = 2.0           # tactics that cost more than this times the least estimate are not timed
+LAUNCHES, ROUNDS = 10, 3        # launches per graph; graphs, of which the fastest counts
 SYMBOL = "kernel"
-BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # every float of such bytes is a usual one
+BLOCK = np.random.default_rng(0).integers(0, 64, 1 << 20, np.uint8)     # as floats these are finite and normal
 RANDOM = ("uint8", "int8", "float16", "bfloat16", "float32")
 
 
-class Wanted(NamedTuple):
-    """A kernel whose tactic is to be chosen."""
+class TuningRequest(NamedTuple):
+    """Kernel whose tactic is to be chosen."""
     kernel: GpuKernel[Any]
-    constants: Mapping[str, Any]    # any values of the right shapes
+    constants: Mapping[str, Any]    # their values do not matter
     items: int
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """Kernel with a tactic, to be timed for a number of items."""
     kernel: GpuKernel[Any]
     tactic: Any
     items: int
 
 
 class GpuTuner:
-    """Times for one architecture on one GPU."""
+    """Tuner for one architecture on one GPU."""
 
     def __init__(self, device: GpuDriver, target: Gpu, cache: TimingCache) -> None:
         self.device, self.target, self.cache = device, target, cache
 
-    def choose(self, wanted: Sequence[Wanted], card: Card, progress: Progress | None = None) -> list[tuple[Any, float]]:
-        """The fastest tactic of each kernel, and its seconds. Raises NoKernelError: a kernel does not run at all."""
-        candidates = [likely(one, card) for one in wanted]
+    def choose(self, requests: Sequence[TuningRequest], card: Card,
+               progress: Progress | None = None) -> list[tuple[Any, float]]:
+        """Return the fastest tactic of each kernel and its seconds. Raise NoKernelError if all tactics of one fail."""
+        candidates = [candidates_for(one, card) for one in requests]
         found = {one: us for some in candidates for one in some if (us := self.cache.get(self._key(one))) is not None}
-        missing = [(one, of.constants) for of, some in zip(wanted, candidates, strict=True)
+        missing = [(one, of.constants) for of, some in zip(requests, candidates, strict=True)
                    for one in some if one not in found]
         report = progress or (lambda done, of, what: None)
         done = iter(range(1, 2 * len(missing) + 1))
@@ -73,7 +75,7 @@ class GpuTuner:
             try:
                 found[one] = self._seconds(one, constants, binary) * 1e6
                 self.cache.put(self._key(one), found[one])
-            except CudaError as error:      # more registers than there are, say: another one may run
+            except CudaError as error:      # for example too many registers: another tactic may run
                 refusals[one] = error
             report(next(done), 2 * len(missing), f"timed {one.kernel.problem.family}")
         return [self._fastest(some, found, refusals) for some in candidates]
@@ -83,7 +85,7 @@ class GpuTuner:
         ran = [one for one in candidates if one in found]
         if not ran:
             one = candidates[0]
-            raise NoKernelError(f"no tactic of a kernel of {one.kernel.problem.family} runs on this GPU "
+            raise NoKernelError(f"no tactic of the {one.kernel.problem.family} kernel runs on this GPU "
                                 f"({self.device.name}): {one.tactic}: {refusals[one]}")
         best = min(ran, key=lambda one: found[one])
         return best.tactic, found[best] / 1e6
@@ -94,34 +96,34 @@ class GpuTuner:
 
     # ---- on the GPU
     def _seconds(self, one: Candidate, constants: Mapping[str, Any], code: bytes) -> float:
-        """Of a launch. Raises CudaError."""
+        """Return the seconds of a launch. Raise CudaError if it fails."""
         device, kernel, grid = self.device, one.kernel, one.kernel.grid(one.tactic)
         device.use()
-        with Passing(device) as held:
+        with ScopedResources(device) as held:
             module = self._module(one, code)
             held.add(partial(device.unload, module))
             function = device.function(module, SYMBOL, grid.shared_bytes)
             split, tensors = len(kernel.problem.inputs), [*kernel.problem.inputs, *kernel.problem.outputs]
             addresses = [self._tensor(view, one.items, held) for view in tensors]
-            tables = [held.place(array) for array in kernel.pack(one.tactic, constants)]
+            tables = [held.upload(array) for array in kernel.pack(one.tactic, constants)]
             stream = device.stream()
             held.add(stream.close)
             launch = partial(stream.launch, function, grid.blocks(one.items), grid.threads,
                              [*addresses[:split], *tables, *addresses[split:]], grid.rows_per_item * one.items,
                              grid.shared_bytes)
-            graph = stream.record(partial(_again, launch))
+            graph = stream.record(partial(_launch_repeatedly, launch))
             held.add(graph.close)
-            stream.seconds(graph)       # the first brings code and clock to where they stay
+            stream.seconds(graph)       # warm up: loads the code and raises the clock
             return min(stream.seconds(graph) for _ in range(ROUNDS)) / LAUNCHES
 
     def _module(self, one: Candidate, code: bytes) -> Any:
-        """Raises CudaError."""
+        """Load the code of a candidate, compiled from PTX if the driver rejects the machine code."""
         try:
             return self.device.load(code)
-        except CudaCodeError:       # machine code of a later CUDA than the driver's: it compiles the PTX
+        except CudaCodeError:       # machine code of a newer CUDA than the driver's
             return self.device.load(code_of(_text(one), self.target, cubin=False))
 
-    def _tensor(self, view: View, items: int, held: Passing) -> int:
+    def _tensor(self, view: View, items: int, held: ScopedResources) -> int:
         reach = sum((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True))
         size = view.size + reach + (items - 1) * view.item
         address = held.allocate(size)
@@ -131,16 +133,16 @@ class GpuTuner:
         return address
 
 
-def cheapest(wanted: Wanted, card: Card) -> tuple[Any, float]:
-    """The tactic that costs least by the model, and its seconds there."""
-    kernel, items = wanted.kernel, wanted.items
+def cheapest(request: TuningRequest, card: Card) -> tuple[Any, float]:
+    """Return the tactic with the least estimated cost and its estimated seconds."""
+    kernel, items = request.kernel, request.items
     tactic = least(kernel, card, items)
     return tactic, kernel.cost(tactic, card, items)
 
 
-def likely(wanted: Wanted, card: Card) -> list[Candidate]:
-    """The tactics that by their cost may be the fastest, the cheapest first."""
-    kernel, items = wanted.kernel, wanted.items
+def candidates_for(request: TuningRequest, card: Card) -> list[Candidate]:
+    """Return the candidates within HOPEFUL of the least estimated cost, cheapest first."""
+    kernel, items = request.kernel, request.items
     costs = {tactic: kernel.cost(tactic, card, items) for tactic in kernel.tactics()}
     limit = HOPEFUL * min(costs.values())
     ranked = sorted((tactic for tactic, cost in costs.items() if cost <= limit and cost < math.inf),
@@ -148,7 +150,7 @@ def likely(wanted: Wanted, card: Card) -> list[Candidate]:
     return [Candidate(kernel, tactic, items) for tactic in ranked or costs]
 
 
-def _again(launch: Callable[[], None]) -> None:
+def _launch_repeatedly(launch: Callable[[], None]) -> None:
     for _ in range(LAUNCHES):
         launch()
 

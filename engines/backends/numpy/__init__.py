@@ -1,1 +1,1 @@
-"""The NumPy backend: every problem by its own reference, on any machine, without a compiler."""
+"""NumPy backend: runs each problem by its reference implementation, on any machine and without a compiler."""

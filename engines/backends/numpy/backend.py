@@ -1,4 +1,4 @@
-"""Builds plans that NumPy runs: nothing is compiled, and there is one target, which is every machine."""
+"""NumPy's compiler side: lowers a graph and lays out its buffers for the single target "numpy"."""
 from __future__ import annotations
 
 import math
@@ -19,16 +19,16 @@ from engines.machine.timing_cache import TimingCache
 from engines.plan.plan import GeneralKernel, MachinePart, Plan
 from engines.plan.roofline import Level, Peaks
 
-SIDE, BYTES = 512, 1 << 26      # of the matrices and of the array that the peaks are measured with
+SIDE, BYTES = 512, 1 << 26      # matrix rows and array bytes of the peak measurement
 
 
 def lowered_for_numpy(graph: Graph, max_batch: int) -> Lowered:
-    """The problems of a graph. Vectors have one lane: no groups of a convolution are merged."""
+    """Lower a graph for NumPy, with one lane per vector so that grouped convolutions keep their groups."""
     return write_borders(lower(graph, lanes=1), max_batch)
 
 
 def machine_part(lowered: Lowered, max_batch: int) -> MachinePart:
-    """Where tensors lie, and what steps there are; what they do is in the graph."""
+    """Return the buffers and steps of a lowered graph. The computation itself stays in the plan's graph."""
     steps = tuple(step if step.fallback else replace(step, tactic=f"{step.symbol}: numpy")
                   for step in (step_of(lowered, call) for call in lowered.calls))
     inputs, outputs = (io_views(lowered, names) for names in (lowered.graph.inputs, lowered.graph.outputs))
@@ -37,7 +37,7 @@ def machine_part(lowered: Lowered, max_batch: int) -> MachinePart:
 
 @dataclass(frozen=True)
 class NumpyChosen:
-    """A lowered graph: there is one way to run each of its problems."""
+    """Lowered graph. Each problem has one implementation, so there are no choices."""
     lowered: Lowered
     max_batch: int
 
@@ -50,7 +50,7 @@ class NumpyChosen:
 
 
 class NumpySession:
-    """Nothing is timed. A plan's steps only tell what there is: they are made of the graph when it is loaded."""
+    """Session without timing. A plan's steps are informative: they are derived again from the graph at load."""
     target = "numpy"
     arithmetic = ("fp32", "int8")
 
@@ -62,7 +62,7 @@ class NumpySession:
         return detect().model
 
     def take_over(self, plan: Plan) -> None:
-        """Nothing: constants are those of the graph."""
+        """Do nothing: constants are read from the graph."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> NumpyChosen:
@@ -72,10 +72,10 @@ class NumpySession:
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> None:
-        """None: every plan of this backend is the same steps."""
+        """Return None: NumPy needs no dynamic kernels."""
 
     def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
-        """None, for the same reason."""
+        """Return None: NumPy needs no dynamic kernels."""
 
     def settle(self, chosen: NumpyChosen, progress: Progress | None = None) -> NumpyChosen:
         return chosen
@@ -88,7 +88,7 @@ class NumpySession:
 
 
 class NumpyBackend:
-    """It has one target of its own name."""
+    """Backend with the single target "numpy"."""
     name = "numpy"
     targets = ("numpy",)
     selects = True
@@ -100,7 +100,7 @@ class NumpyBackend:
         return NumpySession()
 
     def peaks(self) -> Peaks:
-        """Its fastest matrix product, of the type that each arithmetic is computed in, and its fastest copy."""
+        """Measure matrix products in the type that each precision is computed in, and the bandwidth of a copy."""
         macs = {}
         for precision, dtype in (("fp32", np.float32), ("int8", np.float64)):
             a = np.ones((SIDE, SIDE), dtype)

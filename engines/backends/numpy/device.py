@@ -1,4 +1,4 @@
-"""Runs plans by NumPy: lowers a plan's graph when it is loaded, and calls the reference of each problem in turn."""
+"""NumPy's serving side: lowers the plan's graph at load and calls the reference of each problem in order."""
 from __future__ import annotations
 
 import time
@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.backends.device import Device, Loaded, Show, whole_before
+from engines.backends.device import Device, Loaded, Show, final_before
 from engines.backends.numpy.backend import lowered_for_numpy, machine_part
 from engines.errors import PlanVersionError
 from engines.ir.graph import BATCH, Array
@@ -18,12 +18,14 @@ from engines.plan.arena import Memory, array_at, plan_memory, write_halo
 from engines.plan.plan import Plan, TensorView, graph_of
 from engines.runtime.fallback import FallbackStep
 
-Memories = Callable[[Placement], tuple[Array, int]]     # the bytes that a tensor lies in; from which one on
+Memories = Callable[[Placement], tuple[Array, int]]     # placement -> (bytes, offset of the tensor in them)
 
 
 def solve(call: Call, memory: Memories, batch: int) -> None:
-    """Run the reference of a call's problem on its tensors where they lie. Infinities and NaN are results like others,
-    of which nothing is said."""
+    """Run the reference of a call's problem on its tensors in place.
+
+    Floating-point warnings are suppressed: infinities and NaN are ordinary results.
+    """
     problem, items = call.problem, call.outputs[0].items
     count = batch if items == BATCH else int(items)
     inputs, outputs = ([strided(*memory(placement), view, count) for placement, view in zip(placed, views, strict=True)]
@@ -33,13 +35,14 @@ def solve(call: Call, memory: Memories, batch: int) -> None:
             target[...] = result
 
 
-class LoadedPlan:
-    """A plan's graph, lowered; shared by all executions."""
+class NumpyPlan:
+    """Lowered graph of a plan, shared by all executions."""
 
     def __init__(self, plan: Plan) -> None:
         lowered = lowered_for_numpy(graph_of(plan), plan.max_batch)
         if machine_part(lowered, plan.max_batch) != plan.machine:
-            raise PlanVersionError(f"{plan.name}: another version of the compiler laid out its tensors; build it again")
+            raise PlanVersionError(f"{plan.name}: its buffers were laid out by another version of the compiler; "
+                                   "build the plan again")
         self.plan, self.layout = plan, plan_memory(plan.machine.buffers, plan.machine.fills)
         constants = lowered.graph.constants
         self.constants = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -52,14 +55,14 @@ class LoadedPlan:
         return self.layout.total
 
     def execution(self, cpus: Sequence[int] | None) -> NumpyExecution:
-        """cpus: NumPy's own threads are where they are."""
+        """Return a new execution. `cpus` is ignored: NumPy's threads are not pinned."""
         return NumpyExecution(self)
 
 
 class NumpyExecution:
-    """The buffers of one context, on which the steps run."""
+    """Buffers of one context, and a way to run the steps on them."""
 
-    def __init__(self, loaded: LoadedPlan) -> None:
+    def __init__(self, loaded: NumpyPlan) -> None:
         self._loaded, self._memory, self._filled = loaded, Memory(loaded.layout.total).bytes, 0
 
     def input(self, view: TensorView, batch: int) -> Array:
@@ -74,7 +77,7 @@ class NumpyExecution:
             step()
 
     def show(self, batch: int, show: Show) -> None:
-        whole = whole_before(self._loaded.plan.machine)
+        whole = final_before(self._loaded.plan.machine)
         for index, step in enumerate((*self._steps(batch), None)):
             for view in whole.get(index, ()):
                 show(view.name, self.output(view, batch))
@@ -86,7 +89,7 @@ class NumpyExecution:
                                             strict=True)]
 
     def close(self) -> None:
-        """There are no threads to stop."""
+        """Do nothing: there are no threads to stop."""
 
     def _steps(self, batch: int) -> list[Callable[[], None]]:
         self._prepare(batch)
@@ -100,7 +103,7 @@ class NumpyExecution:
         return self._memory, self._loaded.layout.offsets[placement.buffer] + placement.offset
 
     def _prepare(self, batch: int) -> None:
-        """Write the halos of the batch slots that none has asked for so far."""
+        """Write the halos of batch slots that were not used before."""
         if batch > self._filled:
             for fill in self._loaded.plan.machine.fills:
                 write_halo(self.output(fill.view, batch), fill, self._filled)
@@ -114,22 +117,22 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 class NumpyDevice:
-    """Any machine."""
+    """The machine at hand, whatever it is."""
 
     @property
     def name(self) -> str:
         return "numpy"
 
     def at(self, number: int) -> NumpyDevice:
-        """The same: it is one."""
+        """Return this device: there is only one."""
         return self
 
     def mismatch(self, plan: Plan) -> str:
         return ""
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
-        """threads: NumPy has as many as it likes."""
-        return LoadedPlan(plan)
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> NumpyPlan:
+        """Load a plan. `threads` is ignored: NumPy decides itself."""
+        return NumpyPlan(plan)
 
 
 DEVICE: Device = NumpyDevice()

@@ -1,1 +1,1 @@
-"""TensorRT, where it is installed: our fused and quantised graph, built by NVIDIA's compiler, in our own plan file."""
+"""TensorRT backend: NVIDIA's library builds an engine from the fused and quantised graph, kept in our plan file."""

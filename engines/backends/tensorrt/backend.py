@@ -1,7 +1,7 @@
-"""The TensorRT backend: its targets are NVIDIA's libraries, of which each builds and runs its own engines.
+"""TensorRT's compiler side. Its targets are NVIDIA's libraries; each builds and runs its own engines.
 
-A graph goes there as the ONNX model that we would export: fused, in INT8 with the ranges that were calibrated, or in
-halves. The engine stands in the plan as its code, and the layers that it fused as its steps.
+The graph is exported to ONNX: fused, and either quantised to INT8 with the calibrated ranges or converted to float16.
+The plan stores the engine as its code, and the layers of the engine as its steps.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engines.plan.roofline import Peaks
 
 @dataclass(frozen=True)
 class TensorRtChosen:
-    """A graph: what its kernels are is TensorRT's to choose."""
+    """Graph whose kernels TensorRT chooses."""
     graph: Graph
     max_batch: int
     opt_batch: int
@@ -34,6 +34,7 @@ class TensorRtChosen:
 
 
 class TensorRtSession:
+    """Session that builds engines with one of NVIDIA's libraries."""
     arithmetic = ("fp32", "int8", "fp16")
     timed: Mapping[str, Mapping[str, float]] = {}
     generals: tuple[tuple[GeneralKernel, ...], tuple[bytes, ...]] = (), ()
@@ -46,25 +47,31 @@ class TensorRtSession:
         return detect().model
 
     def take_over(self, plan: Plan) -> None:
-        """Nothing: every engine has its own weights."""
+        """Do nothing: each engine has its own weights."""
 
     def choose(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                progress: Progress | None = None) -> TensorRtChosen:
-        """Raises ConfigError: the batch is not the first axis everywhere, or more than there is memory for."""
+        """Check that TensorRT can hold the inputs and outputs.
+
+        Raises
+        ------
+        ConfigError
+            The batch is not the first axis of an input or output, or the tensors exceed the memory.
+        """
         views = [_view(graph, name, 0) for name in (*graph.inputs, *graph.outputs)]
         if late := [view.name for view in views if view.batch_axis]:
-            raise ConfigError(f"{graph.name}: '{late[0]}' has its batch on an axis other than 0, where plans for "
-                              f"{self.target} have it")
+            raise ConfigError(f"{graph.name}: '{late[0]}' has its batch on an axis other than 0; plans for "
+                              f"{self.target} need it on axis 0")
         if wrong := too_large(size := sum(_bytes(view, max_batch) for view in views)):
             raise ConfigError(f"{graph.name}: inputs and outputs take {gigabytes(size)}, {wrong}; lower --max-batch")
         return TensorRtChosen(graph, max_batch, opt_batch or max(max_batch, 1))
 
     def general(self, graph: Graph, max_batch: int, opt_batch: int | None = None,
                 usual: Callable[[], Graph] | None = None) -> None:
-        """None: an engine has the shapes of its profile."""
+        """Return None: an engine is limited to the shapes of its profile."""
 
     def counted(self, graph: Graph, max_batch: int, opt_batch: int | None = None) -> None:
-        """None, for the same reason."""
+        """Return None: an engine is limited to the shapes of its profile."""
 
     def settle(self, chosen: TensorRtChosen, progress: Progress | None = None) -> TensorRtChosen:
         return chosen
@@ -73,7 +80,7 @@ class TensorRtSession:
         return plan
 
     def assemble(self, chosen: TensorRtChosen) -> MachinePart:
-        """Raises ConfigError: TensorRT does not take the model."""
+        """Build the engine. Raises ConfigError if TensorRT rejects the model."""
         from engines.backends.tensorrt.build import Layer, build
         from engines.backends.tensorrt.model import halved, symmetric
         from engines.frontend.onnx_export import onnx_from_graph
@@ -85,7 +92,7 @@ class TensorRtSession:
                       exact=precision == "fp32")
         names = (*graph.inputs, *graph.outputs)
         views = [_view(graph, name, number) for number, name in enumerate(names)]
-        layers = built.layers or (Layer(graph.name, "whole", "", ""),)     # where the log lists none
+        layers = built.layers or (Layer(graph.name, "whole", "", ""),)     # if the log lists none
         split, last = len(graph.inputs), len(layers)
         buffers = tuple(Buffer(view.name, _bytes(view, chosen.max_batch), -1 if number < split else 0, last)
                         for number, view in enumerate(views))
@@ -96,14 +103,14 @@ class TensorRtSession:
 
 
 def precision_of(graph: Graph) -> str:
-    """Of the build that the graph's stored types come from."""
+    """Return the precision ("int8", "fp16" or "fp32") that the graph was built for."""
     if any(kind.quant for kind in graph.types.values()):
         return "int8"
     return "fp16" if any(kind.dtype == "float16" for kind in graph.types.values()) else "fp32"
 
 
 def _view(graph: Graph, name: str, buffer: int) -> TensorView:
-    """A whole buffer, dense."""
+    """Return the view of a dense tensor that fills its buffer."""
     kind = graph.types[name]
     shape = tuple(int(extent) for extent in kind.shape if extent != BATCH)
     size = kind.dtype.itemsize
@@ -118,23 +125,24 @@ def _bytes(view: TensorView, max_batch: int) -> int:
 
 
 class TensorRtBackend:
+    """Backend whose targets are the TensorRT libraries."""
     name = "tensorrt"
     targets = tuple(TARGETS)
     selects = False
 
     def session(self, target: str, cache: TimingCache, timing: bool) -> Session:
-        """Raises ConfigError: the library is not installed."""
+        """Return a session. Raises ConfigError if the library is not installed."""
         try:
             return TensorRtSession(target, library(target))
         except LibraryMissing as error:
             raise ConfigError(f"target '{target}': {error}") from error
 
     def session_here(self, cache: TimingCache, beside: Session) -> Session:
-        """The first backend's: here may be no GPU."""
+        """Return a session of the default backend: this machine may have no GPU."""
         return backend_of("").session_here(cache, beside)
 
     def peaks(self) -> Peaks:
-        """Of the GPU at hand."""
+        """Return the data-sheet peaks of this machine's GPU."""
         return backend_of("cuda").peaks()
 
 

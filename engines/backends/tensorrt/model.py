@@ -1,6 +1,8 @@
-"""What TensorRT asks of an ONNX model beyond ours: symmetric quantisation, and halves that stand in the model.
+"""Adapts an exported ONNX model to TensorRT: symmetric INT8 quantisation, or float16 tensors.
 
-    q = clip(round(x / s), -128, 127),  s = max(-low, high) / 127       of the same range that our own bytes have
+    q = clip(round(x / s), -128, 127),  s = max(-low, high) / 127
+
+[low, high] is the range that the asymmetric uint8 quantisation of the graph represents.
 """
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-HIGHEST = 65504.0       # of a half
-FLOAT_OPERANDS = {"Resize": (1, 2), "QuantizeLinear": (1,), "DequantizeLinear": (1,)}      # which stay float32
+HIGHEST = 65504.0       # largest finite float16
+FLOAT_OPERANDS = {"Resize": (1, 2), "QuantizeLinear": (1,), "DequantizeLinear": (1,)}      # inputs that stay float32
 
 
 def symmetric(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with activations in int8 around zero, in the place of uint8 with any zero point."""
+    """Replace uint8 activations with any zero point by int8 activations with zero point 0, in place."""
     graph = model.graph
     tables = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     added: dict[str, onnx.TensorProto] = {}
@@ -36,7 +38,7 @@ def symmetric(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def halved(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with float16 in the place of float32, but for its inputs and outputs, which are cast."""
+    """Convert float32 tensors to float16, in place. The model's inputs and outputs stay float32 and are cast."""
     graph = model.graph
     kept = {node.input[at] for node in graph.node for at in FLOAT_OPERANDS.get(node.op_type, ())
             if at < len(node.input)}
@@ -60,7 +62,7 @@ def halved(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _casts(tensors: Sequence[onnx.ValueInfoProto], way: str) -> list[onnx.NodeProto]:
-    """Of the model's own float32 inputs or outputs, from halves or to them."""
+    """Return the Cast nodes between the model's float32 inputs ("in") or outputs and their float16 versions."""
     names = [one.name for one in tensors if one.type.tensor_type.elem_type == TensorProto.FLOAT]
     if way == "in":
         return [helper.make_node("Cast", [name], [f"{name}.half"], to=TensorProto.FLOAT16) for name in names]

@@ -1,12 +1,12 @@
-"""Which tensors share a buffer: views instead of copies.
+"""Alias analysis: which tensors are views of another tensor's buffer, so that nothing is copied.
 
-  Split, Slice     each output is a part of its input
-  Concat           each input is a part of the output, if it is free to be: its producer then writes into its slice
-  Reshape          the output is the input seen otherwise, where the gaps between its elements allow that
-  Transpose        beside a product of two run-time tensors, which reads and writes axes in any order
-  Pad by zeros     the output is the input seen with its halo
+  Split, Slice     outputs are parts of the input
+  Concat           inputs are parts of the output, if they are not views yet: their producers write there directly
+  Reshape          the output is the input, if the strides allow it
+  Transpose        next to a product of two run-time tensors, which reads and writes any axis order
+  Pad with zeros   the output is the input with its halo
 
-Tensors that share a buffer share its halo. A constant tensor is placed too, among the plan's constants.
+Tensors in one buffer share its halo. Constant tensors have placements in the plan's constants.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from engines.errors import ModelError
 from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Dim, Graph, Node, TensorType
-from engines.lowering.calls.halos import halo_of_pad, halo_wanted
+from engines.lowering.calls.halos import halo_of_pad, required_halos
 from engines.lowering.calls.placement import (
     ITEMS,
     NO_BUFFER,
@@ -34,26 +34,26 @@ from engines.lowering.problems.view import SIZES, Halo, View, dense_view
 from engines.ops import describe
 from engines.passes.rewriting.facts import is_product, is_view_of_input, is_view_of_output
 
-VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # results that may lie in the memory of what they are made of
+VIEWS = ("Split", "Slice", "Reshape", "Transpose")      # operators whose outputs may be views of the input
 
 
 class Aliasing:
-    """Tensor -> Placement for a whole graph. `buffers` in the order of their making."""
+    """Map from tensor names to placements for a whole graph. `buffers` are in order of creation."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.buffers: list[Storage] = []
         self._placements: dict[str, Placement] = {}
-        self._wanted = self._halos_wanted()
-        self._parent: dict[str, _Inside] = {}
+        self._required = self._required_halos()
+        self._parent: dict[str, _ViewOf] = {}
         _check_dtypes(graph)
         for node in graph.nodes:
-            self._see_views(node)
-            self._see_pad(node)
+            self._record_views(node)
+            self._record_pad(node)
         for node in reversed(graph.nodes):
-            self._see_concat(node)
-            self._see_transposed_product(node)
-        self._drop_torn_reshapes()
+            self._record_concat(node)
+            self._record_transposed_product(node)
+        self._drop_strided_reshapes()
         self._group_halos = self._halos_of_groups({})
         for name in self._tensors():
             self._placed(name, self._placements, self._new_buffer)
@@ -65,81 +65,84 @@ class Aliasing:
         return self._placements[name]
 
     def scratch(self, name: str, view: View, items: Dim) -> Placement:
-        """A new buffer, for what a node's kernels hand to each other."""
+        """Create a buffer for data that a node's kernels exchange."""
         self.buffers.append(Storage(name, view, items))
         return Placement(len(self.buffers) - 1, 0, view, items)
 
     def is_view(self, child: str, parent: str) -> bool:
-        """Child lies inside parent's buffer: nothing has to be copied between them."""
+        """Return True if `child` lies inside the buffer of `parent`, so that nothing is copied between them."""
         inside = self._parent.get(child)
         return inside is not None and inside.parent == parent
 
-    # ---- which tensors are parts of which
+    # ---- views
     def _tensors(self) -> Iterator[str]:
         yield from self.graph.inputs
         for node in self.graph.nodes:
             yield from node.outputs
 
-    def _halos_wanted(self) -> dict[str, Halo]:
+    def _required_halos(self) -> dict[str, Halo]:
         wanted: dict[str, Halo] = {}
         for node in self.graph.nodes:
-            for name, halo in halo_wanted(self.graph, node).items():
+            for name, halo in required_halos(self.graph, node).items():
                 wanted[name] = wanted.get(name, Halo()) | halo
         return wanted
 
-    def _alike(self, a: str, b: str, cut: int = 0) -> bool:
-        """Stored alike, the items leading: one may be a part of the other, by a cut of this axis of the item."""
+    def _same_storage(self, a: str, b: str, cut: int = 0) -> bool:
+        """Return True if both tensors are stored alike with leading items.
+
+        One can then be a part of the other, cut along axis `cut` of the item.
+        """
         one, other = self.graph.types[a], self.graph.types[b]
         return ((one.quant, stored_dtype(one)) == (other.quant, stored_dtype(other))
                 and (items_of(one) == items_of(other) or cut == ITEMS and not has_batch(one) and not has_batch(other))
                 and not batch_axis(one) and not batch_axis(other))
 
-    def _see_views(self, node: Node) -> None:
+    def _record_views(self, node: Node) -> None:
         if node.op not in VIEWS or node.inputs[0] in self.graph.constants:
             return
         source, types = node.inputs[0], self.graph.types
         if node.op == "Transpose":
-            self._see_transpose(node)
+            self._record_transpose(node)
             return
         if node.op == "Reshape":
-            self._see_reshape(node)
+            self._record_reshape(node)
             return
         cuts = cuts_of(node, types[source], [types[o] for o in node.outputs])
         for output, cut in zip(node.outputs, cuts, strict=True):
             rank = len(types[source].shape) - 1
             moves_rows = any(ITEMS < axis < rank - 1 for axis, *_ in cut or ())
             strided = any(axis == rank - 1 and step != 1 for axis, _, _, step in cut or ())
-            alike = self._alike(source, output, min((axis for axis, *_ in cut or ()), default=0))
-            if cut is not None and alike and not strided and not (moves_rows and self._wanted.get(output)):
-                self._parent[output] = _Inside(source, cuts=tuple(cut))
+            alike = self._same_storage(source, output, min((axis for axis, *_ in cut or ()), default=0))
+            if cut is not None and alike and not strided and not (moves_rows and self._required.get(output)):
+                self._parent[output] = _ViewOf(source, cuts=tuple(cut))
 
-    def _see_reshape(self, node: Node) -> None:
-        """Without a batch the leading axis is one like others."""
+    def _record_reshape(self, node: Node) -> None:
+        """Record a Reshape as a view. Without a batch, the leading axis may change, too."""
         source, output = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         batched = BATCH in output.shape
         if (items_stay(source, output) if batched else BATCH not in source.shape) and (
                 (source.quant, stored_dtype(source)) == (output.quant, stored_dtype(output))):
             shape = item_shape(output) if batched else tuple(map(as_int, output.shape)) or (1,)
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], reshape=shape)
+            self._parent[node.outputs[0]] = _ViewOf(node.inputs[0], reshape=shape)
 
-    def _see_pad(self, node: Node) -> None:
-        """Unless a convolution pads the output once more: then there is a halo around a halo, and a copy."""
-        if node.op != "Pad" or self._wanted.get(node.outputs[0]):
+    def _record_pad(self, node: Node) -> None:
+        """Record a Pad as a view, unless a convolution pads its output again: a halo around a halo is a copy."""
+        if node.op != "Pad" or self._required.get(node.outputs[0]):
             return
         if halo := halo_of_pad(self.graph, node):
-            self._parent[node.outputs[0]] = _Inside(node.inputs[0], halo=halo)
+            self._parent[node.outputs[0]] = _ViewOf(node.inputs[0], halo=halo)
 
-    def _see_transpose(self, node: Node) -> None:
-        """In memory the batch leads before and after: moving it among axes that keep their order moves nothing."""
+    def _record_transpose(self, node: Node) -> None:
+        """Record a Transpose as a view. The batch leads in memory, so moving only the batch axis moves no data."""
         source, output = node.inputs[0], node.outputs[0]
         axes = self._transposed_axes(node)
         if axes == tuple(range(len(node.attrs["perm"]))) and items_of(self.graph.types[source]) == BATCH:
-            self._parent[output] = _Inside(source)
+            self._parent[output] = _ViewOf(source)
         elif axes is not None and is_view_of_input(self.graph, node):
-            self._parent[output] = _Inside(source, perm=axes)
+            self._parent[output] = _ViewOf(source, perm=axes)
 
     def _transposed_axes(self, node: Node) -> tuple[int, ...] | None:
-        """How a Transpose moves the axes in memory, the items' first; None if the two tensors cannot share memory."""
+        """Return the permutation of axes in memory, items first, or None if the tensors cannot share memory."""
         source, target = (self.graph.types[name] for name in (node.inputs[0], node.outputs[0]))
         if (source.quant, stored_dtype(source)) != (target.quant, stored_dtype(target)):
             return None
@@ -148,7 +151,7 @@ class Aliasing:
         axes = item_perm(node, source)
         return None if axes is None else (0, *(axis + 1 for axis in axes))
 
-    def _see_concat(self, node: Node) -> None:
+    def _record_concat(self, node: Node) -> None:
         if node.op != "Concat":
             return
         output, types = node.outputs[0], self.graph.types
@@ -160,34 +163,35 @@ class Aliasing:
         for name in node.inputs:
             extent = as_int(types[name].shape[axis + 1])
             free = (name in self.graph.producer and name not in self._parent
-                    and self._alike(name, output, axis) and (axis in (ITEMS, rank - 2) or not self._wanted.get(name))
+                    and self._same_storage(name, output, axis)
+                    and (axis in (ITEMS, rank - 2) or not self._required.get(name))
                     and node.inputs.count(name) == 1)
             if free:
-                self._parent[name] = _Inside(output, cuts=((axis, start, start + extent, 1),))
+                self._parent[name] = _ViewOf(output, cuts=((axis, start, start + extent, 1),))
             start += extent
 
-    def _see_transposed_product(self, node: Node) -> None:
+    def _record_transposed_product(self, node: Node) -> None:
         if node.op != "Transpose" or not is_view_of_output(self.graph, node):
             return
         source, output, axes = node.inputs[0], node.outputs[0], self._transposed_axes(node)
         if axes is not None and output not in self._parent and source not in self._parent:
-            self._parent[source] = _Inside(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
+            self._parent[source] = _ViewOf(output, perm=tuple(axes.index(axis) for axis in range(len(axes))))
 
-    def _drop_torn_reshapes(self) -> None:
-        """Stop treating a Reshape of a tensor with gaps as a view if one of its axes would cross a gap."""
+    def _drop_strided_reshapes(self) -> None:
+        """Drop views by Reshape of a tensor with gaps if one of the new axes would cross a gap."""
         flat: dict[str, Placement] = {}
         roots: dict[str, str] = {}
         halos = self._halos_of_groups(roots)
         for name, inside in list(self._parent.items()):
-            if inside.reshape is not None and (halos.get(self._root(inside.parent, roots)) or self._wanted.get(name)
+            if inside.reshape is not None and (halos.get(self._root(inside.parent, roots)) or self._required.get(name)
                                                or not self._can_reshape(name, inside, flat)):
                 del self._parent[name]
                 flat.clear()
                 roots.clear()
                 halos = self._halos_of_groups(roots)
 
-    def _can_reshape(self, name: str, inside: _Inside, flat: dict[str, Placement]) -> bool:
-        """flat: placements in buffers without halos, as far as they are known."""
+    def _can_reshape(self, name: str, inside: _ViewOf, flat: dict[str, Placement]) -> bool:
+        """Return True if a Reshape can be a view. `flat` caches placements in buffers without halos."""
         assert inside.reshape is not None
         if inside.parent not in self._parent:
             return True
@@ -197,12 +201,12 @@ class Aliasing:
             for node in self.graph.consumers[name]))
 
     def _flat_buffer(self, name: str) -> Placement:
-        """The tensor as a whole buffer that has no halo."""
+        """Return the tensor as a whole buffer without a halo."""
         tensor = self.graph.types[name]
         return Placement(0, 0, dense_view(stored_dtype(tensor), item_shape(tensor)), items_of(tensor))
 
     def _root(self, name: str, known: dict[str, str]) -> str:
-        """The tensor that has the buffer in which this one lies."""
+        """Return the tensor that owns the buffer of this one."""
         path = []
         while name not in known and name in self._parent:
             path.append(name)
@@ -212,16 +216,16 @@ class Aliasing:
         return root
 
     def _halos_of_groups(self, roots: dict[str, str]) -> dict[str, Halo]:
-        """The halo of each buffer, by the tensor that has it."""
+        """Return the halo of each buffer, by the tensor that owns it."""
         halos: dict[str, Halo] = {}
-        for name, wanted in self._wanted.items():
+        for name, wanted in self._required.items():
             root = self._root(name, roots)
             halos[root] = halos.get(root, Halo()) | wanted
         return halos
 
     # ---- placements
     def _placed(self, name: str, known: dict[str, Placement], buffer: Callable[[str], Placement]) -> Placement:
-        """Find the placement of a tensor; `known` collects it, and those of the tensors that it is a part of."""
+        """Return the placement of a tensor; `known` caches it and those of its parents."""
         path = []
         while name not in known and name in self._parent:
             path.append(name)
@@ -234,7 +238,7 @@ class Aliasing:
         return placement
 
     def _new_buffer(self, name: str) -> Placement:
-        """A new buffer, with the halo that its group needs."""
+        """Create a buffer with the halo that its views need."""
         tensor, halo = self.graph.types[name], self._group_halos.get(name, Halo())
         dtype, shape = stored_dtype(tensor), item_shape(tensor)
         whole = dense_view(dtype, halo.around(shape) if halo else shape)
@@ -247,14 +251,13 @@ class Aliasing:
 
 
 @dataclass(frozen=True)
-class _Inside:
-    """How a tensor lies in another: cut along axes of the item, with its halo, its axes in another order, or in
-    another shape."""
+class _ViewOf:
+    """View of a tensor in another: cut along the item's axes, with its halo, permuted, or reshaped."""
     parent: str
     cuts: tuple[tuple[int, int, int, int], ...] = ()        # (axis, start, stop, step)
     halo: Halo = Halo()
     reshape: tuple[int, ...] | None = None
-    perm: tuple[int, ...] = ()                              # of the items and the item's axes
+    perm: tuple[int, ...] = ()                              # permutation of the items and the item's axes
 
     def derive(self, placement: Placement) -> Placement:
         view = placement.view
@@ -273,7 +276,7 @@ class _Inside:
 
 
 def _check_dtypes(graph: Graph) -> None:
-    """ModelError for a tensor, or a constant that nothing folds, of a type that plans cannot hold."""
+    """Raise ModelError for a tensor, or a constant that is not folded, of a dtype that plans cannot hold."""
     for name in (*graph.inputs, *graph.constants, *(o for node in graph.nodes for o in node.outputs if o)):
         if (dtype := stored_dtype(graph.types[name])) not in SIZES:
             maker = graph.producer.get(name) or next(iter(graph.consumers.get(name, ())), None)
@@ -283,7 +286,13 @@ def _check_dtypes(graph: Graph) -> None:
 
 
 def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[list[tuple[int, int, int, int]] | None]:
-    """For each output of a Split or Slice its cuts in the item, or of ITEMS, or None where it is no view."""
+    """Return the cuts of each output of a Split or Slice.
+
+    Returns
+    -------
+    list
+        Per output, tuples (axis of the item or ITEMS, start, stop, step), or None if it cannot be a view.
+    """
     rank = len(source.shape)
     if node.op == "Split":
         axis = node.attrs.get("axis", 0) % rank
@@ -310,7 +319,7 @@ def cuts_of(node: Node, source: TensorType, outputs: list[TensorType]) -> list[l
 
 
 def item_perm(node: Node, source: TensorType) -> tuple[int, ...] | None:
-    """How a Transpose moves the axes of an item; None if it moves axes of all items."""
+    """Return a Transpose's permutation of the item's axes, or None if it moves a leading axis that is not the batch."""
     perm = node.attrs.get("perm") or tuple(reversed(range(len(source.shape))))
     if items_of(source) != BATCH and perm[0] != 0:
         return None

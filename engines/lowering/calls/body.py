@@ -1,4 +1,4 @@
-"""A node's pointwise body as an epilogue program, with the values of its constants and the tensors that it reads."""
+"""Conversion of a node's pointwise body to an epilogue program with constants and operands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +21,34 @@ from engines.lowering.problems.view import View
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program with the values of its constants and the tensors that are its operands."""
+    """Epilogue program with the values of its constants and the names of its operands."""
     program: EpilogueProgram
     constants: list[Array]
     operands: tuple[str, ...]
 
 
 def stored(tensor: TensorType, ref: Any) -> Affine:
-    """What a stored element means: dequantised, if it is quantised."""
+    """Return the real value of a stored element, dequantised if it is quantised."""
     if tensor.quant is None:
         return Affine.of(ref)
     if tensor.quant.axis is not None:
-        raise Refused("a tensor that is not constant has one scale")
+        raise Refused("only constants may have a scale per channel")
     scale, zero = tensor.quant.scale[0], tensor.quant.zero_point[0]
     return Affine.of(ref, scale, -scale * zero)
 
 
 def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) -> BoundProgram:
-    """The program of a node: its pointwise nodes, dequantisation of what they read, requantisation of the result.
+    """Write a node's epilogue program: dequantisation of inputs, pointwise nodes, requantisation of the result.
 
-    accumulator: (scale, offset) of the anchor's sum, per channel or one number, and what is taken off the sum before
-    where the offset would round it away; None for a node without an anchor.
+    Parameters
+    ----------
+    ctx : Context
+        Context of the rule.
+    node : Node
+        Node with a pointwise body.
+    accumulator : tuple or None
+        (scale, offset) of the anchor's sum, scalars or per channel, and optionally a value to subtract from the sum
+        first, where the offset would round it away. None for a node without an anchor.
     """
     constants = ctx.graph.constants
     late = {name: constants[name] for part in node.body or (node,) for name in part.inputs
@@ -51,7 +58,7 @@ def write_body(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None) ->
 
 
 def _written(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None, late: Mapping[str, Array]) -> BoundProgram:
-    """late: the values of constants that follow from extents."""
+    """Write the program. `late` has the values of constants that depend on symbolic sizes."""
     builder = ProgramBuilder(accumulator is not None)
     output = node.outputs[0]
     quant = ctx.type(output).quant
@@ -87,8 +94,10 @@ def _written(ctx: Context, node: Node, accumulator: tuple[Any, ...] | None, late
 
 
 def written_for(write: Callable[..., BoundProgram], *values: Any) -> BoundProgram:
-    """The program that is written for numbers and constants, which may follow from extents: its constants then do, too,
-    and what it does must be the same for others."""
+    """Write a program for numbers and constants that may depend on symbolic sizes.
+
+    If they do, the program's constants are deferred; its instructions must not depend on the sizes.
+    """
     written = write(*plain(values))
     if not is_counted(values):
         return written
@@ -97,27 +106,27 @@ def written_for(write: Callable[..., BoundProgram], *values: Any) -> BoundProgra
 
 
 def _constants_for(write: Callable[..., BoundProgram], expected: BoundProgram, *values: Any) -> Sequence[Array]:
-    """Raises GraphError: of these comes another program."""
+    """Return the constants for given values. Raise GraphError if these lead to another program."""
     found = write(*values)
     if (found.program, found.operands) != (expected.program, expected.operands):
-        raise GraphError("another program is written for other extents")
+        raise GraphError("the epilogue program depends on symbolic sizes")
     return found.constants
 
 
 def call_of(ctx: Context, node: Node, problem: Problem, body: BoundProgram, **constants: Any) -> Call:
-    """The call of a problem on the anchor's first input, the operands of the body, and the node's output."""
+    """Return the call of a problem on the anchor's first input, the body's operands and the node's output."""
     names = (node.anchor.inputs[0], *body.operands)
     return Call(node, problem, tuple(ctx.placements[name] for name in names), (ctx.placements[node.outputs[0]],),
                 {"program": body.constants, **constants})
 
 
 def operand_views(ctx: Context, node: Node, body: BoundProgram) -> tuple[View, ...]:
-    """The body's operands as images beside the node's output."""
+    """Return the body's operands as images, broadcast to the node's output."""
     return tuple(image(broadcast(ctx, name, node.outputs[0])) for name in body.operands)
 
 
 def _per_channel(constant: Array | None) -> Array | None:
-    """A constant that varies along the last axis only, as a vector (or one number); others are read from memory."""
+    """Return a constant as a scalar or a vector along the last axis, or None if it varies along other axes."""
     if constant is None or constant.size != 1 and constant.size != constant.shape[-1]:
         return None
     return constant.reshape(()) if constant.size == 1 else constant.reshape(-1)

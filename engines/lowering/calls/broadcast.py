@@ -1,4 +1,4 @@
-"""Views of a tensor as a kernel reads it: beside others of another shape, or as an image."""
+"""Views of a tensor for kernels: broadcast to another shape, or as an image."""
 from __future__ import annotations
 
 import math
@@ -12,32 +12,32 @@ from engines.lowering.problems.view import View
 
 
 def image(view: View) -> View:
-    """A view of any rank as [rows, columns, channels]."""
+    """Return a view of any rank as [rows, columns, channels]."""
     shape, strides = view.shape, view.strides
     if len(shape) < 3:
         gaps = 3 - len(shape)
-        # A row or an item that is not there is stepped over by no one: give it the stride that makes it seamless.
+        # The stride of an axis of extent 1 is arbitrary; this one keeps the view contiguous.
         outer = strides[0] * shape[0] if strides else view.size
         return replace(view, shape=(*(1,) * gaps, *shape), strides=(*(outer,) * gaps, *strides) if strides
                        else (view.size,) * 3)
     if not is_image(view):
-        raise Refused("its leading axes do not follow each other in memory")
+        raise Refused("its leading axes are not contiguous, so they cannot be collapsed into rows")
     return replace(view, shape=(math.prod(shape[:-2]), *shape[-2:]), strides=strides[-3:])
 
 
 def is_image(view: View) -> bool:
-    """Whether the axes before the last two are one: that of an image's rows."""
+    """Return True if all leading axes are contiguous, so that they can be collapsed into one row axis."""
     shape, strides = view.shape, view.strides
     return all(strides[axis] == shape[axis + 1] * strides[axis + 1] for axis in range(len(shape) - 3))
 
 
 def broadcast(ctx: Context, name: str, to: str) -> View:
-    """Tensor `name` as it is read beside tensor `to`: strides of 0 along the axes that it repeats."""
+    """Return tensor `name` broadcast to the shape of tensor `to`, with strides of 0 along repeated axes."""
     return broadcast_to(ctx, name, ctx.type(to).shape)
 
 
 def broadcast_to(ctx: Context, name: str, target: Sequence[Dim]) -> View:
-    """Tensor `name` as it is read beside tensors of that shape: strides of 0 along the axes that it repeats."""
+    """Return tensor `name` broadcast to a shape, with strides of 0 along repeated axes."""
     source, rank = ctx.type(name), len(target)
     view = ctx.placements[name].view
     shape = (*(1,) * (rank - len(source.shape)), *source.shape)

@@ -1,4 +1,4 @@
-"""What lowering produces: calls, of problems on placed tensors; and the rules that make them, by operator."""
+"""Results of lowering, calls of problems on placed tensors, and the registry of lowering rules."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +12,12 @@ from engines.lowering.problems.problem import Array, Problem
 
 
 class Refused(Exception):
-    """Why a rule cannot make a kernel of a node: the node then runs on the reference, and the build says so."""
+    """Reason why a rule cannot lower a node. The node then runs on the reference, and the build reports it."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A problem on placed tensors."""
+    """Problem on placed tensors."""
     node: Node
     problem: Problem
     inputs: tuple[Placement, ...] = ()
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(frozen=True)
 class FallbackCall:
-    """A node that no rule takes, for the reason given: the operator's reference runs it."""
+    """Node that no rule lowers, for the given reason; the reference runs it."""
     node: Node
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -38,46 +38,56 @@ AnyCall = Call | FallbackCall
 
 
 def name_of(call: AnyCall) -> str:
-    """Of the step that the call becomes."""
+    """Return the name of the call's step."""
     return call.node.name or call.node.outputs[0]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may ask."""
+    """Information for lowering rules."""
     graph: Graph
     placements: Aliasing
-    lanes: int                  # of the narrowest vectors that the target's kernels are written for
-    solved: Collection[type[Problem]] | None = None     # the kinds of problems that it has kernels for; None: all
+    lanes: int                  # lanes of the target's narrowest vectors
+    solved: Collection[type[Problem]] | None = None     # problems with a kernel; None: all
 
     def type(self, name: str) -> TensorType:
         return self.graph.types[name]
 
     def constant(self, name: str) -> Array:
         if name not in self.graph.constants:
-            raise Refused(f"'{name}' is computed at run time; only a constant is compiled here")
+            raise Refused(f"'{name}' is computed at run time, but has to be a constant to be compiled")
         return self.graph.constants[name]
 
 
 Rule = Callable[[Context, Node], Sequence[Call]]
 RULES: dict[str, Rule] = {}
-GENERAL: dict[str, Rule] = {}       # for what those refuse: by nests of any loops
+GENERAL: dict[str, Rule] = {}       # fallback rules, which lower to loop nests
 
 
 def lowers(*ops: str, images: bool = False, volumes: bool = False,
            any_batch: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for nodes whose anchor is one of these operators. images: where it works on images in NHWC;
-    volumes: and on those in NDHWC. any_batch: where it knows on which axis the batch stands; others take shapes as
-    items lie in memory."""
+    """Register a rule for nodes whose anchor is one of these operators.
+
+    Parameters
+    ----------
+    ops : str
+        Operators of the anchor.
+    images : bool
+        Apply the rule to NHWC images only.
+    volumes : bool
+        With `images`, apply it to NDHWC volumes, too.
+    any_batch : bool
+        The rule handles a batch on any axis; other rules see only nodes whose tensors lead with the batch.
+    """
     def register(rule: Rule) -> Rule:
         def checked(ctx: Context, node: Node) -> Sequence[Call]:
             anchor = node.anchor
             if not (any_batch and node.op == anchor.op) and (name := _batch_inside(ctx, node)):
                 raise Refused(f"the batch is not the leading axis of '{name}'")
             if images and not anchor.attrs.get("channels_last"):
-                raise Refused(f"only a {anchor.op} of images in NHWC is compiled")
+                raise Refused(f"{anchor.op} is compiled for NHWC images only")
             if images and not volumes and len(ctx.type(anchor.inputs[0]).shape) != 4:
-                raise Refused(f"only a {anchor.op} of 2-D images is compiled")
+                raise Refused(f"{anchor.op} is compiled for 2-D images only")
             return rule(ctx, node)
 
         for op in ops:
@@ -88,12 +98,12 @@ def lowers(*ops: str, images: bool = False, volumes: bool = False,
 
 
 def _batch_inside(ctx: Context, node: Node) -> str:
-    """A tensor of the node with axes before that of the batch."""
+    """Return a tensor of the node whose batch is not the leading axis, or ""."""
     return next((name for name in (*node.inputs, *node.outputs) if name and batch_axis(ctx.type(name))), "")
 
 
 def lowers_in_general(*ops: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for what the rule of these operators, if there is one, refuses."""
+    """Register a fallback rule for operators without a rule, or whose rule refuses the node."""
     def register(rule: Rule) -> Rule:
         for op in ops:
             assert op not in GENERAL, f"two general rules for {op}"

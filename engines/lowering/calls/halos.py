@@ -1,7 +1,7 @@
-"""Halos: the padding of images, in memory around them.
+"""Halos: padding that is kept in memory around images.
 
-A convolution reads its padding from memory: the tensors that it pads have a halo of their zero point around each image.
-A transposed convolution reads beyond its input where its phases do, and a Pad by zeros is a halo that is seen.
+The input of a padded convolution has a halo of its zero point around each image. A transposed convolution reads the
+halo where its phases exceed the input. A Pad with zeros is a view that includes the halo.
 """
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engines.ops.window import Window
 from engines.passes.rewriting.facts import pads_with_zeros
 
 
-def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
-    """Input -> the halo that a convolution, or what a Pad is for, reads around it."""
+def required_halos(graph: Graph, node: Node) -> Mapping[str, Halo]:
+    """Map a node's inputs to the halo that a convolution, or the consumer of a Pad, reads around them."""
     if node.op == "Pad":
         return {node.inputs[0]: halo} if (halo := halo_of_pad(graph, node)) else {}
     conv = node.anchor
     if not conv.attrs.get("channels_last"):
         return {}
     if conv.op == "ConvTranspose" and conv.inputs[1] in graph.constants:
-        return {conv.inputs[0]: Halo.of([_beside(axis, as_int(extent)) for axis, extent in zip(
+        return {conv.inputs[0]: Halo.of([_overhang(axis, as_int(extent)) for axis, extent in zip(
             phases(graph, conv), graph.types[conv.inputs[0]].shape[1:-1], strict=True)])}
     if conv.op != "Conv":
         return {}
@@ -31,7 +31,7 @@ def halo_wanted(graph: Graph, node: Node) -> Mapping[str, Halo]:
 
 
 def halo_of_pad(graph: Graph, node: Node) -> Halo:
-    """The halo that stands for a Pad of images [n, height, width, channels] by zeros; an empty one for any other."""
+    """Return the halo that replaces a Pad of NHWC images with zeros, or an empty one for any other Pad."""
     source, output, pads = node.inputs[0], node.outputs[0], tuple(as_int(p) for p in node.attrs["pads"])
     if (len(pads) != 8 or min(pads) < 0 or any((pads[0], pads[3], pads[4], pads[7])) or graph.is_constant(source)
             or not pads_with_zeros(node)
@@ -40,6 +40,6 @@ def halo_of_pad(graph: Graph, node: Node) -> Halo:
     return Halo(pads[1], pads[2], pads[5], pads[6])
 
 
-def _beside(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
-    """How far before and behind an axis the phases of a transposed convolution read."""
+def _overhang(axis: Sequence[Phase], extent: int) -> tuple[int, int]:
+    """Return how far the phases of a transposed convolution read before and after an axis."""
     return max(0, *(-phase.first for phase in axis)), max(0, *(phase.end - extent for phase in axis))

@@ -1,4 +1,4 @@
-"""Writes a nest for a node: tensors are read at indices, and what is read in order becomes a view over the loops."""
+"""Writer of a nest for a node: tensors are read at indices, and affine reads become views over the loops."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,14 +18,20 @@ THE_ITEM, THE_FIRST = Linear(0, ((ITEM, 1),)), Linear(0)
 
 @dataclass(frozen=True)
 class _Source:
+    """Operand of a nest."""
     placement: Placement
     view: View
 
 
 class NestWriter(Writer):
-    """The loops of a nest are the axes of a tensor, but for that of the batch, and what is reduced.
+    """Writer of a nest whose outer loops are the axes of a tensor, except its batch.
 
-    axes: an index for each axis of the tensor, that of the batch too. inner: one for each reduced extent.
+    Attributes
+    ----------
+    axes : list of Term
+        Index for each axis of the tensor, including the batch.
+    inner : list of Term
+        Index for each reduced extent.
     """
 
     def __init__(self, ctx: Context, node: Node, shape: Sequence[int | str], reduced: Sequence[int] = ()) -> None:
@@ -39,15 +45,17 @@ class NestWriter(Writer):
 
     # ---- tensors
     def extent(self, name: str, axis: int) -> int:
-        """Of an axis of a tensor, which is not that of the batch."""
+        """Return the extent of an axis that is not the batch."""
         extent = self.ctx.type(name).shape[axis]
         if not isinstance(extent, int):
-            raise Refused(f"the items of '{name}' are counted, whose number only a run has")
+            raise Refused(f"it needs the batch size of '{name}', which is known at run time only")
         return extent
 
     def at(self, name: str, indices: Sequence[Term], outside: Number | None = None) -> Term:
-        """The element of a tensor at an index for each of its axes. outside: what stands for those beyond its ends;
-        without it there are none."""
+        """Return the element of a tensor at an index per axis.
+
+        `outside` replaces elements out of bounds; without it all indices must be in bounds.
+        """
         tensor, indices = self.ctx.type(name), list(indices)
         if tensor.quant is not None:
             raise Refused(f"'{name}' is quantised")
@@ -59,7 +67,7 @@ class NestWriter(Writer):
         return self.where(self.both(tests), value, value.like(outside or 0)) if tests else value
 
     def _tests(self, indices: list[Term], axis: int, extent: int) -> list[Term]:
-        """Whether the index of an axis may be outside; then it is moved inside."""
+        """Return the bounds tests of an axis that can fail, and clamp its index."""
         index, bounds = indices[axis], self.bounds(indices[axis])
         tests = [] if bounds and bounds[0] >= 0 else [index >= 0]
         tests += [] if bounds and bounds[1] < extent else [index < extent]
@@ -67,13 +75,13 @@ class NestWriter(Writer):
             indices[axis] = index.within(extent)
         return tests
 
-    def counted(self, index: Term, extent: int) -> Term:
-        """A run-time index, which counts from the end where it is negative; what then lies outside is at the end."""
+    def wrapped_index(self, index: Term, extent: int) -> Term:
+        """Return a run-time index, wrapped if negative and clamped to the axis."""
         wide = index.to("i64") if index.kind != "u64" else index.bits("i64")
         return self.where(wide < 0, wide + extent, wide).within(extent)
 
     def broadcast(self, name: str) -> Term:
-        """The element of a tensor beside that of the nest's, as ONNX aligns them."""
+        """Return the element of a tensor that ONNX broadcasting aligns with the nest's element."""
         shape = self.ctx.type(name).shape
         lead = len(self.axes) - len(shape)
         if lead < 0:
@@ -83,7 +91,7 @@ class NestWriter(Writer):
                               zip(shape, self.axes[lead:], strict=True)])
 
     def at_placed(self, placement: Placement, shape: Sequence[int | str], indices: Sequence[Term]) -> Term:
-        """The element of what lies there, of this shape."""
+        """Return the element of a placed tensor of the given shape."""
         if (dtype := placement.view.dtype) not in KINDS:
             raise Refused(f"a tensor is stored as {dtype}")
         kind, indices = KINDS[dtype], list(indices)
@@ -116,7 +124,7 @@ class NestWriter(Writer):
 
     # ---- results
     def target(self, name: str) -> Placement:
-        """Where a result lies, seen over the loops."""
+        """Return the placement of a result, viewed over the loops."""
         tensor, placement = self.ctx.type(name), self.ctx.placements[name]
         if tensor.quant is not None:
             raise Refused(f"'{name}' is quantised")
@@ -127,7 +135,7 @@ class NestWriter(Writer):
         return as_one_item(placement)
 
     def finished(self, value: Term) -> Term:
-        """What the node's body makes of its anchor's result."""
+        """Apply the node's body to the anchor's result."""
         values = {self.node.anchor.outputs[0]: value}
         try:
             for part in self.node.body[1:]:
@@ -138,14 +146,14 @@ class NestWriter(Writer):
         return values[self.node.outputs[0]]
 
     def call(self, *results: Term | None, inside: bool = False, targets: Sequence[Placement] = ()) -> Call:
-        """A nest that stores these as the node's outputs; None: an output that is not wanted.
+        """Return a nest that stores the results as the node's outputs; None skips an output.
 
-        targets: where the results lie over the loops, if those are not the axes of the outputs.
+        `targets` are placements over the loops, for outputs whose axes are not the loops.
         """
         places = targets or [self.target(name) for name in self.node.outputs]
         wanted = [(target, result) for target, result in zip(places, results, strict=False) if result is not None]
         if any((target.items == BATCH) != self.batched for target, _ in wanted):
-            raise Refused("its result has the axis of the items, or not, unlike what it is made of")
+            raise Refused("only one of its input and its result has a batch axis")
         program = self.program(*(result.to(KINDS[target.view.dtype]) for target, result in wanted))
         program, sources = self._pruned(program)
         places = tuple(target for target, _ in wanted)
@@ -154,8 +162,7 @@ class NestWriter(Writer):
         return Call(self.node, spec, tuple(source.placement for source in sources), places)
 
     def scatter(self, name: str, value: Term, places: Sequence[Term], combined: str = "") -> Call:
-        """A nest that begins with a copy of a tensor, or of a number for all of it, and stores values at places of the
-        node's output."""
+        """Return a scatter: a copy of a tensor or a fill with a scalar, then stores of values in the output."""
         y, x = self.target(self.node.outputs[0]), self.ctx.placements[name]
         if (y.items == BATCH) != self.batched or self.batched and places[0].linear != THE_ITEM:
             raise Refused("it scatters across the items of a batch")
@@ -169,7 +176,7 @@ class NestWriter(Writer):
         return Call(self.node, spec, (replace(x, view=view), *(source.placement for source in sources)), (y,))
 
     def _pruned(self, program: NestProgram, first: int = 0) -> tuple[NestProgram, list[_Source]]:
-        """The program and the sources that it reads, numbered from `first` on."""
+        """Return the program and the sources that it reads, renumbered from `first`."""
         used = sorted({int(one.what or 0) for one in program.operations if one.op in ("read", "pick")})
         numbers = {old: new for new, old in enumerate(used, first)}
         operations = tuple(replace(one, what=numbers[int(one.what or 0)]) if one.op in ("read", "pick") else one

@@ -1,8 +1,8 @@
-"""A transposed convolution as one ordinary convolution for each phase of its output.
+"""Transposed convolution as one ordinary convolution per phase of its output.
 
 Along an axis of stride s, output s * u + a gets x[i] * w[p] where i * s + p = s * u + a + pad. With q = (a + pad) % s
 and b = (a + pad) // s the taps are p = q + s * m, at x[u + b - m]: every s-th tap, in reverse order. The outputs of
-phase a lie s apart, and no product is with a zero that was put between pixels.
+phase a are s apart, and no zeros are inserted between pixels.
 """
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from engines.ops.window import Window
 
 @dataclass(frozen=True)
 class Phase:
-    """Outputs `start`, start + step, ...: `outputs` of them; output u reads `taps` of x from u + first on."""
+    """Phase of an axis: outputs start, start + step, ..., `outputs` of them.
+
+    Output u of the phase reads `taps` of x from u + first on.
+    """
     start: int
     step: int
     outputs: int
     first: int
-    taps: tuple[int, ...]       # of the kernel, in the order of x
+    taps: tuple[int, ...]       # indices into the kernel, in the order of x
 
     @property
     def end(self) -> int:
@@ -29,7 +32,7 @@ class Phase:
 
 
 def phases_of(kernel: int, stride: int, pad: int, outputs: int) -> tuple[Phase, ...]:
-    """Of one axis. A phase without taps (a kernel shorter than its stride) makes only the bias."""
+    """Return the phases of one axis. A phase without taps (kernel shorter than the stride) yields only the bias."""
     found = []
     for start in range(min(stride, outputs)):
         base, first_tap = divmod(start + pad, stride)
@@ -39,7 +42,7 @@ def phases_of(kernel: int, stride: int, pad: int, outputs: int) -> tuple[Phase, 
 
 
 def phases(graph: Graph, node: Node) -> tuple[tuple[Phase, ...], ...]:
-    """Along each axis of the images of a ConvTranspose in NHWC."""
+    """Return the phases along each spatial axis of an NHWC ConvTranspose."""
     extents = graph.types[node.outputs[0]].shape[1:-1]
     window = Window.of(node, len(extents))
     return tuple(phases_of(kernel, stride, before, as_int(extent)) for kernel, stride, (before, _), extent in zip(

@@ -1,13 +1,13 @@
-"""Writing a program with as few instructions as its meaning allows.
+"""Affine forms, which fold pointwise arithmetic into few instructions of an epilogue program.
 
-A value is kept as a clipped linear form of what is already in registers,
+A value is kept as a clipped affine form of registers,
 
-    clip(offset + sum of scale_i * ref_i, low, high)            scale, offset, low, high: a number or one per channel
+    clip(offset + sum of scale_i * ref_i, low, high)            scale, offset, low, high: scalars or per channel
 
-so that bias, batch norm, dequantisation, ReLU, residual addition and the final requantisation meet in the constants:
-conv + bias + residual + ReLU + requantise is two fma, and the saturating store does the ReLU. Anything that is not
-linear (a sigmoid) first *settles* the form: writes it into a register. Of a product of two tensors only one factor is
-settled. The other stays a form, as the scale of the first: what the product is scaled by later meets its constants.
+so that bias, batch norm, dequantisation, ReLU, residual addition and requantisation fold into constants: conv + bias +
+residual + ReLU + requantise is two fma, and the saturating store does the ReLU. Before a nonlinear function (a sigmoid)
+the form is *settled*: written to a register. For a product of two tensors only one factor is settled; the other stays a
+form and becomes its scale, so that later scales still fold into constants.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engines.lowering.epilogue.program import ProgramBuilder, Ref
 
 Floats = NDArray[np.float64]
 _INF: Floats = np.array(np.inf)
-MOST_TERMS = 32         # of a form that is not settled: x = x + x, n times over, would have 2**n
+MOST_TERMS = 32         # longer forms are settled: repeating x = x + x would double them each time
 
 
 def _floats(number: Any) -> Floats:
@@ -30,9 +30,9 @@ def _floats(number: Any) -> Floats:
 
 @dataclass(frozen=True)
 class Affine:
-    """clip(offset + sum(scale * ref for ref, scale in terms), low, high); a scale may be a form without a clip.
+    """Form clip(offset + sum(scale * ref for ref, scale in terms), low, high); a scale may be an unclipped form.
 
-    saturates: the clip is one to the range of integers, so of NaN it makes an end of it.
+    saturates: the clip is that of integer saturation, which maps NaN to a bound.
     """
     terms: tuple[tuple[Ref, Floats | Affine], ...]
     offset: Floats
@@ -42,11 +42,12 @@ class Affine:
 
     @classmethod
     def of(cls, ref: Ref, scale: Any = 1.0, offset: Any = 0.0) -> Affine:
+        """Return scale * ref + offset."""
         return cls(((ref, _floats(scale)),), _floats(offset), -_INF, _INF)
 
     @classmethod
     def number(cls, number: Any) -> Affine:
-        """A constant: one number, or one per channel."""
+        """Return a constant, scalar or per channel."""
         return cls((), _floats(number), -_INF, _INF)
 
     @property
@@ -59,22 +60,22 @@ class Affine:
 
     @property
     def register(self) -> Ref | None:
-        """Where the value is, if it is in a register just so."""
+        """Register that holds exactly this value, or None."""
         plain = len(self.terms) == 1 and _is_one(self.terms[0][1]) and not np.any(self.offset) and not self.clipped
         return self.terms[0][0] if plain else None
 
     @property
     def size(self) -> int:
-        """The number of terms, including those of scales that are forms."""
+        """Number of terms, including those of scales that are forms."""
         return sum(1 + (scale.size if isinstance(scale, Affine) else 0) for _, scale in self.terms)
 
     @property
     def one_fma(self) -> bool:
-        """At most one instruction away from a register: writing it twice costs no more than keeping it."""
+        """True if at most one instruction is needed, so that computing it twice costs no more than keeping it."""
         return len(self.terms) == 1 and not isinstance(self.terms[0][1], Affine) and not self.clipped
 
     def scaled(self, scale: Any, offset: Any = 0.0) -> Affine:
-        """scale * self + offset; a negative scale turns the clip around."""
+        """Return scale * self + offset; a negative scale swaps the bounds."""
         scale, offset = _floats(scale), _floats(offset)
         low, high = (self._moved(bound, scale, offset) for bound in (self.low, self.high))
         terms = tuple((ref, s.scaled(scale) if isinstance(s, Affine) else s * scale) for ref, s in self.terms)
@@ -83,7 +84,7 @@ class Affine:
 
     @staticmethod
     def _moved(bound: Floats, scale: Floats, offset: Floats) -> Floats:
-        """bound * scale + offset, where an infinite bound stays infinite even if the scale is 0."""
+        """Return bound * scale + offset; an infinite bound stays infinite even for a scale of 0."""
         with np.errstate(invalid="ignore"):
             moved = bound * scale + offset
         sign = np.where(scale < 0, -1.0, 1.0)
@@ -100,14 +101,13 @@ def _is_one(scale: Floats | Affine) -> bool:
 
 
 class AffineWriter:
-    """Arithmetic on Affine values, over a ProgramBuilder. coarse: the result is stored in a byte, so functions need not
-    be finer."""
+    """Arithmetic on Affine values over a ProgramBuilder. coarse: the result is a byte, so approximations suffice."""
 
     def __init__(self, builder: ProgramBuilder, coarse: bool = False) -> None:
         self.builder, self.coarse = builder, coarse
 
     def settle(self, value: Affine) -> Ref:
-        """The value in a register: a sum of fma, then what clip is left."""
+        """Write the value to a register, as a sum of fma and the remaining clip."""
         add = self.builder.add
         total: Ref | None = None
         for ref, scale in value.terms:
@@ -134,14 +134,14 @@ class AffineWriter:
         return total
 
     def _limited(self, op: str, total: Ref, bound: Ref, saturates: bool) -> Ref:
-        """Beside NaN the second is the result: the bound where integers are made of it, else what it was."""
+        """Apply a bound. For NaN the second argument wins: the bound if the result is an integer, else NaN."""
         return self.builder.add(op, *((total, bound) if saturates or self.coarse else (bound, total)))
 
     def _factor(self, scale: Floats | Affine) -> Ref:
         return self.settle(scale) if isinstance(scale, Affine) else self._constant(scale)
 
     def _constant(self, numbers: Floats) -> Ref:
-        """Where a byte is made of the result, infinities become the largest float32: no integer is made of infinity."""
+        """Return a constant; for byte results infinities become the largest float32, as they cannot be rounded."""
         largest = float(np.finfo(np.float32).max)
         return self.builder.constant(np.clip(numbers, -largest, largest) if self.coarse else numbers)
 
@@ -168,12 +168,14 @@ class AffineWriter:
         return Affine(((self.settle(b), a),), _floats(0.0), -_INF, _INF)
 
     def apply(self, op: str, *arguments: Affine) -> Affine:
-        """An instruction that is not linear: its arguments are settled first."""
+        """Add a nonlinear instruction, whose arguments are settled first."""
         return Affine.of(self.builder.add(op, *(self.settle(a) for a in arguments)))
 
     def requantise(self, value: Affine, scale: float, zero_point: int, low: int, high: int) -> Affine:
-        """value / scale + zero_point; clips that the rounding and saturating store does anyway are dropped: 6 / scale
-        may be a little less than 255 where the scale was made of 6."""
+        """Return value / scale + zero_point, without clips that the saturating store makes redundant.
+
+        The bounds have a tolerance of half a step: with scale = 6 / 255, 6 / scale may be slightly below 255.
+        """
         moved = value.scaled(1.0 / scale, zero_point)
         return replace(moved, low=np.where(moved.low < low + 0.5, -_INF, moved.low),
                        high=np.where(moved.high > high - 0.5, _INF, moved.high))

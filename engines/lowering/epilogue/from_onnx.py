@@ -1,7 +1,7 @@
-"""ONNX pointwise nodes as program instructions: one line an operator.
+"""ONNX pointwise operators as epilogue instructions, one line per operator.
 
-A writer takes the AffineWriter, the node and its arguments as Affine values, and returns the result. To add a pointwise
-operator is to add a line here (and, if it is a new function, an instruction to program.py).
+A writer takes the AffineWriter, the node and its arguments as Affine values, and returns the result. A new pointwise
+operator is a line here and, for a new function, an instruction in program.py.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engines.ir.graph import Node
 from engines.lowering.epilogue.affine import Affine, AffineWriter
 
 Writer = Callable[..., Affine]
-MOST_FACTORS = 16       # of a power that is computed as a product
-LEAST_DIVISOR = float(np.finfo(np.float32).tiny)        # whose reciprocal is finite
+MOST_FACTORS = 16       # largest power that is computed by multiplication
+LEAST_DIVISOR = float(np.finfo(np.float32).tiny)        # smallest number with a finite reciprocal
 
 
 def _divide(w: AffineWriter, node: Node, a: Affine, b: Affine) -> Affine:
-    """By the reciprocals of constants, if all are float32's numbers: an infinity by 0 would be none."""
+    """Multiply by the reciprocal of a constant if it is finite, else divide."""
     if b.constant and not node.attrs.get("exact") and np.all(np.abs(b.offset) >= LEAST_DIVISOR):
         return a.scaled(1.0 / b.offset)
     return w.apply("div", a, b)
@@ -35,7 +35,7 @@ def _clip(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 def _prelu(w: AffineWriter, node: Node, x: Affine, slope: Affine) -> Affine:
     x = w.settled(x)
-    if slope.constant and np.all((slope.offset >= 0) & (slope.offset <= 1)):     # the greater of two lines
+    if slope.constant and np.all((slope.offset >= 0) & (slope.offset <= 1)):     # PReLU is the maximum of two lines
         return w.apply("max", x, x.scaled(slope.offset))
     return w.apply("where_positive", x, x, w.multiply(x, slope))
 
@@ -83,7 +83,7 @@ def _elu(w: AffineWriter, x: Affine, alpha: float, gamma: float = 1.0) -> Affine
 
 
 def _pow(w: AffineWriter, node: Node, x: Affine, exponent: Affine) -> Affine:
-    """x**p, of whole p by products; else e**(p log x), whose relative error is below 1e-7 (4 + |p log x|)."""
+    """Return x**p: products for integral p, else e**(p log x) with relative error below 1e-7 (4 + |p log x|)."""
     if x.constant and np.all(x.offset > 0):
         return w.apply("exp", exponent.scaled(np.log(x.offset)))
     if not exponent.constant or exponent.offset.size != 1:
@@ -124,8 +124,10 @@ def _fake_quantize(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    """To float32 it is the same number, to floats of 16 bits the nearest of theirs; to bool, whether it is another than
-    0, to bytes, which it was rounded to before, itself. (To other integers: rules/pointwise.py)"""
+    """Round to 16-bit floats, convert to 0 or 1 for bool, and pass other floats and rounded bytes through.
+
+    Casts to other integers are in rules/pointwise.py.
+    """
     to = node.attrs["to"]
     if to == "bool":
         return w.apply("equal", x, Affine.number(0.0)).scaled(-1, 1)
@@ -133,7 +135,7 @@ def _cast(w: AffineWriter, node: Node, x: Affine) -> Affine:
 
 
 def _unary(w: AffineWriter, node: Node, x: Affine) -> Affine:
-    """The instruction of the same name."""
+    """Apply the instruction named like the operator."""
     return w.apply(node.op.lower(), x)
 
 
@@ -167,7 +169,7 @@ WRITERS: Mapping[str, Writer] = {
     "Cast": _cast,
     "FakeQuantize": _fake_quantize,
     "Where": lambda w, node, condition, a, b: w.apply("where_positive", condition, a, b),
-    # comparisons answer 1 for yes and 0 for no
+    # comparisons return 1 or 0
     "Equal": lambda w, node, a, b: w.apply("equal", a, b),
     "Less": lambda w, node, a, b: w.apply("less", a, b),
     "LessOrEqual": lambda w, node, a, b: w.apply("less_or_equal", a, b),
@@ -177,7 +179,7 @@ WRITERS: Mapping[str, Writer] = {
 
 
 def write_node(w: AffineWriter, node: Node, arguments: list[Any]) -> Affine:
-    """The node's result. NotImplementedError says what cannot be written."""
+    """Return the node's result. Raise NotImplementedError if there is no instruction for it."""
     writer = WRITERS.get(node.op)
     if writer is None:
         raise NotImplementedError(f"no instruction for {node.op}")

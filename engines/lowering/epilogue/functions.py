@@ -1,8 +1,7 @@
-"""Functions as lines of float32 instructions, each written once for every machine that has these instructions.
+"""Elementary functions as sequences of float32 instructions, written once for every target.
 
-NumPy is one such machine, and says what a function means; a backend's is another, and writes the code. Both round
-alike, so that a kernel equals its reference bit for bit. Each function has its polynomial, where it holds and how far
-it errs beside it.
+A function runs on a Machine: NumPy's defines its result, and a backend's emits code. Both round alike, so that kernels
+equal the reference bit for bit. The comment of each polynomial has its range and error.
 """
 from __future__ import annotations
 
@@ -13,37 +12,37 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Floats = Any        # a machine's vector of float32: it has +, -, *, / with others and with numbers
-Ints = Any          # ... of int32: +, -, <<, >> (with the sign) and &
-Test = Any          # a machine's answers of yes and no
+Floats = Any        # a machine's float32 vector, with +, -, *, / by vectors and numbers
+Ints = Any          # a machine's vector of int32, with +, -, <<, >> (arithmetic) and &
+Test = Any          # a machine's vector of booleans
 
 
 class Machine(Protocol):
-    """What a program runs on: beside the operators of its vectors, it has these, of which b and c may be numbers."""
+    """Operations that a program needs in addition to the operators of its vectors. b and c may be numbers."""
     def fma(self, a: Floats, b: Any, c: Any) -> Floats: ...         # a * b + c, rounded once
-    def max(self, a: Floats, b: Any) -> Floats: ...                 # a where a > b, else b: b beside NaN, and of zeros
+    def max(self, a: Floats, b: Any) -> Floats: ...                 # a where a > b, else b (also for NaN and zeros)
     def min(self, a: Floats, b: Any) -> Floats: ...                 # a where a < b, else b
     def unary(self, word: str, x: Floats) -> Floats: ...            # word: sqrt, fabs, floor, ceil, rint
     def compare(self, a: Any, order: str, b: Any) -> Test: ...      # olt, ole, ogt, oge, oeq of floats; ne of integers
     def select(self, test: Test, a: Floats, b: Floats) -> Floats: ...
-    def like(self, x: Floats, number: float) -> Floats: ...         # a constant beside x
-    def bits(self, x: Floats) -> Ints: ...                          # of each float, as an integer
+    def like(self, x: Floats, number: float) -> Floats: ...         # a constant with the shape of x
+    def bits(self, x: Floats) -> Ints: ...                          # bit pattern of each float
     def from_bits(self, bits: Ints) -> Floats: ...
-    def to_float(self, ints: Ints) -> Floats: ...                   # the floats of equal value
-    def round(self, x: Floats) -> Ints: ...                         # the nearest integers, halves to even
+    def to_float(self, ints: Ints) -> Floats: ...                   # conversion to float
+    def round(self, x: Floats) -> Ints: ...                         # nearest integers, halves to even
     def narrowed(self, dtype: str, x: Floats) -> Floats: ...        # rounded to float16 or bfloat16
 
 
-Function = Callable[..., Any]       # of a machine and its vectors
+Function = Callable[..., Any]       # (machine, *vectors) -> vector
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in NumPy, rounded once to float32: the product of two float32 is exact in float64."""
+    """Return a * b + c in NumPy, rounded once to float32; the product of two float32 is exact in float64."""
     return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
 
 
 def _at_least(machine: Machine, x: Floats, low: float) -> Floats:
-    """The greater; of NaN it is NaN."""
+    """Return the larger of x and low, NaN for NaN."""
     return machine.max(machine.like(x, low), x)
 
 
@@ -52,7 +51,7 @@ def _at_most(machine: Machine, x: Floats, high: float) -> Floats:
 
 
 def _polynomial(machine: Machine, x: Floats, coefficients: Sequence[float]) -> Floats:
-    """By Horner's scheme, the highest power first."""
+    """Evaluate a polynomial by Horner's scheme, highest power first."""
     return _continued(machine, x, machine.fma(x, *coefficients[:2]), coefficients[2:])
 
 
@@ -65,8 +64,8 @@ def _continued(machine: Machine, x: Floats, result: Floats, coefficients: Sequen
 # e**r for |r| <= ln(2) / 2: the polynomial of degree 5 with the least relative error, 1.05e-7, that is 1 + r near 0.
 _EXP = (8.312457929816632e-3, 4.189014378180944e-2, 1.6667115407459013e-1, 4.9999231662394594e-1, 1.0, 1.0)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-# Near 1.5 * 2**23 the last bit of a float32 is 1: a sum rounds to an integer there, and shows it in its lowest bits.
-# 127 more, and these are the exponent field of 2**n.
+# Near 1.5 * 2**23 the unit in the last place is 1: a sum rounds to an integer n, held in the low bits. With 127
+# more the low bits are the exponent field of 2**n.
 _INTEGERS = 1.5 * 2 ** 23 + 127
 
 
@@ -79,22 +78,22 @@ def _exp_of_negative(machine: Machine, x: Floats) -> Floats:
 
 
 def _exp_down_to_0(machine: Machine, x: Floats) -> Floats:
-    """The same, and 0 where float32 has no number for it, as of what is masked."""
+    """Return e**x for x <= 0, and 0 where it underflows, as for masked scores."""
     return machine.select(machine.compare(x, "olt", -103.98), machine.like(x, 0), _exp_of_negative(machine, x))
 
 
 def _normal_exp(machine: Machine, x: Floats) -> Floats:
-    """e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2, for a 2**n that is normal; error below 2e-7."""
+    """Return e**x = 2**n * e**r with n = round(x / ln 2), |r| <= ln(2) / 2, for normal 2**n; error below 2e-7."""
     shifted = machine.fma(x, 1 / math.log(2), _INTEGERS)
     n = shifted - _INTEGERS
-    r = machine.fma(n, -_LN2_HIGH, x)       # ln 2 in two pieces: this product is exact
+    r = machine.fma(n, -_LN2_HIGH, x)       # ln 2 in two parts: this product is exact
     r = machine.fma(n, -_LN2_LOW, r)
     p = _polynomial(machine, r, _EXP)
     return p * machine.from_bits(machine.bits(shifted) << 23)
 
 
 def _any_exp(machine: Machine, x: Floats) -> Floats:
-    """e**x = (e**(x / 2))**2: infinity above 88.72, 0 far below; error below 4e-7."""
+    """Return e**x = (e**(x / 2))**2: infinity above 88.72, 0 far below; error below 4e-7."""
     half = _exp(machine, x * 0.5)
     return half * half
 
@@ -119,8 +118,8 @@ def _tanh(machine: Machine, x: Floats) -> Floats:
     return x * p / q
 
 
-# erf by Abramowitz & Stegun 7.1.26 is too coarse (1.5e-7 only in exact arithmetic), so 1 - (polynomial in t)**-16:
-# A&S 7.1.28, |error| <= 3e-7.
+# erf x = 1 - (polynomial in x)**-16 for x >= 0: Abramowitz & Stegun 7.1.28, |error| <= 3e-7. (7.1.26 is less accurate
+# in float32.)
 _ERF = (0.0000430638, 0.0002765672, 0.0001520143, 0.0092705272, 0.0422820123, 0.0705230784, 1.0)
 
 
@@ -135,12 +134,12 @@ def _erf(machine: Machine, x: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Gate:
-    """x times a step from 0 to 1: x (1/2 + near q(u)), where near is x within [-end, end], u = 2 (near / end)**2 - 1.
+    """Gate x * step(x), where the step rises from 0 to 1: x (1/2 + near q(u)).
 
-    A polynomial and no division. In u the coefficients are small (in x**2 they cancel, and float32 leaves 3e-4).
-
-    They are fitted by Lawson's algorithm for the least largest error of the product under q(1) = 1 / (2 end), so that
-    the step is whole beyond the ends.
+    near is x clipped to [-end, end], and u = 2 (near / end)**2 - 1. The step is a polynomial and needs no division. In
+    u the coefficients are small; in x**2 they would cancel, with float32 errors of 3e-4. They are fitted by Lawson's
+    algorithm for the least maximum error of the product under q(1) = 1 / (2 end), so that the step is exactly 0 or 1
+    beyond the ends.
     """
     end: float
     coefficients: tuple[float, ...]     # of u**0, u**1, ...
@@ -151,8 +150,7 @@ class Gate:
         return x * machine.fma(near, self._q(machine, x, u), 0.5)
 
     def _q(self, machine: Machine, x: Floats, u: Floats) -> Floats:
-        """By Estrin's scheme down to three terms: some products more than Horner's, and half as many instructions that
-        wait for each other."""
+        """Evaluate q by Estrin's scheme down to three terms, for half of Horner's dependency chain."""
         terms = [machine.like(x, coefficient) for coefficient in self.coefficients]
         while len(terms) > 3:
             paired = [machine.fma(u, odd, even) for even, odd in zip(terms[::2], terms[1::2], strict=False)]
@@ -167,7 +165,7 @@ class Gate:
 # x Phi(x): absolute error below 2.2e-6, and below 3.4e-7 |x| beyond 5.
 _GELU = Gate(5.0, (1.41363755e-1, -7.02984408e-2, 5.15246131e-2, -4.03866395e-2, 3.13650481e-2, -2.36618873e-2,
                    1.68802664e-2, -1.00634592e-2, 5.1558041e-3, -4.0079765e-3, 3.17372917e-3, -1.04481308e-3))
-# For results that are stored in a byte: errors below a sixteenth (SiLU: a tenth) of its unit, max(|x|, 1/2) / 255.
+# For results stored in a byte: errors below 1/16 (SiLU: 1/10) of its unit, max(|x|, 1/2) / 255.
 _GELU_U8 = Gate(3.5, (0.199394137, -0.0900131911, 0.0522459298, -0.0313684456, 0.0188512858, -0.00625257567))
 _GELU_TANH_U8 = Gate(3.5, (0.199472502, -0.0900409818, 0.0518385731, -0.030816989, 0.0191690773, -0.00676503219))
 _SILU_U8 = Gate(8.0, (0.087807022, -0.042114418, 0.0274583641, -0.0215534791, 0.0297212992, -0.0169348195,
@@ -196,28 +194,28 @@ _LOG1P = (5.364821292459965e-3, -3.0065780505537987e-2, 7.920452207326889e-2, -1
 
 
 def _log1p(machine: Machine, x: Floats) -> Floats:
-    """Relative error below 2e-7. It takes half the instructions of log, which rounds 1 + x, too."""
+    """Return log(1 + x) with relative error below 2e-7, in half the instructions of _log."""
     return x * _polynomial(machine, x, _LOG1P)
 
 
 def _any_log(machine: Machine, x: Floats) -> Floats:
     y = _log(machine, x)
-    y = machine.select(machine.compare(x, "oeq", 0), machine.like(x, -math.inf), y)     # what masks are made by
+    y = machine.select(machine.compare(x, "oeq", 0), machine.like(x, -math.inf), y)     # used to make masks
     y = machine.select(machine.compare(x, "oeq", math.inf), machine.like(x, math.inf), y)
     return machine.select(machine.compare(x, "oge", 0), y, machine.like(x, math.nan))
 
 
-# sin x: x = n pi / 2 + r with |r| <= pi / 4; n's last two bits say whether it is the sine or the cosine of r, and with
-# which sign (cos x = sin(x + pi / 2): n + 1). pi / 2 in three pieces, of which the products with n are exact under fma;
-# Cephes' sinf and cosf. Absolute error below 2e-7 up to |x| = 2**16; beyond, n pi / 2 takes ever more of r's bits.
+# sin x: x = n pi / 2 + r with |r| <= pi / 4; n's last two bits select the sine or the cosine of r, and the sign
+# (cos x = sin(x + pi / 2): n + 1). pi / 2 is in three parts, whose products with n are exact under fma; Cephes' sinf
+# and cosf. Absolute error below 2e-7 up to |x| = 2**16; beyond, n pi / 2 cancels ever more of r's bits.
 _HALF_PI = (1.5707963705062866, -4.371138828673793e-08, -1.7151245100059307e-15)
 _SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
-_TURNS = 1.5 * 2 ** 23      # near it the last bit of a float32 is 1
+_TURNS = 1.5 * 2 ** 23      # near it the unit in the last place of a float32 is 1
 
 
 def _sine(quarters: int) -> Function:
-    """sin(x + quarters * pi / 2)"""
+    """Return the function sin(x + quarters * pi / 2)."""
     def sine(machine: Machine, x: Floats) -> Floats:
         shifted = machine.fma(x, 2 / math.pi, _TURNS)
         n, r = shifted - _TURNS, x
@@ -240,7 +238,7 @@ _ATAN = (2.849888987839222e-3, -1.6068626195192337e-2, 4.2691513895988464e-2, -7
 
 
 def _atan(machine: Machine, x: Floats) -> Floats:
-    """Relative error below 3e-7."""
+    """Return atan x with relative error below 3e-7."""
     size = machine.unary("fabs", x)
     t = _at_most(machine, size, 1.0) / _at_least(machine, size, 1.0)
     y = t * _polynomial(machine, t * t, _ATAN)
@@ -253,7 +251,7 @@ _ASIN = (4.2163199048e-2, 2.4181311049e-2, 4.5470025998e-2, 7.4953002686e-2, 1.6
 
 
 def _halved(machine: Machine, size: Floats) -> tuple[Test, Floats]:
-    """(whether it is beyond 1/2; the arcsine of it or, beyond, of the root of which it is made twice)"""
+    """Reduce |x| for arcsin: return the test |x| > 1/2, and asin(|x|) or, if it holds, asin(sqrt((1 - |x|) / 2))."""
     beyond = machine.compare(size, "ogt", 0.5)
     z = machine.select(beyond, machine.fma(size, -0.5, 0.5), size * size)
     s = machine.select(beyond, machine.unary("sqrt", z), size)
@@ -261,24 +259,24 @@ def _halved(machine: Machine, size: Floats) -> tuple[Test, Floats]:
 
 
 def _asin(machine: Machine, x: Floats) -> Floats:
-    """Relative error below 4e-7."""
+    """Return asin x with relative error below 4e-7."""
     beyond, y = _halved(machine, machine.unary("fabs", x))
     y = machine.select(beyond, machine.fma(y, -2.0, math.pi / 2), y)
     return machine.select(machine.compare(x, "olt", 0), y * -1, y)
 
 
 def _acos(machine: Machine, x: Floats) -> Floats:
-    """Absolute error below 4e-7, and relative where x is near 1."""
+    """Return acos x with absolute error below 4e-7, which is relative near x = 1."""
     beyond, y = _halved(machine, machine.unary("fabs", x))
     negative = machine.compare(x, "olt", 0)
     far = machine.select(negative, machine.fma(y, -2.0, math.pi), y * 2)
     return machine.select(beyond, far, math.pi / 2 - machine.select(negative, y * -1, y))
 
 
-FUNCTIONS: dict[str, Function] = {      # each a dozen machine instructions, which wait for each other
+FUNCTIONS: dict[str, Function] = {      # each a dependency chain of about a dozen instructions
     "exp": _any_exp,
     "exp_of_moderate": _exp,        # from -87 to 88
-    "exp_of_negative": _exp_of_negative,        # or of 0: the same
+    "exp_of_negative": _exp_of_negative,        # x <= 0
     "exp_down_to_0": _exp_down_to_0,            # likewise
     "log": _any_log,
     "log_of_positive": _log,

@@ -1,14 +1,15 @@
-"""What happens to a value on its way to memory: a straight line of float32 instructions, shared by every kernel.
+"""Epilogue programs: sequences of float32 instructions that kernels apply to values before they are stored.
 
     value 0 = the accumulator (of a contraction or a pool)            conv + bias + residual + ReLU:
     value i = instruction i of values, operands and constants           1: fma(acc, scale, bias)
                                                                         2: fma(operand 0, its scale, value 1)
                                                                         3: max(value 2, 0)
-An *operand* is another tensor read at the same position (already widened to float32, not yet dequantised). A *constant*
-is a vector of one float32 per channel in memory (a number is repeated), so that a kernel's text depends on shapes only.
 
-A program runs on any Machine (functions.py): on NumPy, which is its meaning, or on a backend's, which writes the code
-of a kernel. A new pointwise function is a new instruction here, never a change to a kernel.
+An *operand* is another tensor, read at the same position (widened to float32, not dequantised). A *constant* is a
+vector in memory of one float32 per channel (a scalar is repeated), so that a kernel's code depends on shapes only.
+
+A program runs on any Machine (functions.py): NumPy's defines its result, a backend's emits code. A new pointwise
+function is a new instruction here, never a change to a kernel.
 """
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ V = TypeVar("V")        # a machine's vector
 
 @dataclass(frozen=True)
 class Ref:
-    """Where an instruction finds an argument: kind is "value", "operand" or "constant"."""
+    """Argument of an instruction. `kind` is "value", "operand" or "constant"."""
     kind: str
     index: int
 
@@ -38,6 +39,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Instruction:
+    """Instruction of INSTRUCTIONS and its arguments."""
     op: str
     args: tuple[Ref, ...]
 
@@ -47,7 +49,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class EpilogueProgram:
-    """`accumulator`: value 0 is given by the kernel. The result is the last value (or operand 0 if there is none)."""
+    """Program whose result is the last value, or operand 0 if there is none.
+
+    `accumulator`: value 0 is supplied by the kernel.
+    """
     instructions: tuple[Instruction, ...] = ()
     operands: int = 0
     constants: int = 0
@@ -63,17 +68,32 @@ class EpilogueProgram:
 
     @property
     def long(self) -> bool:
-        """Whether it has a function that is a dozen machine instructions, each waiting for the one before."""
+        """True if it has a function of FUNCTIONS, a dependency chain of about a dozen instructions."""
         return any(instruction.op in FUNCTIONS for instruction in self.instructions)
 
     def meaning(self, accumulator: Floats | None, operands: Sequence[Floats], constants: Sequence[Floats]) -> Floats:
-        """The reference: arrays [..., channels], constants [channels] -> the result before it is stored."""
+        """Evaluate the program in NumPy, which defines its result.
+
+        Parameters
+        ----------
+        accumulator : ndarray or None
+            [..., channels].
+        operands : sequence of ndarray
+            [..., channels] each.
+        constants : sequence of ndarray
+            [channels] or [1] each.
+
+        Returns
+        -------
+        ndarray
+            float32 result, before it is converted to the stored dtype.
+        """
         given = None if accumulator is None else _float32(accumulator)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             return _float32(self.run(NUMPY, given, [_float32(x) for x in operands], [_float32(c) for c in constants]))
 
     def run(self, machine: Machine, accumulator: V | None, operands: Sequence[V], constants: Sequence[V]) -> V:
-        """The result, of a machine's vectors."""
+        """Run the program on a machine's vectors."""
         values: list[Any] = [accumulator] if self.accumulator else []
         found: dict[str, Sequence[Any]] = {"value": values, "operand": operands, "constant": constants}
         for instruction in self.instructions:
@@ -83,15 +103,15 @@ class EpilogueProgram:
         return result
 
 
-COPY = EpilogueProgram((), 1, 0, accumulator=False)     # its operand as it is
+COPY = EpilogueProgram((), 1, 0, accumulator=False)     # copies its operand
 
 
 class ProgramBuilder:
-    """Writes a program an instruction at a time; equal instructions, and constants of equal bytes, are kept once."""
+    """Builder of a program. Equal instructions, and constants with equal bytes, are shared."""
 
     def __init__(self, accumulator: bool) -> None:
         self._accumulator = accumulator
-        self._instructions: dict[Instruction, int] = {}     # in order, each with its number
+        self._instructions: dict[Instruction, int] = {}     # in order, with their numbers
         self._operands = 0
         self._constants: dict[bytes, int] = {}
         self.constants: list[Floats] = []       # each [1] or [channels]
@@ -119,7 +139,7 @@ class ProgramBuilder:
         return Ref("value", number + self._accumulator)
 
     def program(self, result: Ref | None = None) -> EpilogueProgram:
-        """The program as written; `result` is what it gives, if that is not what was written last."""
+        """Return the program. `result` is its result if that is not the last value written."""
         written = EpilogueProgram(tuple(self._instructions), self._operands, len(self.constants), self._accumulator)
         if result is not None and result != written.result:
             self.add("mul", result, self.constant(1.0))
@@ -128,14 +148,14 @@ class ProgramBuilder:
 
 # ---- instructions
 def _truth(order: str) -> Function:
-    """A comparison that answers 1 or 0."""
+    """Return a comparison with the results 1 and 0."""
     return lambda machine, a, b: machine.select(machine.compare(a, order, b), machine.like(a, 1), machine.like(a, 0))
 
 
 def _or_nan(word: str) -> Function:
-    """The extreme of two; NaN where either is."""
+    """Return an instruction for max or min that propagates NaN."""
     def extreme(machine: Machine, a: V, b: V) -> V:
-        found = getattr(machine, word)(a, b)        # b beside NaN
+        found = getattr(machine, word)(a, b)        # b if a is NaN
         result: V = machine.select(machine.compare(a, "oeq", a), found, a)
         return result
     return extreme
@@ -170,7 +190,7 @@ INSTRUCTIONS: dict[str, Function] = {
 }
 
 
-# ---- what they mean
+# ---- NumPy's machine
 _UNARY: dict[str, np.ufunc] = {
     "sqrt": np.sqrt, "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "rint": np.rint}
 _ORDERS: dict[str, np.ufunc] = {
@@ -179,14 +199,14 @@ _ORDERS: dict[str, np.ufunc] = {
 
 
 def _rounded(x: Floats) -> NDArray[np.int32]:
-    with np.errstate(invalid="ignore"):     # any integer of NaN
+    with np.errstate(invalid="ignore"):     # NaN becomes an arbitrary integer
         return np.rint(x).astype(np.int32)
 
 
 class _NumPy:
-    """The machine of arrays."""
+    """Machine of NumPy arrays."""
     fma = staticmethod(lambda a, b, c: fma(a, np.float32(b), np.float32(c)))
-    # As CPUs do it: numpy's maximum differs for NaN and for -0.
+    # These follow CPUs: np.maximum differs for NaN and for -0.
     max = staticmethod(lambda a, b: np.where(a > np.float32(b), a, np.float32(b)))
     min = staticmethod(lambda a, b: np.where(a < np.float32(b), a, np.float32(b)))
     unary = staticmethod(lambda word, x: _UNARY[word](x))
@@ -208,14 +228,14 @@ def _float32(numbers: Any) -> Floats:
 
 
 def load_meaning(dtype: str, stored: NDArray[Any]) -> Floats:
-    """What is stored -> float32, as Lanes.load does it; bfloat16 is stored as uint16."""
+    """Convert stored elements to float32, as Lanes.load does; bfloat16 is stored as uint16."""
     if dtype == "bfloat16":
         return from_bfloat16(stored)
     return stored.astype(np.float32)
 
 
 def store_meaning(dtype: str, result: Floats) -> NDArray[Any]:
-    """float32 -> the stored dtype, as Lanes.store does it: halves to even, integers saturated."""
+    """Convert float32 to the stored dtype, as Lanes.store does: half to even, integers saturated."""
     if dtype in ("uint8", "int8", "bool"):
         low, high = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}[dtype]
         return np.clip(np.rint(result), low, high).astype(dtype)

@@ -1,7 +1,6 @@
-"""Elementary functions in float64, by arithmetic on bits, and by series where they are short.
+"""Elementary functions in float64 for nests, by bit manipulation and polynomials.
 
-What stands in float32 alone, and is needed in fast kernels, is in epilogue/functions.py. These are for what is rare:
-float32 takes them by way of float64.
+Float32 functions of fast kernels are in epilogue/functions.py. Rarer float32 functions are computed here in float64.
 """
 from __future__ import annotations
 
@@ -10,18 +9,18 @@ from collections.abc import Sequence
 
 from engines.lowering.nest.program import Term
 
-_LN2 = (0.6931471803691238, 1.9082149292705877e-10)         # in two pieces: the products with exponents are exact
+_LN2 = (0.6931471803691238, 1.9082149292705877e-10)         # in two parts: the products with exponents are exact
 _HALF_PI = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
 _EXP = tuple(1 / math.factorial(n) for n in range(13, -1, -1))
-_LOG = tuple(2 / n for n in range(23, 0, -2))               # of ((m - 1) / (m + 1))**2, at most 0.0295
-_LOG1P = tuple(2 / n for n in range(33, 0, -2))             # of squares of at most 1/9
+_LOG = tuple(2 / n for n in range(23, 0, -2))               # in ((m - 1) / (m + 1))**2 <= 0.0295
+_LOG1P = tuple(2 / n for n in range(33, 0, -2))             # in squares up to 1/9
 _SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1))
 _COSINE = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1))
-_ATAN = tuple((-1) ** n / (2 * n + 1) for n in range(12, -1, -1))   # of squares of at most 0.04
+_ATAN = tuple((-1) ** n / (2 * n + 1) for n in range(12, -1, -1))   # in squares up to 0.04
 
 
 def polynomial(x: Term, coefficients: Sequence[float]) -> Term:
-    """By Horner's scheme, the highest power first."""
+    """Evaluate a polynomial by Horner's scheme, highest power first."""
     result = x.like(coefficients[0])
     for coefficient in coefficients[1:]:
         result = result * x + coefficient
@@ -29,7 +28,7 @@ def polynomial(x: Term, coefficients: Sequence[float]) -> Term:
 
 
 def exp(x: Term) -> Term:
-    """2**n * e**r with n = round(x / ln 2); 0 below -708, infinity above 709.78."""
+    """Return e**x = 2**n * e**r with n = round(x / ln 2); 0 below -708, infinity above 709.78."""
     near = x.at_least(-708.0).at_most(709.8)
     n = (near * (1 / math.log(2))).unary("rint")
     r = near - n * _LN2[0] - n * _LN2[1]
@@ -43,7 +42,7 @@ def _power_of_two(n: Term) -> Term:
 
 
 def log(x: Term) -> Term:
-    """x = 2**n * m with m in [sqrt(1/2), sqrt(2)); -infinity of 0, nothing of what is negative."""
+    """Return log x with x = 2**n * m, m in [sqrt(1/2), sqrt(2)); -inf for 0, NaN for negative x."""
     w = x.writer
     bits = x.bits("i64")
     high = (bits.binary("and", (1 << 52) - 1) + (1023 << 52)).bits("f64")
@@ -58,13 +57,13 @@ def log(x: Term) -> Term:
 
 
 def log1p(x: Term) -> Term:
-    """log(1 + x) for x in [0, 1] = 2 artanh(x / (2 + x))"""
+    """Return log(1 + x) for x in [0, 1] as 2 artanh(x / (2 + x))."""
     s = x / (x + 2.0)
     return s * polynomial(s * s, _LOG1P)
 
 
-def _turned(x: Term, quarters: int) -> Term:
-    """sin(x + quarters * pi / 2)"""
+def _sine(x: Term, quarters: int) -> Term:
+    """Return sin(x + quarters * pi / 2)."""
     w = x.writer
     n = (x * (2 / math.pi)).unary("rint")
     r = x
@@ -77,11 +76,11 @@ def _turned(x: Term, quarters: int) -> Term:
 
 
 def sin(x: Term) -> Term:
-    return _turned(x, 0)
+    return _sine(x, 0)
 
 
 def cos(x: Term) -> Term:
-    return _turned(x, 1)
+    return _sine(x, 1)
 
 
 def tan(x: Term) -> Term:
@@ -89,7 +88,7 @@ def tan(x: Term) -> Term:
 
 
 def atan(x: Term) -> Term:
-    """Of more than 1 by that of 1 / x; atan x = 2 atan(x / (1 + sqrt(1 + x**2))), twice, makes x small."""
+    """Return atan x: pi / 2 - atan(1 / x) above 1, then atan x = 2 atan(x / (1 + sqrt(1 + x**2))) twice."""
     w = x.writer
     size = x.unary("abs")
     beyond = size > 1.0
@@ -144,7 +143,7 @@ def truncated(x: Term) -> Term:
 
 
 def power(x: Term, y: Term) -> Term:
-    """x**y as C's pow: 1 where y is 0, nothing where x is negative and y no integer."""
+    """Return x**y as C's pow: 1 for y = 0, NaN for negative x and non-integral y."""
     w = x.writer
     size = exp(y * log(x.unary("abs")))
     whole = y.equals(y.unary("floor"))
@@ -156,7 +155,7 @@ def power(x: Term, y: Term) -> Term:
 
 
 def remainder(a: Term, b: Term) -> Term:
-    """With the sign of a, as C's fmod: exact of numbers of float32 whose quotient is below 2**29."""
+    """Return the remainder with the sign of a, as C's fmod; exact for float32 numbers with a quotient below 2**29."""
     w, size = a.writer, b.unary("abs")
     x = a.unary("abs")
     rest = x - (x / size).unary("floor") * size
@@ -167,7 +166,7 @@ def remainder(a: Term, b: Term) -> Term:
 
 
 def modulo(a: Term, b: Term) -> Term:
-    """With the sign of b."""
+    """Return the remainder with the sign of b."""
     rest = remainder(a, b)
     opposed = rest.differs(0.0) & (rest < 0.0).differs(b < 0.0)
     return a.writer.where(opposed, rest + b, rest)

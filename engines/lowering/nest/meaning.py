@@ -1,4 +1,4 @@
-"""What a program of a nest means, in NumPy: every operation on an array over all loops at once."""
+"""NumPy interpreter of nest programs, which defines their results: each operation on an array over all loops."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,35 @@ DTYPES = {"f32": np.float32, "f64": np.float64, "i32": np.int32, "i64": np.int64
 
 
 def load(dtype: str, stored: Array) -> Array:
+    """Convert a stored tensor to the dtype of its kind."""
     kind = KINDS[dtype]
     return load_meaning(dtype, stored) if kind == "f32" else stored.astype(DTYPES[kind])
 
 
 def store(dtype: str, value: Array) -> Array:
-    """Integers are cut to the bits that are stored."""
+    """Convert a value to the stored dtype; integers are truncated to its bits."""
     return store_meaning(dtype, value) if KINDS[dtype] == "f32" else value.astype(dtype)
 
 
 def evaluate(program: NestProgram, loops: Sequence[int], reduced: Sequence[int], operands: Sequence[Array],
              items: int) -> list[Array]:
-    """The value of each operation, broadcast to [items, *loops, *reduced] only as far as it depends on them.
+    """Evaluate all operations of a program.
 
-    operands: widened, [items, ...]; those that are read are over the loops, those that are picked from have axes of
-    their own.
+    Parameters
+    ----------
+    program : NestProgram
+        Program to evaluate.
+    loops, reduced : sequence of int
+        Extents of the outer and inner loops.
+    operands : sequence of ndarray
+        Widened operands [items, ...]: those of reads over the loops, those of picks with their own axes.
+    items : int
+        Batch size.
+
+    Returns
+    -------
+    list of ndarray
+        Value of each operation, broadcastable to [items, *loops, *reduced].
     """
     extents, values = (items, *loops, *reduced), list[Array]()
     inner = tuple(range(1 + len(loops), len(extents)))
@@ -88,7 +102,7 @@ def _reduced(how: str, x: Array, inner: tuple[int, ...]) -> Array:
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Of integers truncated toward zero; by 0 it is 0."""
+    """Divide; integers are truncated toward zero, and x / 0 is 0."""
     if a.dtype.kind == "f":
         return np.asarray(a / b)
     safe = np.where(b == 0, 1, b).astype(a.dtype)
@@ -96,7 +110,7 @@ def _quotient(a: Array, b: Array) -> Array:
 
 
 def _shifted(left: bool) -> Callable[[Array, Array], Array]:
-    """By as many bits as there are, or more, nothing is left but the sign."""
+    """Return a shift. Shifts by all bits or more leave 0 or the sign."""
     def shift(a: Array, b: Array) -> Array:
         bits = 8 * a.itemsize
         inside = (b >= 0) & (b < bits)
@@ -108,14 +122,14 @@ def _shifted(left: bool) -> Callable[[Array, Array], Array]:
 
 
 def _rest(rest: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """Of integers by 0 it is 0."""
+    """Return a remainder that is 0 for integers modulo 0."""
     return lambda a, b: np.where((b == 0) & (a.dtype.kind != "f"), 0, rest(a, b))
 
 
 MEANINGS: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "mul": np.multiply, "sub": np.subtract, "div": _quotient, "mod": _rest(np.mod),
     "rem": _rest(np.fmod),
-    # as CPUs do it: numpy's maximum differs for NaN
+    # these follow CPUs: np.maximum differs for NaN
     "max": lambda a, b: np.where(a > b, a, b), "min": lambda a, b: np.where(a < b, a, b),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "invert": np.invert,
     "shl": _shifted(left=True), "shr": _shifted(left=False),

@@ -1,4 +1,4 @@
-"""ONNX's pointwise operators as operations of a nest, for every kind of number that they are defined for."""
+"""ONNX pointwise operators as operations of a nest, for all kinds of numbers that they support."""
 from __future__ import annotations
 
 import math
@@ -10,11 +10,11 @@ from engines.ir.graph import Node
 from engines.lowering.nest import functions
 from engines.lowering.nest.program import FLOATING, KINDS, Term
 
-Formula = Callable[..., Term]       # of a node and its arguments
+Formula = Callable[..., Term]       # (node, *arguments) -> result
 
 
 def write_node(node: Node, arguments: list[Term]) -> Term:
-    """The node's result. NotImplementedError says what cannot be written."""
+    """Return the node's result. Raise NotImplementedError if there is no operation for it."""
     formula = FORMULAS.get(node.op)
     if formula is None:
         raise NotImplementedError(f"no operation for {node.op}")
@@ -22,15 +22,16 @@ def write_node(node: Node, arguments: list[Term]) -> Term:
 
 
 def kind_of(dtype: str) -> str:
+    """Return the kind that a dtype is computed in. Raise NotImplementedError if there is none."""
     kind = KINDS.get(dtype)
     if kind is None:
-        raise NotImplementedError(f"{dtype} is not computed with")
+        raise NotImplementedError(f"no arithmetic on {dtype}")
     return kind
 
 
 # ---- functions
 def _function(name: str, fast: bool = False) -> Formula:
-    """fast: float32 has it in the epilogue's functions."""
+    """Return the formula of a function. fast: the epilogue's functions have it in float32."""
     double = getattr(functions, name, None)
 
     def write(node: Node, x: Term) -> Term:
@@ -48,7 +49,7 @@ EXP, LOG, LOG1P, TANH, SIGMOID, ERF = (
 
 
 def _unary(op: str) -> Formula:
-    """What leaves integers as they are, but for the sign."""
+    """Return the formula of an operation that does not change integers, except neg and abs."""
     def write(node: Node, x: Term) -> Term:
         return x if x.kind not in FLOATING and op not in ("neg", "abs") else x.unary(op)
     return write
@@ -66,15 +67,18 @@ def _pow(node: Node, x: Term, y: Term) -> Term:
     if x.kind not in FLOATING and y.kind not in FLOATING:
         return _integer_power(x, y.to(x.kind))
     result = functions.power(x.to("f64"), y.to("f64"))
-    if x.kind not in FLOATING:      # 5**2.0 is 25, not what 24.999999999999996 is cut off to
+    if x.kind not in FLOATING:      # round first: 5**2.0 may be 24.999999999999996
         whole = result.unary("rint")
         result = x.writer.where((result - whole).unary("abs") < whole.unary("abs") * 8e-15, whole, result)
     return result.to(x.kind)
 
 
 def _integer_power(x: Term, y: Term) -> Term:
-    """By the bits of the exponent: a square for each. Beyond 63 only 0 and 1 have powers that are no overflow; below 0
-    all but 1 and -1 have fractions, which are cut off."""
+    """Raise integers to a power by repeated squaring.
+
+    Six bits of the exponent suffice: beyond 63 only powers of 0, 1 and -1 do not overflow. Negative powers are
+    truncated to 0, except those of 1 and -1.
+    """
     result, square = x.like(1), x
     for bit in range(6):
         wanted = y.binary("shr", bit).binary("and", 1).differs(0)
@@ -88,7 +92,7 @@ def _modulo(node: Node, a: Term, b: Term) -> Term:
     if a.kind not in FLOATING:
         return a.binary("rem" if fmod else "mod", b)
     if a.kind == "f64":
-        raise NotImplementedError("a Mod of f64, whose products would be rounded")
+        raise NotImplementedError("no exact Mod of f64")
     exact = functions.remainder if fmod else functions.modulo
     return exact(a.to("f64"), b.to("f64")).to(a.kind)
 
@@ -101,15 +105,17 @@ def _cast(node: Node, x: Term) -> Term:
     to = node.attrs["to"]
     kind = kind_of(to)
     if x.kind in FLOATING and to in ("int8", "uint8", "int16", "uint16"):
-        return _low_bits(x)                 # numpy cuts what does not fit
+        return _low_bits(x)                 # NumPy truncates to the low bits
     if x.kind == "u64" and kind in ("i32", "i64") or x.kind in ("i32", "i64") and kind == "u64":
         return x.to("i64").to(kind) if x.kind != "u64" else x.bits("i64").to(kind)
     return x.to(kind)
 
 
 def _low_bits(x: Term) -> Term:
-    """At least the last 16 bits of the integer, those of 0 where it has more than 64. Of a float32 by arithmetic that
-    rounds nothing: few machines make vectors of 64 bits of it."""
+    """Return an integer with at least the last 16 bits of x, 0 beyond 64 bits.
+
+    A float32 is split by exact arithmetic, because few targets have vectors of 64-bit integers.
+    """
     if x.kind != "f32":
         return x.to("i64").to("i32")
     size = x.unary("abs")
@@ -122,7 +128,7 @@ def _clip(node: Node, x: Term) -> Term:
         bound = node.attrs.get(key)
         if bound is None or np.ndim(bound):
             if bound is not None:
-                raise NotImplementedError("its bounds are those of channels")
+                raise NotImplementedError("its bounds are per channel")
             continue
         if x.kind in FLOATING:
             x = _bounded(x, op, float(bound))
@@ -132,7 +138,7 @@ def _clip(node: Node, x: Term) -> Term:
 
 
 def _bounded(x: Term, op: str, bound: float) -> Term:
-    """op: max or min, in the order in which NaN stays what it is."""
+    """Apply max or min with a bound, in the order that keeps NaN."""
     return x.like(bound).binary(op, x)
 
 
@@ -167,7 +173,7 @@ def _elu(x: Term, node: Node, alpha: float, gamma: float = 1.0) -> Term:
 
 
 def _softplus(node: Node, x: Term) -> Term:
-    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)"""
+    """Return log(1 + e**x) as max(x, 0) + log(1 + e**-|x|)."""
     return _bounded(x, "max", 0.0) + LOG1P(node, EXP(node, -x.unary("abs")))
 
 
@@ -184,12 +190,12 @@ def _shrink(node: Node, x: Term) -> Term:
 
 
 def _step(x: Term) -> Term:
-    """From 0 to 1."""
+    """Clip to [0, 1]."""
     return _bounded(_bounded(x, "max", 0.0), "min", 1.0)
 
 
 def _fake_quantize(node: Node, x: Term) -> Term:
-    """By a quotient, as its reference: a product with 1 / scale rounds some halves the other way."""
+    """Divide by the scale, as the reference does: multiplying by 1 / scale rounds some halves differently."""
     scale, zero_point, low, high = (node.attrs[key] for key in ("scale", "zero_point", "low", "high"))
     stored = (x / float(scale)).unary("rint") + float(zero_point)
     return (_bounded(_bounded(stored, "max", float(low)), "min", float(high)) - float(zero_point)) * float(scale)
@@ -198,7 +204,7 @@ def _fake_quantize(node: Node, x: Term) -> Term:
 def _extreme(op: str) -> Formula:
     def write(node: Node, first: Term, *others: Term) -> Term:
         for other in others:
-            found = first.binary(op, other)     # `other` beside NaN
+            found = first.binary(op, other)     # `other` if `first` is NaN
             first = first.writer.where(first.equals(first), found, first) if first.kind in FLOATING else found
         return first
     return write

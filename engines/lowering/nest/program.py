@@ -1,22 +1,22 @@
-"""The language of loop nests: what is computed for each element of a result, in terms of the loops around it.
+"""Nest programs: the computation of each element of a result in terms of the surrounding loops.
 
     y[i, j] = sum over k of a[i, k] * b[k, j]
 
         0: read f32 a       1: read f32 b       2: mul f32 (0, 1)       3: reduce f32 (2) sum       result: 3
 
-A program is a list of operations in which each names earlier ones. It says nothing of vectors or of the order of the
-loops. *Reads* are affine: an operand is seen as a view over the loops, with a stride for each. A *pick* reads at
-indices that are themselves computed: of a tensor, of a condition. A *reduce* is over all the inner loops.
+A program is a list of operations that refer to earlier ones. It fixes neither vectors nor the order of loops. A *read*
+is affine: its operand is a view over the loops, with a stride for each. A *pick* reads at computed indices. A *reduce*
+is over all inner loops.
 
-A *cycle* repeats steps, at least once and as long as a test holds. In its steps a *phi* is the value before the step:
-the start in the first turn, afterwards what the step made. An *exit* is the value after the last step.
+A *cycle* is a do-while loop: its steps repeat while a test holds. Within the steps a *phi* is the value before the
+step: the start in the first iteration, then the previous step's. An *exit* is the value after the last step.
 
     0: start    1: phi i64 (0) cycle    2: the step, in terms of 1    3: the test, of 2    4: exit i64 (1, 2, 3) cycle
 
-A step must not change a value for which the test no longer holds: the elements of a result may repeat together.
+A step must not change values for which the test fails: the elements of a vector may iterate together.
 
-What an operation computes in is its kind: f32, f64, i32, i64, u64, or i1, yes and no. Integers wrap; those of fewer
-bits are widened as they are read, and cut as they are written.
+The kind of an operation is its arithmetic: f32, f64, i32, i64, u64, or i1 for booleans. Integers wrap; narrower ones
+are widened by reads and truncated by stores.
 """
 from __future__ import annotations
 
@@ -27,27 +27,36 @@ from functools import cached_property
 from engines.ir.counted import as_int, is_counted, structure
 
 Number = int | float | bool
-# How a stored element is computed with.
+# The kind that a stored dtype is computed in.
 KINDS: Mapping[str, str] = {
     "float32": "f32", "float16": "f32", "bfloat16": "f32", "float64": "f64", "bool": "i1", "int8": "i32",
     "int16": "i32", "int32": "i32", "uint8": "i32", "uint16": "i32", "uint32": "i64", "int64": "i64", "uint64": "u64"}
 FLOATING = ("f32", "f64")
 ITEM = -1               # the loop over the items of a batch
 
-# Operations that give what they are given, and those that answer yes or no.
+# Operations whose result has the kind of their arguments, and those with a boolean result.
 ARITHMETIC = ("add", "sub", "mul", "div", "max", "min", "mod", "rem", "and", "or", "xor", "shl", "shr", "neg", "abs",
               "invert", "sqrt", "floor", "ceil", "rint")
 COMPARISONS = ("eq", "ne", "lt", "le")
-# Of reductions: the last four say where the extreme is.
+# Kinds of reductions; the last four return the index of the extreme.
 REDUCTIONS = ("sum", "product", "max", "min", "first_max", "last_max", "first_min", "last_min")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """op: number, index, item, read, pick, reduce, phi, exit, cast, bits, where, a function of the epilogue, or one of
-    the above.
+    """Operation of a nest program.
 
-    args: the operations that it takes. what: the number, the loop, the operand, the kind of reduction or the cycle.
+    Attributes
+    ----------
+    op : str
+        number, index, item, read, pick, reduce, phi, exit, cast, bits, where, a function of the epilogue, or one of
+        ARITHMETIC and COMPARISONS.
+    kind : str
+        Kind of the result.
+    args : tuple of int
+        Numbers of the operations that it uses.
+    what : number, str or None
+        The number, loop, operand, kind of reduction, or cycle.
     """
     op: str
     kind: str
@@ -60,9 +69,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Cycle:
-    """A cycle as numbers of operations.
+    """Cycle as numbers of operations.
 
-    phis, steps, exits: one of each for every value. body: the operations that change from turn to turn.
+    Attributes
+    ----------
+    phis, steps, exits : tuple of int
+        One of each per value.
+    test : int
+        The condition to continue.
+    body : tuple of int
+        Operations that change between iterations.
     """
     phis: tuple[int, ...]
     steps: tuple[int, ...]
@@ -73,17 +89,17 @@ class Cycle:
 
 @dataclass(frozen=True)
 class NestProgram:
-    """results: the operations whose values are stored."""
+    """Operations, and the numbers of those whose values are stored."""
     operations: tuple[Operation, ...]
     results: tuple[int, ...]
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.operations)) + f" -> {', '.join(map(str, self.results))}"
 
-    def needed(self, wanted: Collection[int]) -> set[int]:
-        """These operations and all that they are made of."""
+    def needed(self, roots: Collection[int]) -> set[int]:
+        """Return the given operations and all that they depend on."""
         found: set[int] = set()
-        waiting = list(wanted)
+        waiting = list(roots)
         while waiting:
             if (one := waiting.pop()) not in found:
                 found.add(one)
@@ -109,14 +125,14 @@ class NestProgram:
 
     @property
     def chased(self) -> set[int]:
-        """What is picked and tells where to pick on: nodes of trees."""
+        """Picks whose results are indices of other picks, such as nodes of trees."""
         picks = [number for number, one in enumerate(self.operations) if one.op == "pick"]
         return {one for number in picks for one in self.needed(self.operations[number].args).intersection(picks)}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """offset + the sum of coefficient * loop: an index whose way through the loops is known."""
+    """Index that is affine in the loops: offset + sum of coefficient * loop."""
     offset: int
     steps: tuple[tuple[int, int], ...] = ()     # (loop, coefficient), in order
 
@@ -132,11 +148,11 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """An operation of a program that is being written; its operators write there. They take Terms or numbers."""
+    """Operation of a program under construction. Its operators append operations; they accept Terms or numbers."""
     writer: Writer = field(repr=False)
     number: int
     kind: str
-    linear: Linear | None = None        # of an i64
+    linear: Linear | None = None        # of an i64 that is affine in the loops
 
     def binary(self, op: str, other: Term | Number, kind: str = "") -> Term:
         other = self.like(other)
@@ -144,7 +160,7 @@ class Term:
         return self.writer.add(op, kind or self.kind, self, other)
 
     def like(self, other: Term | Number) -> Term:
-        """`other` as a Term: a number becomes one of this kind."""
+        """Return `other` as a Term of this kind."""
         return other if isinstance(other, Term) else self.writer.constant(other, self.kind)
 
     def __add__(self, other: Term | Number) -> Term:
@@ -170,11 +186,11 @@ class Term:
         return self.binary("div", other)
 
     def __floordiv__(self, other: int) -> Term:
-        """Of indices, which are not negative."""
+        """Divide a non-negative index."""
         return self if other == 1 else self.binary("div", other)
 
     def __mod__(self, other: Term | Number) -> Term:
-        """With the sign of the divisor."""
+        """Return the remainder with the sign of the divisor."""
         return self.binary("mod", other)
 
     def __neg__(self) -> Term:
@@ -208,38 +224,43 @@ class Term:
         return self.binary("ne", other, "i1")
 
     def at_least(self, other: Term | Number) -> Term:
-        """The greater; `other` beside NaN."""
+        """Return the larger operand, `other` if this one is NaN."""
         return self.binary("max", other)
 
     def at_most(self, other: Term | Number) -> Term:
         return self.binary("min", other)
 
     def within(self, extent: int) -> Term:
-        """The nearest index of an axis."""
+        """Clamp to the indices of an axis."""
         return self.at_least(0).at_most(extent - 1)
 
     def unary(self, op: str) -> Term:
         return self.writer.add(op, self.kind, self)
 
     def to(self, kind: str) -> Term:
-        """The same number in another kind; floats are truncated to integers."""
+        """Convert to another kind; floats are truncated to integers."""
         return self if kind == self.kind else self.writer.add("cast", kind, self)
 
     def bits(self, kind: str) -> Term:
-        """The same bits as another kind."""
+        """Reinterpret the bits as another kind."""
         return self.writer.add("bits", kind, self)
 
 
 class Writer:
-    """Writes a program; equal operations are kept once.
+    """Builder of a nest program; equal operations are shared.
 
-    loops: the extents of the outer loops, which the result has as axes, then of the inner ones, which are reduced.
+    Parameters
+    ----------
+    loops : sequence of int
+        Extents of the outer loops, the axes of the result.
+    reduced : sequence of int
+        Extents of the inner loops.
     """
 
     def __init__(self, loops: Sequence[int], reduced: Sequence[int] = ()) -> None:
         self.loops, self.reduced = tuple(map(as_int, loops)), tuple(map(as_int, reduced))
         self._operations: list[Operation] = []
-        self._numbers: dict[Hashable, int] = {}         # of an operation, by what makes it equal to others
+        self._numbers: dict[Hashable, int] = {}         # operation, or its structure -> its number
         self._cycles = 0
 
     # ---- numbers and indices
@@ -250,7 +271,7 @@ class Writer:
         return self.along(Linear(0, ((loop, 1),)))
 
     def along(self, linear: Linear) -> Term:
-        """An index as the sum of its parts."""
+        """Return an affine index as a sum of its parts."""
         parts = [self._scaled(loop, step) for loop, step in linear.steps]
         if linear.offset or not parts:
             parts.append(self._add(Operation("number", "i64", (), linear.offset)))
@@ -264,7 +285,7 @@ class Writer:
         return one if step == 1 else self.add("mul", "i64", one, self._add(Operation("number", "i64", (), step)))
 
     def bounds(self, term: Term) -> tuple[int, int] | None:
-        """The least and the greatest of an index whose way through the loops is known."""
+        """Return the bounds of an affine index, or None if it is not affine or includes the item."""
         if term.linear is None or any(loop == ITEM for loop, _ in term.linear.steps):
             return None
         extents = (*self.loops, *self.reduced)
@@ -283,7 +304,7 @@ class Writer:
         return self._add(Operation("pick", kind, tuple(index.number for index in indices), operand))
 
     def reduce(self, how: str, term: Term) -> Term:
-        """Over all inner loops; where the first or last extreme is, as their index in row-major order."""
+        """Reduce over all inner loops. The index of an extreme is row-major over them."""
         return self._add(Operation("reduce", "i64" if "_" in how else term.kind, (term.number,), how))
 
     def repeat_while(self, starts: Sequence[Term], step: Callable[[list[Term]], list[Term]],
@@ -314,14 +335,14 @@ class Writer:
         return self.add("where", first.kind, test, first.like(a), first.like(b))
 
     def both(self, tests: Sequence[Term]) -> Term:
-        """Whether all are so."""
+        """Return the conjunction of tests."""
         first, *others = tests
         for other in others:
             first = first & other
         return first
 
     def program(self, *results: Term) -> NestProgram:
-        """What was written, as far as these results need it."""
+        """Return the program for these results, with dead operations removed."""
         whole = NestProgram(tuple(self._operations), tuple(result.number for result in results))
         kept = sorted(whole.needed(whole.results))
         places = {old: new for new, old in enumerate(kept)}

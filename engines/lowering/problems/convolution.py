@@ -1,15 +1,14 @@
-"""Convolutions, with constant weights: of all channels of a group, of which the matrix product is the 1x1 case; and
-depthwise.
+"""Convolutions with constant weights: grouped ones, of which a matrix product is the 1x1 case, and depthwise ones.
 
     Contraction   y[n, i, j, o] = program(sum over p, q, c of x[n, i_p, j_q, c] * w[o, c, p, q])
     Depthwise     y[n, i, j, c] = program(sum over p, q of x[n, i_p, j_q, c] * w[c, p, q])
 
-    i_p = i * stride + p * dilation, and so is j_q: the row and the column of x that a tap (p, q) reads
+    i_p = i * stride + p * dilation, and likewise j_q: the row and column of x that tap (p, q) reads
 
-Of volumes there are planes before the rows: [planes, rows, columns, channels], taps (r, p, q).
+Volumes have planes before rows: [planes, rows, columns, channels], taps (r, p, q).
 
-x and y are NHWC; x's address is that of tap (0, 0) of output pixel (0, 0), and around it lies a halo of zero points, so
-that no tap needs a test. The matrix product x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
+x and y are NHWC. The address of x is that of tap (0, 0) of output pixel (0, 0), and x has a halo of zero points, so
+that taps need no bounds tests. The matrix product x[M, K] w[N, K]' is the 1x1 convolution of one row of M pixels.
 """
 from __future__ import annotations
 
@@ -29,33 +28,35 @@ from engines.lowering.problems.view import Halo
 
 @dataclass(frozen=True)
 class Convolution(ImageProblem):
-    """Views of one item are [rows, columns, channels], or of planes of those; x's includes all that the taps reach.
+    """Base of convolutions. Views of an item are [rows, columns, channels], or with planes first.
 
-    Constants: "weights" [channels of y, channels of x in a group, *taps], int8 or float; "program", a sequence of
+    x includes everything that the taps reach.
+
+    Constants: "weights" [channels of y, channels of x per group, *taps], int8 or float; "program", a sequence of
     float32 [1] or [channels].
     """
-    precision: str                  # int8, fp32, bf16, fp16: how x is stored
+    precision: str                  # int8, fp32, bf16 or fp16: the stored form of x
     taps: tuple[int, ...] = (1, 1)
     stride: tuple[int, ...] = (1, 1)
     dilation: tuple[int, ...] = (1, 1)
 
     @property
-    def misfit(self) -> str:
-        return super().misfit or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
+    def unsupported_dtype(self) -> str:
+        return super().unsupported_dtype or ("" if self.x.dtype == STORED[self.precision] else self.x.dtype)
 
     def read_by_tap(self, x: Array, *tap: int) -> Array:
-        """The pixels of x [batch, rows, columns, ...] that a tap of all output pixels reads."""
+        """Return the pixels of x [batch, rows, columns, ...] that a tap reads for all output pixels."""
         return x[(slice(None), *(slice(t * d, t * d + (count - 1) * s + 1, s) for t, d, s, count in zip(
             tap, self.dilation, self.stride, self.y.shape, strict=False)))]
 
 
 @dataclass(frozen=True)
 class Contraction(Convolution):
-    """Every channel of a group of y sums up all channels of that group of x."""
+    """Grouped convolution: a channel of y sums over all channels of its group of x."""
     groups: int = 1
-    border: Halo = Halo()           # rows and columns of x, in from its edges, that hold nothing but zeros: of images
-    bounded: bool = False           # INT8: no x makes a sum of x * w leave +-2**25
-    weights: str = ""               # float: how they are kept where not as x is: int8, whole numbers of a scale a cout
+    border: Halo = Halo()           # rows and columns at the edges of x that are always zero (images only)
+    bounded: bool = False           # INT8: sums of x * w stay within +-2**25 for all x
+    weights: str = ""               # float: "int8" if they are stored as int8 with a scale per cout, else ""
     family = "contraction"
 
     @property
@@ -68,12 +69,12 @@ class Contraction(Convolution):
 
     @property
     def cout(self) -> int:
-        """Of one group."""
+        """Output channels per group."""
         return self.y.shape[-1] // self.groups
 
     @property
     def cin(self) -> int:
-        """Of one group."""
+        """Input channels per group."""
         return self.x.shape[-1] // self.groups
 
     @property
@@ -81,7 +82,7 @@ class Contraction(Convolution):
         return math.prod(self.y.shape) * self.cin * math.prod(self.taps)
 
     def real_weights(self, constants: Mapping[str, Any]) -> Array:
-        """As they are multiplied."""
+        """Return the weights with the values that are multiplied."""
         return np.asarray(constants["weights"])
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -89,7 +90,7 @@ class Contraction(Convolution):
         return (self.finished(self.sums(x, constants).astype(np.float32), operands, constants),)
 
     def sums(self, x: Array, constants: Mapping[str, Any]) -> Array:
-        """[batch, *y.shape]: of bytes exact."""
+        """Return the sums [batch, *y.shape]; exact for bytes."""
         # Sums of bytes are exact in float64, and NumPy multiplies matrices of floats many times as fast as integers.
         wide: np.dtype[Any] = np.dtype(np.float64 if self.precision == "int8" else np.float32)
         weights = self.real_weights(constants)
@@ -107,9 +108,9 @@ class Contraction(Convolution):
 
 @dataclass(frozen=True)
 class BlockedProduct(Contraction):
-    """A matrix product by weights of four bits: w[o, k] = scale[o, k // block] * q[o, k] + offset[o, k // block].
+    """Matrix product with 4-bit weights: w[o, k] = scale[o, k // block] * q[o, k] + offset[o, k // block].
 
-    Constants: "weights", q as uint8 [channels of y, channels of x] of 0 to 15; "scales" and "offsets", float32.
+    Constants: "weights", q as uint8 [channels of y, channels of x] in 0..15; "scales" and "offsets", float32.
     """
     block: int = 0
     centred: bool = False           # every offset is -8 times the scale
@@ -123,18 +124,20 @@ class BlockedProduct(Contraction):
 
 @dataclass(frozen=True)
 class RoundedProduct(BlockedProduct):
-    """The same of rows of x that were rounded by the same blocks: bytes, as engines/ops/blocks.py lays them out. Sums
-    inside a block are exact in integers."""
+    """Blocked product whose x is quantised in the same blocks, as bytes laid out by engines/ops/blocks.py.
+
+    Sums within a block are exact in integers.
+    """
     family = "rounded_product"
 
     @property
-    def misfit(self) -> str:
+    def unsupported_dtype(self) -> str:
         others = (view.dtype for view in (*self.operands, self.y) if view.dtype not in self.computes_on)
         return next(others, "" if self.x.dtype == "int8" else self.x.dtype)
 
     @property
     def cin(self) -> int:
-        """To the end of the last block."""
+        """Input channels, padded to whole blocks."""
         return self.x.shape[-1] // (HEAD + self.block) * self.block
 
     def sums(self, x: Array, constants: Mapping[str, Any]) -> Array:
@@ -144,8 +147,10 @@ class RoundedProduct(BlockedProduct):
 
 @dataclass(frozen=True)
 class Depthwise(Convolution):
-    """Every channel of y is made of the same one of x. Floats are computed in float32; nothing past the last tap is
-    read."""
+    """Depthwise convolution: a channel of y depends on the same channel of x.
+
+    Floats are computed in float32. Nothing past the last tap is read.
+    """
     family = "depthwise"
 
     @property
@@ -162,7 +167,7 @@ class Depthwise(Convolution):
         wide: Any = x.astype(np.int64) if integers else load_meaning(self.x.dtype, x)
         weights: Any = np.asarray(constants["weights"]).reshape(self.channels, *self.taps)
         acc: Any = np.zeros((len(x), *self.y.shape), np.int64 if integers else np.float32)
-        for q in range(self.taps[1]):       # column by column: the order in which the kernel adds floats
+        for q in range(self.taps[1]):       # column-major, the kernel's order of float additions
             for p in range(self.taps[0]):
                 tap, w = self.read_by_tap(wide, p, q), weights[:, p, q]
                 acc = acc + tap * w.astype(np.int64) if integers else fma(tap, w.astype(np.float32), acc)

@@ -1,13 +1,12 @@
-"""Problems on each element, along an axis or along a row: programs, integers, cumulative sums, the k largest.
+"""Elementwise problems, and those along an axis or row: programs, integers, cumulative sums, top-k.
 
     Pointwise       y[n, i, ..., c] = program(sources[n, i, ..., c]; constants[c])      chains, casts, broadcasts
-    Integers        y[n, i, ...] = operation(sources[n, i, ...])        in int64, whatever the tensors are stored as
+    Integers        y[n, i, ...] = operation(sources[n, i, ...])        in int64, for any stored dtype
     CumulativeSum   y[n, o, i, j] = x[n, o, 0, j] + ... + x[n, o, i, j] reverse: from the end; or a product
-    TopK            the k largest or smallest of a row, in order, and where they were; of equals the first
+    TopK            the k largest or smallest of a row in order, and their indices; the first among equals
 
-By int64 no number is rounded, as it would be on its way through float32, and what is stored in fewer bits wraps as the
-same arithmetic in those bits would. Integers are token numbers, positions, masks of yes and no; truth is stored as 1
-and 0.
+int64 does not round, unlike float32, and truncating its results to fewer bits wraps as arithmetic in those bits would.
+Integers are token ids, positions and masks; booleans are stored as 1 and 0.
 """
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from engines.lowering.problems.problem import Array, Problem, UnaryProblem
 from engines.lowering.problems.view import FLOATS, View
 
 UNSIGNED = ("bool", "uint8")
-STORED_INTEGERS = (*UNSIGNED, "int8", "int32", "int64")         # float32 is read too, and truncated
-CASTS = ("bool", "int8", "int32", "int64")          # what a program reads beside floats, as casts and a Where do
-WIDEST_TOP_K = 1 << 18      # elements of a row: kernels keep a number for each on a thread's stack
-WIDEST_OF_FEW = 1 << 22     # ... where at most MOST_OF_WIDE are asked for: then for blocks of them only
+STORED_INTEGERS = (*UNSIGNED, "int8", "int32", "int64")         # float32 is accepted, too, and truncated
+CASTS = ("bool", "int8", "int32", "int64")          # non-float inputs of programs, for casts and Where
+WIDEST_TOP_K = 1 << 18      # elements per row: kernels keep a number for each on a thread's stack
+WIDEST_OF_FEW = 1 << 22     # elements per row for k up to MOST_OF_WIDE: a number per block of elements
 MOST_OF_WIDE = 1 << 11
 
 
 @dataclass(frozen=True)
 class BroadcastProblem(Problem):
-    """sources and output are of one shape; a source's stride of 0 broadcasts."""
+    """Elementwise problem. Sources and output have one shape; a source's stride of 0 broadcasts."""
     sources: tuple[View, ...]
     output: View
     reads = ("sources",)
@@ -40,9 +39,9 @@ class BroadcastProblem(Problem):
 
 @dataclass(frozen=True)
 class Pointwise(BroadcastProblem):
-    """program.accumulator is False.
+    """Epilogue program on every element. `program.accumulator` is False.
 
-    uniform: every constant of the program is one number; otherwise they are per index of the innermost axis.
+    uniform: all constants are scalars; otherwise they are indexed by the innermost axis.
     """
     program: EpilogueProgram
     uniform: bool = False
@@ -55,12 +54,12 @@ class Pointwise(BroadcastProblem):
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Truncated toward zero; by 0 it is 0."""
+    """Divide with truncation toward zero; x / 0 is 0."""
     exact = np.where(b == 0, 1, b)
     return np.where(b == 0, 0, (a - np.fmod(a, exact)) // exact)
 
 
-# An operation on int64; an answer of yes or no is 1 or 0.
+# Operations on int64; booleans are 1 or 0.
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "copy": lambda x: x,
     "not": lambda x: x == 0,
@@ -89,7 +88,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Integers(BroadcastProblem):
-    """operation: a key of OPERATIONS."""
+    """Integer operation on every element. `operation` is a key of OPERATIONS."""
     operation: str
     family = "integers"
     computes_on = (*STORED_INTEGERS, "float32")
@@ -102,10 +101,10 @@ class Integers(BroadcastProblem):
 
 @dataclass(frozen=True)
 class CumulativeSum(UnaryProblem):
-    """x and y are of one shape and one dtype. `axis` is one of the item's.
+    """Cumulative sum or product. x and y have one shape and dtype; `axis` is an axis of the item.
 
-    Sums are made in order, so that they round as numpy's do; integers wrap. exclusive: without x[n, o, i, j].
-    product: of products instead of sums.
+    Additions are in order, so that results round as NumPy's; integers wrap. exclusive: without the element itself.
+    product: products instead of sums.
     """
     axis: int
     exclusive: bool = False
@@ -128,9 +127,9 @@ class CumulativeSum(UnaryProblem):
 
 @dataclass(frozen=True)
 class TopK(Problem):
-    """x: [..., width]; indices: int64 [..., k]; values, if wanted: [..., k].
+    """The k largest or smallest elements of rows: x [..., width], indices int64 [..., k], values [..., k] or None.
 
-    Of int32 and int64 the least, -2**31 or -2**63, counts as the one above it.
+    The least int32 and int64, -2**31 and -2**63, compare equal to the number above them.
     """
     x: View
     values: View | None

@@ -29,15 +29,15 @@ from engines.lowering.epilogue.program import load_meaning
 from engines.lowering.problems.problem import Array, ImageProblem
 from engines.lowering.problems.view import View, joined
 
-FEW, MANY = 1 << 7, 1 << 12         # pixels of a GlobalPool: up to FEW are one run, ...
-RUN, LONG_RUN = 1 << 5, 1 << 9      # ... up to MANY are cut into short ones: about as many runs as are pixels in each
+FEW, MANY = 1 << 7, 1 << 12         # pixels of a GlobalPool: one run up to FEW, ...
+RUN, LONG_RUN = 1 << 5, 1 << 9      # ... short runs up to MANY, about as many as pixels in each
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One spatial axis of a window, and how the image's border cuts it."""
-    extent: int             # of x
-    outputs: int            # of y
+    """Spatial axis of a window, and its clipping at the image's border."""
+    extent: int             # extent of x
+    outputs: int            # extent of y
     kernel: int
     stride: int
     dilation: int
@@ -45,7 +45,7 @@ class Axis:
     end: int
 
     def taps(self, i: int) -> tuple[int, int, int]:
-        """For output i: [first, last) of the taps inside the image, and how many lie inside the padded image."""
+        """Return [first, last) of output i's taps within the image, and the number within the padded image."""
         places = [i * self.stride - self.begin + p * self.dilation for p in range(self.kernel)]
         inside = [p for p, place in enumerate(places) if 0 <= place < self.extent]
         counted = sum(place < self.extent + self.end for place in places)
@@ -53,7 +53,7 @@ class Axis:
 
     @property
     def groups(self) -> list[tuple[int, int, tuple[int, int, int]]]:
-        """Runs of outputs cut alike: (first output, how many, taps). Those that are whole lie side by side."""
+        """Runs of outputs with equal taps as (first output, count, taps); unclipped outputs form one run."""
         first, behind, whole = 0, self.outputs, (0, self.kernel, self.kernel)
         while first < behind and self.taps(first) != whole:
             first += 1
@@ -67,18 +67,18 @@ class Axis:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """[first, last) of the outputs whose windows lie inside the image."""
+        """Range [first, last) of the outputs whose windows are not clipped."""
         return next(((first, first + count) for first, count, taps in self.groups
                      if taps == (0, self.kernel, self.kernel)), (0, 0))
 
 
 @dataclass(frozen=True)
 class Pool(ImageProblem):
-    """kind: "max" or "average". Views are [height, width, channels], or of volumes [depth, height, width, channels]."""
+    """Window pooling, of kind "max" or "average". Views are [height, width, channels], or with depth first."""
     kind: str
     kernel: tuple[int, ...]
     stride: tuple[int, ...] = (1, 1)
-    pads: tuple[int, ...] = (0, 0, 0, 0)        # before each axis, then behind: top, left, bottom, right
+    pads: tuple[int, ...] = (0, 0, 0, 0)        # before each axis, then after: top, left, bottom, right
     dilation: tuple[int, ...] = (1, 1)
     count_include_pad: bool = False
     pad_value: int = 0
@@ -86,14 +86,14 @@ class Pool(ImageProblem):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Rows, columns; of volumes, planes before them."""
+        """Spatial axes: rows and columns; planes first for volumes."""
         rank = len(self.kernel)
         return tuple(Axis(self.x.shape[a], self.y.shape[a], self.kernel[a], self.stride[a], self.dilation[a],
                           self.pads[a], self.pads[a + rank]) for a in range(rank))
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The axes in the order in which floats are summed along them: rows, planes, columns."""
+        """Order of the axes in which floats are summed: rows, planes, columns."""
         return (0, 1) if len(self.kernel) == 2 else (1, 0, 2)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -125,7 +125,10 @@ class Pool(ImageProblem):
 
 @dataclass(frozen=True)
 class GlobalPool(ImageProblem):
-    """kind: "max" or "sum". x: [..., channels]; y and the operands: any shape of as many elements, channels last."""
+    """Global pooling, of kind "max" or "sum".
+
+    x is [..., channels]; y and the operands have any shape with as many elements, channels last.
+    """
     kind: str
     family = "global_pool"
 
@@ -135,13 +138,12 @@ class GlobalPool(ImageProblem):
 
     @property
     def places(self) -> View:
-        """x with as few axes as it lies in."""
+        """View of x with as few axes as possible."""
         return joined((self.x,), keep_last=True)[0]
 
     @property
     def run(self) -> int:
-        """How many neighbours are summed before what they make is added to the rest, for a long sum of floats rounds
-        away what is added to it; 0: all are one run."""
+        """Number of pixels per partial sum, which bounds rounding errors; 0: a single sum."""
         pixels = math.prod(self.places.shape[:-1])
         if self.kind != "sum" or self.x.dtype == "uint8" or pixels <= FEW:
             return 0
@@ -155,7 +157,7 @@ class GlobalPool(ImageProblem):
             rows = wide.reshape(len(x), -1, self.places.shape[-2], self.channels)
             parts = [np.add.accumulate(rows[:, :, i:i + run], 2)[:, :, -1] for i in range(0, rows.shape[2], run)]
             wide = np.stack(parts, 2).reshape(len(x), -1, self.channels)
-        # One after the other, as kernels add; numpy's sum would pair them.
+        # In order, as kernels add; np.sum adds pairwise.
         accumulator = wide.max(1) if self.kind == "max" else np.add.accumulate(wide, 1)[:, -1]
         return (self.finished(accumulator.astype(np.float32).reshape(len(x), *self.y.shape), operands, constants),)
 

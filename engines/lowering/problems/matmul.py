@@ -1,4 +1,4 @@
-"""The matrix product of two tensors that are both computed at run time, in batches; and attention, made of two.
+"""Batched matrix product of two run-time tensors, and attention.
 
     Product     y[n, ..., m, o] = program(sum over k of a[n, ..., m, k] * b[n, ..., k, o])
     IntegerProduct              = sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb)
@@ -6,17 +6,19 @@
                 p[s, t]    = e**(x[s, t] - max over t of x[s])
                 x          = scale * q[n, h, s] . k[n, h, t] + mask[n, h, s, t]
 
-Factors are read as they lie: leading axes may be strided (heads of a wider tensor) or repeated (strides of 0), the last
-two of a right factor in either order.
+Factors are read in place: leading axes may be strided (heads of a wider tensor) or broadcast (strides of 0), and the
+last two of a right factor may be in either order.
 
-In int8 all sums are exact. A product is of (a - za) * (b - zb). The p of an attention is round(255 * e**...), a byte
-that uses its whole range in every row, and the sum that divides is that of these bytes: an exact mean. What k's zero
-point adds to a score is the same for a whole row, which a softmax does not see.
+In INT8 all sums are exact. A product is of (a - za) * (b - zb). The p of attention is round(255 * e**...), a byte that
+uses its full range in every row, and the divisor is the sum of these bytes, so the mean is exact. k's zero point adds a
+constant to a row of scores, which a softmax ignores.
 
-A query that sees no key, all x being minus infinity, has the mean 0: p and 1 / sum of p are 0, and in int8, where sums
-are of v - MIDDLE, v's zero point less MIDDLE is added.
+A query without visible keys (all x are -inf) has the mean 0: p and 1 / sum of p are 0. In INT8, where sums are of v -
+MIDDLE, v's zero point minus MIDDLE is added.
 
-Source: Vaswani et al., Attention Is All You Need, equation 1.
+References
+----------
+Vaswani et al., "Attention Is All You Need", 2017, equation 1.
 """
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.rows import less_peak, reduced_rows, share_of
 from engines.lowering.problems.view import View
 
-MIDDLE = 128            # of uint8: stored - MIDDLE is an int8
+MIDDLE = 128            # uint8 - MIDDLE is an int8
 
 
 @dataclass(frozen=True)
 class Product(Problem):
-    """Views of one item: a [..., M, K], b [..., K, N], y and the program's operands [..., M, N].
+    """Batched matrix product. Views of an item: a [..., M, K], b [..., K, N], y and the program's operands [..., M, N].
 
-    The innermost axis of a and y is contiguous, of b it or the one before it.
+    The innermost axis of a and y is contiguous, and one of the last two of b.
 
     Constants: "numbers", the zero points of a and b; "program", a sequence of float32 [1] or [N].
     """
@@ -69,16 +71,16 @@ class Product(Problem):
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         a, b, *operands = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True))
         a, b = (x - np.float32(zero) for x, zero in zip((a, b), constants["numbers"], strict=True))
-        wide: type[Any] = np.float64 if self.precision == "int8" else np.float32    # exact, as a contraction's are
+        wide: type[Any] = np.float64 if self.precision == "int8" else np.float32    # exact for bytes
         sums = np.matmul(a.astype(wide), b.astype(wide)).astype(np.float32)
         return (store_meaning(self.y.dtype, self.program.meaning(sums, operands, constants["program"])),)
 
 
 @dataclass(frozen=True)
 class IntegerProduct(Product):
-    """A product of bytes, in int32, whose zero points are in memory: one for each factor, of its dtype, or none.
+    """Product of bytes in int32 with zero points in memory: one for each factor, of its dtype, or none.
 
-    a is of uint8, b of uint8 or int8.
+    a is uint8, b is uint8 or int8.
     """
     operands: tuple[View, ...] = ()
     program: EpilogueProgram = EpilogueProgram()
@@ -99,12 +101,14 @@ class IntegerProduct(Product):
 
 @dataclass(frozen=True)
 class Attention(Problem):
-    """Views of one item: q [..., S, D], k [..., T, D], v [..., T, E], mask [..., S, T], y [..., S, E]; ... are heads.
+    """Scaled dot-product attention.
 
-    The innermost axis of q and y is contiguous; of k and v it or the one before it. mask: floats, repeated by strides
-    of 0. value 0 of the program is the mean of v in v's units: less its zero point, or in int8 less MIDDLE.
+    Views of an item: q [..., S, D], k [..., T, D], v [..., T, E], mask [..., S, T], y [..., S, E]; leading axes are
+    heads. The innermost axis of q and y is contiguous, and one of the last two of k and v. The mask is float and
+    broadcast by strides of 0. Value 0 of the program is the mean of v in v's units, minus its zero point, or minus
+    MIDDLE in INT8.
 
-    Constants: "numbers", the scale of the scores, the zero points of q, k and v; "program", float32 [1] or [E].
+    Constants: "numbers", the scale of the scores and the zero points of q, k and v; "program", float32 [1] or [E].
     """
     q: View
     k: View
@@ -138,16 +142,16 @@ class Attention(Problem):
 
     @property
     def units(self) -> np.float32:
-        """What makes units of log 2 of differences of scores: 1 where the scale has done it already, for no mask."""
+        """Factor from differences of scores to exponents of 2; without a mask it is 1, folded into the scale."""
         return np.float32(LOG2_E if self.mask else 1.0)
 
     def numbers(self, constants: Mapping[str, Any]) -> Floats:
-        """The constant "numbers", the scale in the units of the scores."""
+        """Return the constant "numbers" with the scale in the units of the scores."""
         scale, *zeros = constants["numbers"]
         return np.asarray([scale * LOG2_E / float(self.units), *zeros], np.float32)
 
     def scores(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> Floats:
-        """x of the equations, of q, k and perhaps the mask among the inputs."""
+        """Return the scores x from the inputs q, k and optionally the mask."""
         scale, *zeros = self.numbers(constants)
         q, k, _, *masks = (load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=False))
         if self.precision == "int8":
@@ -173,5 +177,5 @@ class Attention(Problem):
 
 
 def _product(a: Floats, b: Floats) -> Floats:
-    """a @ b in float32."""
+    """Return a @ b in float32."""
     return np.asarray(np.matmul(a, b), np.float32)

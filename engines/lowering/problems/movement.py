@@ -1,4 +1,4 @@
-"""Problems that only move elements, perhaps with a program on the way.
+"""Data movement, optionally with an epilogue program.
 
     Permute         y[n, i, j, ...] = program(x[n, i, j, ...])      transposes, concat, split, slice, layout changes
     Take            y[n, o, i, :] = x[n, o, index[i], :]            the index is a constant: Gather, channel orders
@@ -6,8 +6,8 @@
     GatherElements  y[n, i, j] = x[n, i, index[n, i, j]]            along any axis of the item
     HaloFill        the halo around each image of a buffer = value
 
-Of a Lookup and of GatherElements a negative index counts from the end, and one beyond the table or the axis picks its
-last row or element: a request cannot read other memory.
+Negative indices of Lookup and GatherElements count from the end, and indices out of range are clamped to the last row
+or element, so that a request cannot read other memory.
 """
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from engines.lowering.problems.view import SIZES, View
 
 @dataclass(frozen=True)
 class Permute(UnaryProblem):
-    """x and y have the same shape, each its own strides; program's constants are per index of y's innermost axis, or
-    `uniform`."""
+    """Copy between two layouts of one shape.
+
+    The program's constants are indexed by y's innermost axis, or are scalars if `uniform`.
+    """
     program: EpilogueProgram = COPY
     uniform: bool = False
     family = "permute"
 
     @property
     def raw(self) -> bool:
-        """The bytes are only moved."""
+        """True if bytes are only moved, without conversion to float."""
         return self.x.dtype == self.y.dtype and not self.program.instructions
 
     @property
-    def misfit(self) -> str:
-        return "" if self.raw else super().misfit
+    def unsupported_dtype(self) -> str:
+        return "" if self.raw else super().unsupported_dtype
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         x, = inputs
@@ -49,34 +51,34 @@ class Permute(UnaryProblem):
 
 @dataclass(frozen=True)
 class Take(UnaryProblem):
-    """x and y have the same shape but for `axis`; the axes behind it are dense in both."""
+    """Gather with a constant index along `axis`; axes after it are dense in x and y."""
     axis: int
     family = "take"
     computes_on = SIZES     # it moves bytes
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"index": ints of x's axis, one for each of y's; negative ones count from the end."""
+        """Take rows at "index", integers per element of y's axis; negative ones count from the end."""
         return (np.take(inputs[0], np.asarray(constants["index"]), self.axis + 1),)
 
 
 @dataclass(frozen=True)
 class Lookup(Problem):
-    """index: any shape of int32 or int64; y: the same and the innermost axis of the table, dense."""
+    """Row lookup in a constant table. index: int32 or int64 of any shape; y: its shape and the table's dense rows."""
     index: View
     y: View
-    rows: int           # of the table
+    rows: int           # rows of the table
     family = "lookup"
     computes_on = SIZES     # it moves bytes
     reads = ("index",)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"table": [rows, width], as it is stored."""
+        """Look rows up in "table", [rows, width] in the stored dtype."""
         return (np.asarray(constants["table"])[_clamped(inputs[0], self.rows)],)
 
 
 @dataclass(frozen=True)
 class GatherElements(UnaryProblem):
-    """x: y's shape but for `axis`; index: int32 or int64, of y's shape (a stride of 0 repeats)."""
+    """Element gather along `axis`. index: int32 or int64 of y's shape (a stride of 0 broadcasts)."""
     index: View
     axis: int
     family = "gather_elements"
@@ -89,7 +91,7 @@ class GatherElements(UnaryProblem):
 
 
 def _clamped(index: Array, extent: int) -> Array:
-    """Negative ones count from the end; what then lies outside is the last."""
+    """Wrap negative indices and clamp to the last element."""
     wide = index.astype(np.int64)
     positions = np.where(wide < 0, wide + extent, wide).astype(np.uint64)
     return np.minimum(positions, np.uint64(extent - 1)).astype(np.int64)
@@ -97,12 +99,12 @@ def _clamped(index: Array, extent: int) -> Array:
 
 @dataclass(frozen=True)
 class HaloFill(Problem):
-    """Views are uint8 [runs, bytes of a run]; every byte becomes `value`. They are groups of equal runs:
+    """Fill of an image's halo with the byte `value`. Views are uint8 [runs, bytes per run], groups of equal runs:
 
-        head        the rows above, and what stands left in the first row of the image
-        sides       what stands right in a row and left in the next; of volumes [planes, runs, bytes of a run]
-        between     of volumes: what stands between the last row of a plane and the first of the next
-        tail        what stands right in the last row, and the rows below
+        head        the rows above, and the left halo of the image's first row
+        sides       the right halo of a row and the left halo of the next; volumes [planes, runs, bytes per run]
+        between     volumes: from the last row of a plane to the first of the next
+        tail        the right halo of the last row, and the rows below
     """
     runs: tuple[View, ...]
     value: int
@@ -111,5 +113,5 @@ class HaloFill(Problem):
     writes = ("runs",)
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Of one item: there is no input that would say how many there are."""
+        """Return the runs of one item: without an input the batch is unknown."""
         return tuple(np.full((1, *view.shape), self.value, np.uint8) for view in self.runs)

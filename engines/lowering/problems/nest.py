@@ -1,7 +1,7 @@
-"""Problems of any loops: what is computed for each element is a program (engines/lowering/nest).
+"""Loop nests whose elements are computed by a program (engines/lowering/nest).
 
     Nest        y[n, i, j, ...] = program                               reductions, gathers, windows, odd dtypes
-    Scatter     y = x, then for each i, j, ... in order: y[n, place] = y[n, place] and the program's value, combined
+    Scatter     y = x, then for each i, j, ... in order: y[n, place] = combine(y[n, place], value)
 """
 from __future__ import annotations
 
@@ -20,9 +20,22 @@ from engines.lowering.problems.view import View
 
 @dataclass(frozen=True)
 class Nest(Problem):
-    """sources: of those that the program reads, views over (*loops, *reduced), which a stride of 0 repeats along; of
-    those that it picks from, of any shape. targets: a view for each result, over the loops; with `inside` over
-    (*loops, *reduced): then each turn of the inner loops stores what it finds."""
+    """Loop nest with dense results.
+
+    Attributes
+    ----------
+    sources : tuple of View
+        Operands. Those of reads are views over (*loops, *reduced), broadcast by strides of 0; those of picks have any
+        shape.
+    targets : tuple of View
+        Results over the loops, or over (*loops, *reduced) if `inside`.
+    loops, reduced : tuple of int
+        Extents of the outer and inner loops.
+    program : NestProgram
+        Computation of an element.
+    inside : bool
+        Store a result in every iteration of the inner loops.
+    """
     sources: tuple[View, ...]
     targets: tuple[View, ...]
     loops: tuple[int, ...]
@@ -36,7 +49,7 @@ class Nest(Problem):
 
     @property
     def bytes(self) -> int:
-        """A view with strides of 0 is as large as what it repeats."""
+        """Bytes moved per item; broadcast axes count once."""
         return sum(touched(view) for view in (*self.sources, *self.targets))
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -46,7 +59,7 @@ class Nest(Problem):
         results = []
         for view, number in zip(self.targets, self.program.results, strict=True):
             value = values[number]
-            if not self.inside:         # a tensor that is read may repeat itself along the reduced loops
+            if not self.inside:         # a read may be broadcast along the reduced loops
                 value = value.reshape(*value.shape[:1 + len(self.loops)], -1)[..., 0]
             results.append(store(view.dtype, np.broadcast_to(value, (items, *view.shape)).copy()))
         return tuple(results)
@@ -54,10 +67,12 @@ class Nest(Problem):
 
 @dataclass(frozen=True)
 class Scatter(Problem):
-    """sources: as of a Nest; the first is x, of y's shape, which the program does not name. The program's results are
-    the value, then an index for each axis of y.
+    """Copy of x with updates at computed places, in order.
 
-    combined: "" where the value takes the place of what is there; else add, mul, max or min.
+    `sources` are as those of a Nest; the first is x, of y's shape, which the program does not read. The program's
+    results are the value, then an index per axis of y.
+
+    combined: "" to overwrite, or add, mul, max or min.
     """
     sources: tuple[View, ...]
     y: View
@@ -83,10 +98,10 @@ class Scatter(Problem):
         if self.combined:
             {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[self.combined].at(y, at, value)
         else:
-            y[at] = value       # NumPy keeps the last of several
+            y[at] = value       # the last of equal places wins
         return (store(self.y.dtype, y),)
 
 
 def touched(view: View) -> int:
-    """Bytes of an item that a view shows, each once."""
+    """Return the bytes of an item that a view covers; broadcast axes count once."""
     return view.size * math.prod(n for n, stride in zip(view.shape, view.strides, strict=True) if stride)

@@ -1,26 +1,25 @@
-"""Recurrent cells from step to step: LSTM, GRU, RNN after their projection.
+"""Recurrent cells over time: LSTM, GRU and RNN after their input projection.
 
     for t in time: for stage of the cell:
       sum[gate, unit] = sum over k of state[stage.source][k] * R[gate, unit, k]         for gate in stage.gates
       for update in stage.updates:
-        state[update.slot] = program(x[...], sum[...], state[...], unit constants)      unit by unit
-    h goes to y
+        state[update.slot] = program(x[...], sum[...], state[...], unit constants)      per unit
+    store h to y
 
-State 0 is h, which every unit of the next product reads: its new value is seen from the next step on (and by updates
-that come later in the step). An LSTM has one stage and a second state, c. A GRU has one stage where the reset gate
-scales the product (linear_before_reset); else two, with the states z and r * h between them.
+State 0 is h, which all units of the next product read: its new value is visible from the next step on (and to later
+updates of the step). An LSTM has one stage and a second state, c. A GRU has one stage if the reset gate scales the
+product (linear_before_reset), else two, with the states z and r * h between them.
 
-precision "int16" multiplies integers: the state, which is known to be between -1 and 1, in units of 2**-13, by weights
-of 16 bits with a scale per row. Sums are exact; the error of a product is that of rounding its factors, some 2**-13,
-and the weights take half the bytes. "int8" does the same in 8 bits: the state in units of 1/127 around a zero point of
-128, for layers of so many weights that reading them in every step is what takes the time. Everything but these products
-is float32.
+Precision "int16" multiplies integers: the state, known to be in [-1, 1], in units of 2**-13, by 16-bit weights with a
+scale per row. Sums are exact; the error of a product is that of rounding its factors, about 2**-13, and weights take
+half the bytes. "int8" does so in 8 bits, with the state in units of 1/127 around a zero point of 128, for layers that
+are bound by reading their weights in every step. All but these products is float32.
 
-`rounds`: the model itself rounds the state before each step, to 8 bits of its own range, and its weights are bytes. The
-product is one of those integers, exact; its scale is the weights' times the state's. Of each two neighbours, whose
-products a machine may sum in 16 bits, the second is `crowded` if they would not fit for each state.
+`rounds`: the model itself quantises the state before each step, to 8 bits of its own range, and its weights are bytes.
+The integer product is exact; its scale is that of the weights times that of the state. A machine may add the products
+of two neighbouring units of the state in 16 bits; the second one is `crowded` if they may not fit.
 
-An item with a length of its own walks that many steps; y is zero behind them.
+An item with its own length runs that many steps; y is zero after them.
 """
 from __future__ import annotations
 
@@ -36,36 +35,38 @@ from engines.lowering.epilogue.program import EpilogueProgram, Floats, load_mean
 from engines.lowering.problems.problem import Array, Problem
 from engines.lowering.problems.view import FLOATS, View
 
-SECOND_LEVEL = 1 << 18  # bytes of the second level of cache that some machines have no more of
+SECOND_LEVEL = 1 << 18  # smallest L2 cache of the targets, in bytes
 
 
 @dataclass(frozen=True)
 class QuantizedState:
-    """A state between -1 and 1 in integers: round(state * one) + zero."""
+    """Integer form of a state in [-1, 1]: round(state * one) + zero."""
     one: int
     zero: int
 
 
 QUANTIZED_STATES = {"int16": QuantizedState(1 << 13, 0), "int8": QuantizedState(127, 128)}      # by precision
 
-# ("x", gate), ("sum", gate), ("gate", gate) which is the sum of both, ("state", slot), ("unit", constant of a unit)
+# ("x", gate), ("sum", gate), ("gate", gate) for their sum, ("state", slot), ("unit", constant of a unit)
 Source = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Update:
-    """A state's new value. `numbers` are the program's constants, the same for every unit."""
+    """New value of a state. `numbers` are the program's constants, shared by all units."""
     slot: int
     program: EpilogueProgram
     operands: tuple[Source, ...]
     numbers: tuple[float, ...]
 
     def meaning(self, operands: Sequence[Floats]) -> Floats:
+        """Compute the new value in NumPy."""
         return self.program.meaning(None, operands, [np.array([number], np.float32) for number in self.numbers])
 
 
 @dataclass(frozen=True)
 class Stage:
+    """Product with state `source` for some gates, and the updates that follow it."""
     gates: tuple[int, ...]
     source: int
     updates: tuple[Update, ...]
@@ -73,9 +74,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cell:
+    """Stages of a recurrent cell."""
     stages: tuple[Stage, ...]
-    kept: int                   # states that outlive a step: the first ones
-    units: int                  # constants of a unit
+    kept: int                   # number of states that persist between steps
+    units: int                  # number of constants per unit
 
     @property
     def states(self) -> int:
@@ -88,21 +90,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Recurrence(Problem):
-    """gates [T, D G H]; y [T, D H]; first and last: the kept states [D H] before and after. D directions."""
+    """Recurrent layer with D directions.
+
+    gates [T, D G H]; y [T, D H]; first and last: the persistent states [D H] before and after.
+    """
     gates: View
     hidden: int
-    cells: tuple[Cell, ...]             # of each direction
+    cells: tuple[Cell, ...]             # per direction
     backwards: tuple[bool, ...]
     y: View | None                      # None: nobody reads it
-    first: tuple[View | None, ...]      # None: zeros, or a constant for every item: see given
+    first: tuple[View | None, ...]      # None: zeros, or a constant listed in `given`
     last: tuple[View | None, ...]       # None: nobody reads it
-    lengths: View | None = None         # int32 []: the items' own numbers of steps
-    given: tuple[int, ...] = ()         # the kept states whose first values are constants
-    program: EpilogueProgram = EpilogueProgram()        # h on its way to y ...
-    numbers: tuple[float, ...] = ()     # ... and its constants, the same for every unit
+    lengths: View | None = None         # int32 []: number of steps of each item
+    given: tuple[int, ...] = ()         # persistent states whose initial values are constants
+    program: EpilogueProgram = EpilogueProgram()        # program from h to y ...
+    numbers: tuple[float, ...] = ()     # ... and its constants, shared by all units
     precision: str = "fp32"
-    rounds: bool = False                # then precision is "int8"
-    crowded: int | None = None          # ... and so many units are crowded, if they are but few
+    rounds: bool = False                # implies precision "int8"
+    crowded: int | None = None          # number of crowded units if it is small, else None
     family = "recurrence"
     computes_on = (*FLOATS, "int32")    # lengths are int32
     reads = ("gates", "first", "lengths")
@@ -117,19 +122,22 @@ class Recurrence(Problem):
         return self.gates.shape[0]
 
     def first_constants(self, constants: Mapping[str, Any]) -> Sequence[Array]:
-        """The first states that are constants."""
+        """Return the initial states that are constants."""
         return constants["first"] if self.given else ()
 
     def scales_by_gate(self, constants: Mapping[str, Any]) -> list[Array]:
-        """What makes real numbers of integer sums, for each gate [D, H]; none in float."""
+        """Return the scales of integer sums per gate, [D, H] each; none for floats."""
         if self.precision not in QUANTIZED_STATES:
             return []
         scales = np.asarray(constants["scales"], np.float32)
         return list(scales.reshape(len(self.cells), -1, self.hidden).swapaxes(0, 1))
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """"weights": [D, G H, H], float32, int16 or int8; "units": a sequence of float32 [D, H]; "scales": [D, G H], of
-        integers; "first": for each given state float32 [D H]."""
+        """Compute the layer in NumPy.
+
+        Constants: "weights" [D, G H, H], float32, int16 or int8; "units", a sequence of float32 [D, H]; "scales" [D, G
+        H] for integers; "first", a float32 [D H] for each state of `given`.
+        """
         given = iter(inputs)
         gates = load_meaning(self.gates.dtype, next(given))
         items, count = len(gates), len(self.cells)
@@ -160,7 +168,7 @@ class Recurrence(Problem):
         return tuple(results)
 
     def _step(self, d: int, x: Floats, kept: list[Floats], constants: Mapping[str, Any]) -> list[Floats]:
-        """One item's kept states after a step; x [G, H]."""
+        """Return one item's persistent states after a step; x is [G, H]."""
         cell = self.cells[d]
         new, old = dict(enumerate(kept)), kept[0]
         for stage in cell.stages:
@@ -176,7 +184,7 @@ class Recurrence(Problem):
         return [new[slot] for slot in range(cell.kept)]
 
     def _product(self, d: int, gate: int, state: Floats, constants: Mapping[str, Any]) -> tuple[Floats, Any]:
-        """The sums of one gate, without the zero point's part, and what makes real numbers of them."""
+        """Return the sums of one gate, without the zero point's part, and their scale."""
         weights = np.asarray(constants["weights"])[d].reshape(-1, self.hidden, self.hidden)[gate]
         if self.precision not in QUANTIZED_STATES:
             return np.asarray(weights @ state, np.float32), np.float32(1)
@@ -190,8 +198,10 @@ class Recurrence(Problem):
 
 
 def by_own_range(state: Floats) -> tuple[Floats, np.float32]:
-    """(integers from -255 to 255, what 1 of them means): 256 steps from the least to the greatest element, of which 0
-    is one."""
+    """Quantise a state to 256 steps between its minimum and maximum, with 0 on a step.
+
+    Returns the integers in -255..255 and the step.
+    """
     low, high = state.min(initial=0), state.max(initial=0)
     step = np.float32((high - low) / np.float32(255)) or np.float32(1)
     zero = np.clip(np.rint(-low / step), 0, 255)
@@ -199,8 +209,10 @@ def by_own_range(state: Floats) -> tuple[Floats, np.float32]:
 
 
 def crowded_units(weights: Array) -> NDArray[np.intp]:
-    """Of int8 weights [..., H]: those odd units that with the one before them are too much for 16 bits. A sum of two
-    products u8 * s8 fits if the weights of one sign add up to no more than 128."""
+    """Return the odd units of int8 weights [..., H] whose products may overflow 16 bits with those of the unit before.
+
+    A sum of two u8 * s8 products fits if the weights of equal sign add up to at most 128.
+    """
     rows = weights.reshape(-1, weights.shape[-1])[:, :weights.shape[-1] // 2 * 2].astype(np.int16)
     first, second = rows[:, ::2], rows[:, 1::2]
     most = np.maximum(np.maximum(first, 0) + np.maximum(second, 0), -np.minimum(first, 0) - np.minimum(second, 0))
@@ -208,17 +220,17 @@ def crowded_units(weights: Array) -> NDArray[np.intp]:
 
 
 def integer_precision(weights: Array) -> str:
-    """Of recurrent weights [D, G H, H] in an INT8 engine: 16 bits where they stay in the second level of cache."""
+    """Return the precision of recurrent weights [D, G H, H] in INT8 engines: 16 bits if they fit in L2."""
     return "int16" if weights[0].size * 2 <= SECOND_LEVEL else "int8"
 
 
 def integer_weights(weights: Array, precision: str) -> tuple[Array, Array]:
-    """[D, G H, H] float32 -> (int16 or int8, scales [D, G H]).
+    """Quantise recurrent weights [D, G H, H], and return int16 or int8 weights and scales [D, G H].
 
-    A row's scale is the finest for which neither a weight leaves its bits nor a sum of products 32.
+    A row's scale is the finest for which its weights fit their bits, and sums of products fit 32 bits.
     """
     dtype, one = precision, QUANTIZED_STATES[precision].one
-    most = one + QUANTIZED_STATES[precision].zero      # of a state as it is stored
+    most = one + QUANTIZED_STATES[precision].zero      # largest stored state
     largest = np.abs(weights).max(axis=2) / np.iinfo(dtype).max
     total = np.abs(weights).sum(axis=2) / ((np.iinfo(np.int32).max - weights.shape[2] * most) / most)
     step = np.maximum(largest, total)

@@ -1,19 +1,19 @@
 """Problems along the innermost axis: softmax, norms, local response normalisation, reductions.
 
     softmax   y = program(e**(x - max x) / sum of e**(x - max x))
-              a row of minus infinity, a query that may look at nothing, becomes zeros
+              a row of -inf (a query without visible keys) becomes zeros
     log       y = program(x - max x - log(sum of e**(x - max x)))
     layer     y = program((x - mean) / sqrt(variance + epsilon))        variance: the mean of (x - mean)**2
     rms       y = program(x / sqrt(mean of x**2 + epsilon))
     l2        y = program(x / max(sqrt(sum of x**2), epsilon))
     LRN       y[c] = program(x[c] * (bias + alpha / size * sum over k of x[c - before + k]**2) ** -beta)
-              k in 0..size-1, before = (size - 1) // 2; channels that are not there count as 0
-    reduce    y = program(sum, max or min of x)                         one element a row
+              k in 0..size-1, before = (size - 1) // 2; missing channels are 0
+    reduce    y = program(sum, max or min of x)                         one element per row
     extreme   y = program(max or min of all x)                          one element for all rows of all items
 
 A norm's scale and shift (gamma, beta) and a mean's 1 / width are constants of the program; squares and absolute values
-are instructions of the prologue. The order of a reduction is the same on every machine: element i goes to partial
-i % 64, and the partials are combined by halves. So results are equal bit for bit, whatever the lanes.
+are instructions of the prologue. All machines reduce in the same order: element i goes to partial result i % 64, and
+the partial results are combined by halves. Results are thus equal bit for bit for any number of lanes.
 """
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from engines.lowering.problems.view import View
 
 PARTIALS = 64
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-WIDEST_LRN = 64         # channels of a window of local response normalisation
+WIDEST_LRN = 64         # channels per window of local response normalisation
 EXP = INSTRUCTIONS["exp_of_moderate"]
 EXP_DOWN_TO_0 = INSTRUCTIONS["exp_down_to_0"]
-ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta, given a square root
+ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta -> t**beta by square roots
     0.5: lambda t, root: root(t),
     0.75: lambda t, root: root(t) * root(root(t)),
     1.0: lambda t, root: t}
@@ -50,11 +50,12 @@ ROOTS: dict[float, Callable[[Any, Callable[[Any], Any]], Any]] = {     # beta ->
 
 @dataclass(frozen=True)
 class RowProblem(Problem):
-    """The parts that all problems along rows share.
+    """Base of problems along rows.
 
-    sources: of one shape [..., width] (a stride of 0 broadcasts); prologue: its operands -> x, usually dequantised.
-    y: of the same shape, or with one element a row; operands: of its program, shaped as y.
-    Constants are per index of the row: "prologue" and "program", each a sequence of float32 [1] or [width].
+    `sources` have one shape [..., width] (a stride of 0 broadcasts); `prologue` maps them to x, usually by
+    dequantisation. y has their shape or one element per row; `operands` are further inputs of `program`, shaped as y.
+
+    Constants: "prologue" and "program", each a sequence of float32 [1] or [width].
     """
     sources: tuple[View, ...]
     y: View
@@ -73,7 +74,7 @@ class RowProblem(Problem):
 
     @abstractmethod
     def meaning(self, x: Floats) -> Floats:
-        """x [..., width] -> the accumulator of the program."""
+        """Return the program's accumulator for x [..., width]."""
 
     def reference(self, inputs: Sequence[Array], constants: Mapping[str, Any]) -> tuple[Array, ...]:
         arrays = [load_meaning(view.dtype, x) for view, x in zip(self.inputs, inputs, strict=True)]
@@ -85,6 +86,7 @@ class RowProblem(Problem):
 
 @dataclass(frozen=True)
 class Softmax(RowProblem):
+    """Softmax, or log-softmax if `log`."""
     log: bool = False
     family = "softmax"
 
@@ -99,6 +101,7 @@ class Softmax(RowProblem):
 
 @dataclass(frozen=True)
 class Norm(RowProblem):
+    """Normalisation of kind "layer", "rms" or "l2"."""
     kind: str = "layer"
     epsilon: float = 1e-5
     family = "norm"
@@ -117,7 +120,7 @@ class Norm(RowProblem):
 
 @dataclass(frozen=True)
 class Lrn(RowProblem):
-    """The power is e**(-beta * log t), t > 0; those of quarters that networks use are roots."""
+    """Local response normalisation. The power is e**(-beta * log t), t > 0, or square roots for the betas of ROOTS."""
     size: int = 5
     alpha: float = 1e-4
     beta: float = 0.75
@@ -138,7 +141,7 @@ class Lrn(RowProblem):
 
 @dataclass(frozen=True)
 class Reduce(RowProblem):
-    """y: [..., 1]. The constants of both programs are single numbers."""
+    """Reduction to y [..., 1]. All constants are scalars."""
     kind: str = "sum"
     family = "reduce"
 
@@ -152,7 +155,7 @@ class Reduce(RowProblem):
 
 @dataclass(frozen=True)
 class Extreme(Reduce):
-    """What all items have in common: y is [1], and each item's is the same one in memory (its `item` is 0)."""
+    """Maximum or minimum over all items. y is [1], shared by all items (its `item` is 0)."""
     family = "extreme"
 
     def meaning(self, x: Floats) -> Floats:
@@ -161,12 +164,12 @@ class Extreme(Reduce):
 
 
 def log_of_positive(machine: Any, x: Any) -> Any:
-    """Of NaN it is NaN."""
+    """Return log x for positive x, NaN for NaN."""
     return machine.select(machine.compare(x, "oeq", x), INSTRUCTIONS["log_of_positive"](machine, x), x)
 
 
 def reduced_rows(kind: str, x: Floats) -> Floats:
-    """The sum, max or min of [..., width]: [..., 1]."""
+    """Return the sum, max or min of [..., width] as [..., 1]."""
     combine: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PARTIALS)]
     chunks = np.pad(x, padding, constant_values=np.float32(NEUTRAL[kind])).reshape(*x.shape[:-1], -1, PARTIALS)
@@ -180,10 +183,10 @@ def reduced_rows(kind: str, x: Floats) -> Floats:
 
 
 def share_of(peak: Floats, total: Floats) -> Floats:
-    """What the exponentials of a row are multiplied by: 1 / their sum, or 0 where there was nothing to see."""
+    """Return 1 / total, the factor of a row's exponentials, or 0 for a row of -inf."""
     return np.where(peak == -np.inf, np.float32(0), np.float32(1) / np.where(total == 0, np.float32(1), total))
 
 
 def less_peak(x: Floats, peak: Floats) -> Floats:
-    """x - peak; where the peak is minus infinity, x, for `share_of` will make it zeros."""
+    """Return x - peak, or x where the peak is -inf; `share_of` then makes it zeros."""
     return x - np.where(peak == -np.inf, np.float32(0), peak)

@@ -1,6 +1,6 @@
-"""Problems whose results data select: as many rows as there may be, of which a number tells those that count.
+"""Problems with data-dependent result sizes: outputs have room for the maximum, and a count of valid rows.
 
-    Suppression     the best boxes of each class, none of which covers a better one
+    Suppression     non-maximum suppression per class
 """
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from engines.lowering.problems.view import View
 
 @dataclass(frozen=True)
 class Suppression(Problem):
-    """boxes [batch, boxes, 4], scores [batch, classes, boxes], most, overlap and least, one element each -> chosen
-    [rows, 3], of which the first `count` count; `limit`, of a class, bounds what `most` says. The batch is here no
-    batch of items: the rows of one picture come behind those of the one before.
+    """Non-maximum suppression.
 
-    centred: a box is its centre and its sides; else two corners.
+    boxes [batch, boxes, 4], scores [batch, classes, boxes], and most, overlap and least, one element each -> chosen
+    [rows, 3], of which the first `count` are valid. `limit` bounds `most` per class. The batch is an ordinary axis
+    here: rows of one image follow those of the image before.
+
+    centred: boxes are centre and size instead of two corners.
     """
     boxes: View
     scores: View
@@ -51,12 +53,12 @@ class Suppression(Problem):
         return chosen, np.array([[count]], np.int64)
 
     def _covers(self, boxes: Array, taken: Sequence[int], box: int, overlap: np.float32) -> bool:
-        """Whether one of those that are taken covers a box by more than that share of both."""
+        """Return True if the IoU of a box with one of the `taken` boxes exceeds `overlap`."""
         first, second = boxes[:, :2], boxes[:, 2:]
         low, high = (first - second / 2, first + second / 2) if self.centred else (
             np.minimum(first, second), np.maximum(first, second))
         area = (high - low).prod(1)
         common = np.maximum(np.minimum(high[taken], high[box]) - np.maximum(low[taken], low[box]), 0).prod(1)
-        with np.errstate(invalid="ignore"):     # of boxes without end
+        with np.errstate(invalid="ignore"):     # infinite boxes
             union = np.maximum(area[taken] + area[box] - common, np.finfo(np.float32).tiny)
         return bool((common > overlap * union).any())

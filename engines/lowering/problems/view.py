@@ -1,4 +1,4 @@
-"""Views: how a kernel sees a tensor in memory, by a shape and by strides in bytes; and the halo around an image."""
+"""Views of tensors in memory: shape and byte strides; and the halo around an image."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -6,43 +6,43 @@ from dataclasses import dataclass
 
 from engines.ir.dtypes import RARE, memory_dtype
 
-# Bytes of an element of each dtype that a tensor may be stored in; the last ones only on the reference's steps.
+# Bytes per element of each stored dtype; the last ones are used by fallback steps only.
 SIZES = {name: memory_dtype(name).itemsize for name in (
     "uint8", "int8", "bool", "int32", "int64", "float32", "float16", "bfloat16", "int16", "uint16", "uint32", "uint64",
     "float64", *RARE)}
-FLOATS = ("uint8", "float32", "float16", "bfloat16")        # what a float tensor may be stored as
+FLOATS = ("uint8", "float32", "float16", "bfloat16")        # stored dtypes of float tensors
 
 
 @dataclass(frozen=True)
 class View:
-    """How a kernel sees a tensor: element [n, i, j, ...] is n * item + i * strides[0] + ... bytes from its address.
+    """View of a tensor: element [n, i, j, ...] is n * item + i * strides[0] + ... bytes from its address.
 
-    shape is one item's. A stride of 0 repeats an element (broadcasting). The address is that of element 0.
+    `shape` is one item's. A stride of 0 broadcasts. The address is that of element 0.
     """
-    dtype: str                  # numpy's name of the stored dtype; "bfloat16" too
+    dtype: str                  # NumPy's name of the stored dtype, or "bfloat16"
     shape: tuple[int, ...]
     strides: tuple[int, ...]    # bytes
-    item: int                   # bytes from one item of the batch to the next
+    item: int                   # bytes between items of the batch
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return SIZES[self.dtype]
 
     @property
     def dense(self) -> bool:
-        """The axes follow each other without a gap, and so do the items: the tensor is one long run of elements."""
+        """True if the tensor, including its items, is contiguous in row-major order."""
         return self == dense_view(self.dtype, self.shape)
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Where an item's bytes begin and end, from its element 0: before that where an axis runs backwards."""
+        """Range [begin, end) of an item's bytes relative to element 0; begin is negative for negative strides."""
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
         return sum(min(step, 0) for step in steps), self.size + sum(max(step, 0) for step in steps)
 
 
 def dense_view(dtype: str, shape: Sequence[int]) -> View:
-    """A tensor whose elements follow each other in row-major order."""
+    """Return the view of a contiguous row-major tensor."""
     strides, step = [], SIZES[dtype]
     for extent in reversed(shape):
         strides.append(step)
@@ -51,10 +51,19 @@ def dense_view(dtype: str, shape: Sequence[int]) -> View:
 
 
 def joined(views: Sequence[View], keep_last: bool) -> tuple[View, ...]:
-    """The same elements in the same order with as few axes as all views allow.
+    """Merge axes of views of one shape, in the same order of elements.
 
-    Views are of one shape. Neighbouring axes become one where every view steps evenly across both; axes of extent 1
-    go. keep_last: the innermost axis stays one of its own (its index is a channel). At least one axis remains.
+    Parameters
+    ----------
+    views : sequence of View
+        Views of one shape.
+    keep_last : bool
+        Keep the innermost axis, whose index is a channel.
+
+    Returns
+    -------
+    tuple of View
+        Views with adjacent axes merged where all are evenly strided, without axes of extent 1; at least one axis.
     """
     shape = views[0].shape
     kept: list[tuple[int, tuple[int, ...]]] = []        # (extent, stride in each view), innermost first
@@ -79,7 +88,7 @@ def _continues(outer: tuple[int, ...], extent: int, inner: tuple[int, ...]) -> b
 
 @dataclass(frozen=True)
 class Halo:
-    """Rows and columns of padding around an image in memory, and planes before and behind those of a volume."""
+    """Rows and columns of padding around an image in memory, and planes before and after a volume."""
     top: int = 0
     left: int = 0
     bottom: int = 0
@@ -89,7 +98,7 @@ class Halo:
 
     @classmethod
     def of(cls, sides: Sequence[tuple[int, int]]) -> Halo:
-        """Of (before, after) along each axis: rows and columns, or planes before those."""
+        """Return the halo with (before, after) along each axis: rows and columns, or planes first."""
         *planes, (top, bottom), (left, right) = sides
         return cls(top, left, bottom, right, *(cells for plane in planes for cells in plane))
 
@@ -100,15 +109,15 @@ class Halo:
         return any(self._sides())
 
     def cells(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(before, after) along each axis of [height, width, channels], or of [depth, height, width, channels]."""
+        """Return (before, after) along each axis of [height, width, channels], or [depth, height, width, channels]."""
         return ((self.front, self.back), (self.top, self.bottom), (self.left, self.right), (0, 0))[-rank:]
 
     def corner(self, rank: int) -> tuple[int, ...]:
-        """The indices, in an image of that rank, of what the halo begins with."""
+        """Return the indices, relative to an image of that rank, at which the halo begins."""
         return tuple(-before for before, _ in self.cells(rank))
 
     def around(self, image: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an image or a volume with the halo."""
+        """Return the shape of an image or a volume with the halo."""
         return tuple(before + extent + after for (before, after), extent in zip(
             self.cells(len(image)), image, strict=True))
 

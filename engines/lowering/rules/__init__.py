@@ -1,4 +1,4 @@
-"""One file a family of operators: how a node becomes a kernel. Importing this package fills RULES."""
+"""Lowering rules, one file per family of operators. Importing this package fills RULES."""
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -1,4 +1,4 @@
-"""Along an axis: TopK, ArgMax, ArgMin -> TopK; CumSum, CumProd -> CumulativeSum."""
+"""Rules along an axis: TopK, ArgMax, ArgMin -> TopK; CumSum, CumProd -> CumulativeSum."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ORDERED = ("float32", "int32")
 
 @lowers("TopK")
 def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
-    """Along any axis, seen as the innermost one."""
+    """Lower a TopK along any axis, viewed as the innermost one."""
     rank = len(ctx.type(node.inputs[0]).shape)
     axis = node.attrs.get("axis", -1) % rank
     placements = [ctx.placements[name] for name in (node.inputs[0], *node.outputs)]
@@ -26,19 +26,19 @@ def lower_top_k(ctx: Context, node: Node) -> Sequence[Call]:
         placements = [as_one_item(placement) for placement in placements]
     x, values, indices = (_last(placement, axis) for placement in placements)
     if x.view.dtype not in TopK.computes_on or x.view.shape[-1] > widest(x.view.dtype, indices.view.shape[-1]):
-        raise Refused(f"rows are compiled of up to {WIDEST_TOP_K} elements of 32 bits, or half as many of 64; of up to "
-                      f"{MOST_OF_WIDE} of a row's elements, of {WIDEST_OF_FEW} or half")
+        raise Refused(f"rows are limited to {WIDEST_TOP_K} elements of 32 bits, {WIDEST_OF_FEW} for k up to "
+                      f"{MOST_OF_WIDE}, and to half of that for 64 bits")
     spec = TopK(x.view, values.view, indices.view, bool(node.attrs.get("largest", 1)))
     return [Call(node, spec, (x,), (values, indices))]
 
 
 def widest(dtype: str, k: int) -> int:
-    """The most elements of a row that k are taken of."""
+    """Return the widest row for a top-k of k elements."""
     return (WIDEST_OF_FEW if k <= MOST_OF_WIDE else WIDEST_TOP_K) // (1 + (dtype in TopK.wide))
 
 
 def _last(placement: Placement, axis: int) -> Placement:
-    """A tensor seen with an axis of its item as the innermost."""
+    """View an axis of the item as the innermost one."""
     view = placement.view
     order = sorted(range(len(view.shape)), key=lambda i: i == axis)
     return replace(placement, view=replace(view, shape=tuple(view.shape[i] for i in order),
@@ -47,10 +47,10 @@ def _last(placement: Placement, axis: int) -> Placement:
 
 @lowers("ArgMax", "ArgMin")
 def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
-    """The place of the first of the k."""
+    """Lower to a TopK with k = 1 that returns the index only."""
     x, y = _rows(ctx, node, 0), ctx.placements[node.outputs[0]]
     if node.attrs.get("select_last_index", 0):
-        raise Refused("only the first of equals is looked for")
+        raise Refused("only the first index among equals is compiled")
     view = y.view
     if not node.attrs.get("keepdims", 1):
         view = replace(view, shape=(*view.shape, 1), strides=(*view.strides, view.size))
@@ -58,12 +58,12 @@ def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _rows(ctx: Context, node: Node, default: int) -> Placement:
-    """Where the node's input lies, if its axis is one that the kernel works along."""
+    """Return the placement of the node's input if its axis is supported."""
     x, shape = ctx.placements[node.inputs[0]], ctx.type(node.inputs[0]).shape
     if len(shape) < 2 or node.attrs.get("axis", default) % len(shape) != len(shape) - 1:
-        raise Refused("only along the innermost axis, behind the batch, is it compiled")
+        raise Refused("only the innermost axis, after the batch, is compiled")
     if x.view.dtype not in ORDERED or x.view.strides[-1] != x.view.size or x.view.shape[-1] > widest(x.view.dtype, 1):
-        raise Refused(f"rows are compiled of up to {WIDEST_OF_FEW} {' or '.join(ORDERED)} in one piece")
+        raise Refused(f"rows have to be contiguous, of up to {WIDEST_OF_FEW} {' or '.join(ORDERED)}")
     return x
 
 

@@ -1,4 +1,4 @@
-"""MatMulBlocks -> BlockedProduct, RoundedProduct; rows that are rounded by blocks, by nests."""
+"""Rules for blockwise quantisation: MatMulBlocks -> BlockedProduct or RoundedProduct; quantisation of rows -> nests."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def lower_blocked(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("FakeQuantizeBlocks")
 def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
-    """The whole blocks, then one that is not."""
+    """Lower to a nest for the full blocks and one for a partial block."""
     depth, block = as_int(ctx.type(node.inputs[0]).shape[-1]), int(node.attrs["block"])
     whole, rest = divmod(depth, block)
     calls = []
@@ -53,7 +53,7 @@ def lower_fake(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("QuantizeBlocks")
 def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
-    """The heads, then what is behind each of them."""
+    """Lower to a nest for the blocks' heads and one for their bytes."""
     block = int(node.attrs["block"])
     w, scale, numbers = _rounded(ctx, node, 0, -(-as_int(ctx.type(node.inputs[0]).shape[-1]) // block), block)
     y, step = w.target(node.outputs[0]), HEAD + block
@@ -69,17 +69,19 @@ def lower_rounded(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _in_blocks(view: View, dtype: str, inner: Sequence[int], strides: Sequence[int]) -> View:
-    """Rows whose last axis is cut so."""
+    """View rows with their last axis split."""
     return View(dtype, (*view.shape[:-1], *inner), (*view.strides[:-1], *strides), view.item)
 
 
 def _rounded(ctx: Context, node: Node, first: int, blocks: int, size: int) -> tuple[NestWriter, Term, Term]:
-    """(over so many blocks of that size and what is in them, a block's scale, its integers as floats): see
-    engines/ir/rounding.py. first: of the numbers of a row; what is behind its end is 0."""
+    """Return a nest over `blocks` blocks of `size` elements, a block's scale, and its integers as floats.
+
+    `first` is the first element in a row; elements past the row's end are 0. See engines/ir/rounding.py.
+    """
     w = NestWriter(ctx, node, (*ctx.type(node.inputs[0]).shape[:-1], blocks), (size,))
     *rows, number = w.axes
     x = w.at(node.inputs[0], [*rows, number * size + first + w.inner[0]], outside=0.0)
-    x = w.where(x.equals(x), x, 0.0)        # what is not a number
+    x = w.where(x.equals(x), x, 0.0)        # NaN becomes 0
     scale = w.reduce("max", x.unary("abs")) * (1 / STEPS)
     inverse = w.where(scale > 0.0, scale.like(1.0) / scale, 0.0)
     return w, scale, (x * inverse).unary("rint")

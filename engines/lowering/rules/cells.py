@@ -1,4 +1,4 @@
-"""The cells of LSTM, GRU and RNN, written as stages of products and updates (problems/recurrence.py)."""
+"""Cells of LSTM, GRU and RNN as stages of products and updates (problems/recurrence.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,15 @@ from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.recurrence import Cell, Source, Stage, Update
 from engines.ops.recurrent import DEFAULTS, GATES, activations
 
-# Functions between -1 and 1, whatever their argument.
+# Functions with values in [-1, 1].
 _BOUNDED = frozenset({"Sigmoid", "Tanh", "HardSigmoid", "Softsign"})
 
 
 def bounded(node: Node) -> bool:
-    """Whether h stays between -1 and 1 if it starts there."""
+    """Return True if h stays in [-1, 1] when it starts there."""
     kind, names = node.attrs["cell"], [name for name, _, _ in activations(node)]
     per = len(DEFAULTS[kind])
-    # LSTM: o * h(c). GRU: a mean of g and the last h, if f is a share. RNN: f.
+    # LSTM: o * h(c). GRU: a weighted mean of g and the last h if f is in [0, 1]. RNN: f.
     places = {"LSTM": (0, 2), "GRU": (0, 1), "RNN": (0,)}[kind]
     shares = {"GRU": (0,)}.get(kind, ())
     return (all(names[d + i] in _BOUNDED for d in range(0, len(names), per) for i in places)
@@ -27,8 +27,10 @@ def bounded(node: Node) -> bool:
 
 
 def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
-    """The cell of one direction of a Recurrence (engines/ops/recurrent.py). NotImplementedError: an activation that
-    has no instruction."""
+    """Return the cell of one direction of a Recurrence (engines/ops/recurrent.py).
+
+    Raises NotImplementedError for an activation without an instruction.
+    """
     per = len(DEFAULTS[node.attrs["cell"]])
     chosen = slice(direction * per, (direction + 1) * per)
     functions = [Node(name, (), (), {"alpha": alpha, "beta": beta}) for name, alpha, beta in activations(node)[chosen]]
@@ -36,7 +38,7 @@ def cell_of(node: Node, direction: int, peepholes: bool) -> Cell:
 
 
 class _Writer(AffineWriter):
-    """Writes one update."""
+    """Writer of one update."""
 
     def __init__(self, clip: float) -> None:
         super().__init__(ProgramBuilder(False))
@@ -50,17 +52,17 @@ class _Writer(AffineWriter):
         return self._operands[source]
 
     def gate(self, index: int) -> Affine:
-        """x + sum of a gate."""
+        """Return x + the recurrent sum of a gate."""
         return self.read("gate", index)
 
     def activate(self, function: Node, x: Affine) -> Affine:
-        """ONNX's function, of x clipped."""
+        """Apply an ONNX activation to x, clipped if the cell has a clip."""
         if self._clip:
             x = x.clip(-self._clip, self._clip)
         return self.squash(function, x)
 
     def squash(self, function: Node, x: Affine) -> Affine:
-        """The function alone: the states that an output is made of are not clipped."""
+        """Apply an activation without clipping, as for the state that becomes the output."""
         special = _FUNCTIONS.get(function.op)
         if special:
             x = self.settled(x)
@@ -82,11 +84,11 @@ def _softsign(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
 
 
 def _sigmoid(w: AffineWriter, x: Affine, alpha: float, beta: float) -> Affine:
-    """(1 + tanh(x / 2)) / 2: shorter than by exp; what it loses, relative accuracy near 0, a gate does not need."""
+    """Return (1 + tanh(x / 2)) / 2, which is shorter than by exp; relative accuracy near 0 is not needed for gates."""
     return w.apply("tanh", x.scaled(0.5)).scaled(0.5, 0.5)
 
 
-# Functions that are no pointwise operators of ONNX, or have other parameters there: of (x, alpha, beta).
+# Activations that are not ONNX pointwise operators, or differ from them, as functions of (x, alpha, beta).
 _FUNCTIONS: Mapping[str, Callable[[AffineWriter, Affine, float, float], Affine]] = {
     "Sigmoid": _sigmoid,
     "Affine": lambda w, x, alpha, beta: x.scaled(alpha, beta),
@@ -97,7 +99,7 @@ _FUNCTIONS: Mapping[str, Callable[[AffineWriter, Affine, float, float], Affine]]
 
 
 def _lstm(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
-    """c = f * c + i * g(new);  h = o * squash(c);  unit constants: the peepholes of i, o, f."""
+    """Return c = f * c + i * g(new);  h = o * squash(c). Unit constants are the peepholes of i, o, f."""
     f, g, squash = functions
     i, o, forget, new = range(GATES["LSTM"])
 
@@ -118,7 +120,10 @@ def _lstm(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) 
 
 
 def _gru(attrs: Mapping[str, Any], functions: Sequence[Node], peepholes: bool) -> Cell:
-    """h = (1 - z) * g(new) + z * h = new + z * (h - new);  unit constant: the bias that the reset gate scales."""
+    """Return h = (1 - z) * g(new) + z * h = new + z * (h - new).
+
+    The unit constant is the bias scaled by the reset gate.
+    """
     f, g = functions
     z, r, new = range(GATES["GRU"])
 

@@ -1,4 +1,4 @@
-"""Conv, Gemm and MatMul by constant weights -> Contraction; a channel to itself -> Depthwise; by others -> Product."""
+"""Rules for Conv, Gemm and MatMul: with constant weights -> Contraction or Depthwise; else -> Product."""
 from __future__ import annotations
 
 import math
@@ -35,8 +35,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     y, pads = ctx.placements[node.outputs[0]], Window.of(conv, len(taps)).pads
     border = border_of(ctx, conv, x.view, [before for before, _ in pads])
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
-    if len(taps) == 2 and views[0].shape[1] == views[1].shape[1] == 1 < taps[0]:    # a signal: its column may be a row
-        views = [turned(view) for view in views]
+    if len(taps) == 2 and views[0].shape[1] == views[1].shape[1] == 1 < taps[0]:    # a 1-D signal: transpose it
+        views = [transposed(view) for view in views]
         taps, stride, dilation = taps[::-1], stride[::-1], dilation[::-1]
         border, weights = Halo(border.left, border.top, border.right, border.bottom), weights.swapaxes(2, 3)
     of_x, of_y, *operands = views
@@ -49,8 +49,8 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     return [replace(call, inputs=(x, *call.inputs[1:]))]
 
 
-def turned(view: View) -> View:
-    """An image with its rows as columns."""
+def transposed(view: View) -> View:
+    """Transpose the rows and columns of an image."""
     (height, width, *shape), (row, column, *strides) = view.shape, view.strides
     return replace(view, shape=(width, height, *shape), strides=(column, row, *strides))
 
@@ -58,11 +58,11 @@ def turned(view: View) -> View:
 @lowers("Gemm", "MatMul")
 def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
     product = node.anchor
-    if is_product(ctx.graph, node) or len(ctx.type(product.inputs[1]).shape) > 2:      # a matrix for each head, perhaps
+    if is_product(ctx.graph, node) or len(ctx.type(product.inputs[1]).shape) > 2:      # batched, for example per head
         return lower_product(ctx, node)
     weights = ctx.constant(product.inputs[1])
     if weights.ndim != 2 or product.attrs.get("transA"):
-        raise Refused("only a product with constant weights [N, K] is compiled")
+        raise Refused("only constant weights [N, K] are compiled")
     if product.op == "MatMul" or not product.attrs.get("transB"):
         weights = weights.T
     body = write_body(ctx, node, accumulator_of(ctx, node, weights.sum(axis=1, dtype=np.float64)))
@@ -75,8 +75,11 @@ def lower_matmul(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, Placement, tuple[View, ...]]:
-    """x, y and the program's operands as images. Without a batch all leading axes are pixels of one, where they follow
-    each other in memory: the kernel then tiles them, while items of one row each would be tiled one by one."""
+    """Return x, y and the program's operands as images.
+
+    Without a batch all leading axes become pixels of one image if they are contiguous: the kernel tiles these together,
+    but would tile items of one row each on their own.
+    """
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     views = [x.view, y.view, *(broadcast(ctx, name, node.outputs[0]) for name in body.operands)]
     if y.items != BATCH:
@@ -89,19 +92,19 @@ def matrices(ctx: Context, node: Node, body: BoundProgram) -> tuple[Placement, P
 
 
 def bounded(weights: Array) -> bool:
-    """Whether sums of any bytes times these weights [cout, ...] lie within +-2**25."""
+    """Return True if sums of any bytes times the weights [cout, ...] are within +-2**25."""
     rows = weights.reshape(len(weights), -1)
     highest, lowest = (limit(rows, 0).sum(axis=1, dtype=np.int64) for limit in (np.maximum, np.minimum))
     return bool(255 * max(highest.max(), -lowest.min()) < 1 << 25)
 
 
 def sum_of_couts(weights: Array) -> Array:
-    """[cout, cin, *taps] -> [cout]"""
+    """Sum weights [cout, cin, *taps] to [cout]."""
     return np.asarray(weights.sum(axis=tuple(range(1, weights.ndim)), dtype=np.float64))
 
 
 def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placement, tuple[int, ...], tuple[int, ...]]:
-    """The input seen from the first tap of the first output pixel, its halo included; stride; dilation."""
+    """Return the input as seen from the first tap of the first output pixel, halo included; stride; dilation."""
     window = Window.of(conv, len(taps))
     reach = ((as_int(extent) - 1) * s + span for extent, s, span in zip(
         ctx.type(conv.outputs[0]).shape[1:-1], window.strides, window.spans, strict=True))
@@ -111,8 +114,10 @@ def padded_input(ctx: Context, conv: Node, taps: Sequence[int]) -> tuple[Placeme
 
 
 def border_of(ctx: Context, conv: Node, view: View, before: Sequence[int]) -> Halo:
-    """The zeros around an image in what the taps reach, from so many rows and columns before it on; none where its zero
-    point is another number."""
+    """Return the rows and columns of zeros at the edges of what the taps reach, given the padding before the image.
+
+    It is empty for a nonzero zero point.
+    """
     quant = ctx.type(conv.inputs[0]).quant
     if quant is not None and quant.zero_point[0] != 0 or len(view.shape) != 3:
         return Halo()
@@ -121,12 +126,12 @@ def border_of(ctx: Context, conv: Node, view: View, before: Sequence[int]) -> Ha
 
 
 def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, ...]:
-    """(scale, offset) that make real numbers of the sum: scales of x and w, x's zero point, the bias.
+    """Return (scale, offset) from the integer sum to the real result, or (scale, bias, shift).
 
-    real = sx * sw[o] * (sum of xq * wq - zx * sum of wq) + bias[o]
+        real = sx * sw[o] * (sum of xq * wq - zx * sum of wq) + bias[o]
 
-    What the zero point adds is a part of the offset, unless that would round to more than the result's steps tell
-    apart: it then is taken off the sum before. So it is of models with a range from which infinities were not left out.
+    The zero point's part belongs to the offset unless float32 would round it by more than the result's step, as for
+    ranges that include outliers. It is then a shift, subtracted from the sum first.
     """
     anchor = node.anchor
     bias = ctx.constant(anchor.inputs[2]).reshape(-1) if len(anchor.inputs) > 2 and anchor.inputs[2] else np.float64(0)
@@ -134,7 +139,7 @@ def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, .
     if x is None:
         return _scales(w, len(weight_sums)) if w else 1.0, bias.astype(np.float64)
     if w is None:
-        raise Refused("only its input is quantised")
+        raise Refused("its input is quantised, but not its weights")
     scale = x.scale[0] * _scales(w, len(weight_sums))
     shift, bias = x.zero_point[0] * weight_sums, bias.astype(np.float64)
     if np.max(np.abs(scale * shift)) * np.finfo(np.float32).eps > _finest_step(ctx, node):
@@ -143,23 +148,23 @@ def accumulator_of(ctx: Context, node: Node, weight_sums: Array) -> tuple[Any, .
 
 
 def _scales(weights: QParams, couts: int) -> Array:
-    """One, or one for each cout. Those of a transposed convolution are of a group's couts, alike in all groups."""
+    """Return one scale, or one per cout. A transposed convolution repeats those of a group."""
     scales = np.asarray(weights.scale, np.float64)
     return scales if len(scales) == 1 else np.tile(scales, couts // len(scales))
 
 
 def _finest_step(ctx: Context, node: Node) -> float:
-    """Between two numbers that the node's result, or what it rounds on the way there, tells apart."""
+    """Return the smallest quantisation step of the node's result and of rounding within its body."""
     quant = ctx.type(node.outputs[0]).quant
     rounded = [part.attrs["scale"] for part in node.body if part.op == "FakeQuantize"]
     return min([*rounded, *(quant.scale if quant else ())], default=math.inf)
 
 
 def merge_small_groups(weights: Array, groups: int, lanes: int) -> tuple[Array, int]:
-    """Groups of fewer couts than a vector, several as one: its weights are block diagonal.
+    """Merge groups with fewer couts than a vector has lanes; the merged weights are block diagonal.
 
-    [groups * cout, cin, p, q] -> [merged * (k * cout), k * cin, p, q], k groups in one. The zeros cost multiplications
-    that the empty lanes would have wasted anyway.
+    [groups * cout, cin, p, q] becomes [merged * (k * cout), k * cin, p, q], with k groups in one. Multiplications by
+    zeros use lanes that would be idle.
     """
     cout, cin = weights.shape[0] // groups, weights.shape[1]
     k = next((k for k in range(1, groups + 1) if groups % k == 0 and k * cout >= lanes), groups)

@@ -1,5 +1,7 @@
-"""What only moves elements: Slice, Split, Reshape and Transpose that are no views, Expand, Pad -> Permute; fills ->
-Pointwise. A Transpose is the first kernel of most plans: an NCHW float image becomes NHWC as it is stored."""
+"""Rules for data movement: Slice, Split, Reshape, Transpose (unless views), Expand, Pad -> Permute; fills -> Pointwise.
+
+A Transpose is the first kernel of most plans: an NCHW float image becomes NHWC in the stored dtype.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
     cuts = cuts_of(node, ctx.type(source), [ctx.type(output) for output in node.outputs])
     for output, cut in zip(node.outputs, cuts, strict=True):
         if cut is None:
-            raise Refused(f"{node.op} of the axis of the batch, or backwards")
+            raise Refused(f"{node.op} along the batch, or with a negative step")
         if not ctx.placements.is_view(output, source):
             placement = ctx.placements[source]
             for part in cut:
@@ -36,13 +38,13 @@ def lower_cut(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("Reshape", any_batch=True)
 def lower_reshape(ctx: Context, node: Node) -> Sequence[Call]:
-    """Of tensors with gaps, or stored otherwise: both sides seen with axes of which either's are products."""
+    """Lower a Reshape of tensors with gaps or different dtypes, viewed with common factors of both shapes."""
     source, output = node.inputs[0], node.outputs[0]
     x, y = ctx.placements[source], ctx.placements[output]
     if BATCH not in (x.items, y.items):
         x, y = as_one_item(x), as_one_item(y)
     elif not items_stay(ctx.type(source), ctx.type(output)):
-        raise Refused("it reshapes the axis of the batch")
+        raise Refused("it reshapes the batch axis")
     seen, target = refined(x.view, y.view)
     return [moved(ctx, node, source, replace(x, view=seen), output, replace(y, view=target))]
 
@@ -52,7 +54,7 @@ def lower_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     name, output = node.inputs[0], node.outputs[0]
     source, target = ctx.placements[name], ctx.placements[output]
     axes: Sequence[int] | None = item_perm(node, ctx.type(name))
-    if axes is None:        # what leads changes, and is no batch: the tensors as one item each
+    if axes is None:        # moves a leading axis that is no batch: one item
         axes, source, target = node.attrs["perm"], as_one_item(source), as_one_item(target)
     seen = replace(source.view, shape=tuple(source.view.shape[a] for a in axes),
                    strides=tuple(source.view.strides[a] for a in axes))
@@ -68,9 +70,9 @@ def lower_expand(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("Pad")
 def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
-    """The inside copied, then a strip before and a strip after along each axis filled."""
+    """Lower to a copy of the inside, and fills of a strip before and after along each axis."""
     if node.attrs.get("mode", "constant") != "constant":
-        raise Refused("only padding by a constant is compiled")
+        raise Refused("only constant padding is compiled")
     source, output = node.inputs[0], node.outputs[0]
     if ctx.placements.is_view(output, source):
         return []
@@ -92,17 +94,17 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("BitCast")
 def lower_bits(ctx: Context, node: Node) -> Sequence[Call]:
-    """The same bytes, copied as what they were."""
+    """Lower to a copy of the bytes."""
     x, y = (ctx.placements[name] for name in (node.inputs[0], node.outputs[0]))
     if x.view.size != y.view.size:
-        raise Refused("its elements are of other sizes")
+        raise Refused("its element sizes differ")
     return [copy_call(node, x, replace(y, view=replace(y.view, dtype=x.view.dtype)))]
 
 
 def refined(x: View, y: View) -> tuple[View, View]:
-    """The same elements in the same order, both in one shape: [6, 4] and [2, 12] become [2, 3, 4].
+    """Return both views with a common shape: [6, 4] and [2, 12] become [2, 3, 4].
 
-    Refused where the extents have no common parts, as [4, 3] and [6, 2].
+    Raises Refused if the extents have no common factors, as [4, 3] and [6, 2].
     """
     left, right = ([(n, s) for n, s in zip(v.shape, v.strides, strict=True) if n > 1] for v in (x, y))
     parts = []          # (extent, stride in x, stride in y), innermost first
@@ -110,7 +112,7 @@ def refined(x: View, y: View) -> tuple[View, View]:
         (n, a), (m, b) = left.pop(), right.pop()
         part = min(n, m)
         if n % part or m % part:
-            raise Refused(f"{x.shape} and {y.shape} have no common parts")
+            raise Refused(f"{x.shape} and {y.shape} have no common factors")
         parts.append((part, a, b))
         left += [(n // part, a * part)] * (n > part)
         right += [(m // part, b * part)] * (m > part)
@@ -119,24 +121,24 @@ def refined(x: View, y: View) -> tuple[View, View]:
 
 
 def copy_call(node: Node, source: Placement, target: Placement) -> Call:
-    """Moves a tensor from place to place, bit for bit. Both hold the same shape and stored dtype."""
+    """Return a call that copies a tensor bit for bit. Both placements have the same shape and stored dtype."""
     return Call(node, Permute(source.view, target.view), (source,), (target,), {"program": []})
 
 
 def moved(ctx: Context, node: Node, source: str, seen: Placement, output: str, target: Placement) -> Call:
-    """Tensor `source`, as it is seen, copied to where `output` lies; requantised where the two are stored otherwise."""
+    """Return a call that copies `source`, viewed as `seen`, to `output`, requantised if the stored forms differ."""
     if seen.view.dtype == target.view.dtype and ctx.type(source).quant == ctx.type(output).quant:
         return copy_call(node, seen, target)
     written = write_body(ctx, Node("Identity", (source,), (output,)), None)
     if written.program.instructions and any(placement.view.dtype not in FLOATS for placement in (seen, target)):
-        raise Refused("only floats are converted on the way")
+        raise Refused("only floats are converted by a copy")
     spec = Permute(seen.view, target.view, written.program, all(c.size == 1 for c in written.constants))
     return Call(node, spec, (seen,), (target,), {"program": written.constants})
 
 
 def filled(node: Node, target: Placement, number: float) -> Call:
     if target.view.dtype not in FLOATS:
-        raise Refused("only floats are filled")
+        raise Refused("only float tensors are filled")
     builder = ProgramBuilder(False)
     builder.add("max", number, number)
     spec = Pointwise((), target.view, builder.program(), uniform=True)
@@ -144,7 +146,7 @@ def filled(node: Node, target: Placement, number: float) -> Call:
 
 
 def as_stored(tensor: TensorType, number: float) -> float:
-    """A real number as an element of the tensor."""
+    """Convert a real number to the tensor's stored form."""
     if tensor.quant is None:
         return float(number)
     return float(np.clip(np.rint(number / tensor.quant.scale[0] + tensor.quant.zero_point[0]), 0, 255))

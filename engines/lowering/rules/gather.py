@@ -1,5 +1,4 @@
-"""Gather -> Take, where the index is a constant, or Lookup, where the table is; a shuffle of channels -> Permute;
-GatherElements."""
+"""Rules for gathers: Gather -> Take (constant index), Lookup (constant table) or Permute (shuffle); GatherElements."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,20 +24,20 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
         table, axis = ctx.constant(data), node.attrs.get("axis", 0)
         if (table.ndim != 2 or axis % 2 or output.quant != ctx.type(data).quant
                 or ctx.placements[index].view.dtype not in INDICES):
-            raise Refused("only rows of a constant matrix are looked up, as they are stored")
-        if not ctx.type(index).shape:       # one row, and no axis of items
+            raise Refused("only rows of a constant matrix are looked up, without conversion")
+        if not ctx.type(index).shape:       # one row without a leading axis
             y = as_one_item(y)
         lookup = Lookup(ctx.placements[index].view, y.view, len(table))
         return [Call(node, lookup, (ctx.placements[index],), (y,), {"table": table})]
     x, axis = ctx.placements[data], node.attrs.get("axis", 0) % len(ctx.type(data).shape) - 1
     picked = ctx.constant(index)
     if axis < 0 or picked.ndim > 1 or output.quant != ctx.type(data).quant:
-        raise Refused("only a constant index of one axis behind the batch is compiled")
+        raise Refused("only a constant index along one axis after the batch is compiled")
     if axis == len(x.view.shape) - 1 and picked.ndim == 1 and (groups := _shuffled_groups(picked, x.view.shape[-1])):
         return [_shuffle(node, x, y, groups)]
     inside = x.view.shape[axis + 1:]
     if any(v.strides[len(v.strides) - len(inside):] != dense_view(v.dtype, inside).strides for v in (x.view, y.view)):
-        raise Refused("the axes behind the index do not lie in one piece")
+        raise Refused("the axes after the index are not contiguous")
     view = y.view
     if picked.ndim == 0:
         view = replace(view, shape=(*view.shape[:axis], 1, *view.shape[axis:]),
@@ -52,12 +51,12 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     x, y, axis = ctx.placements[data], ctx.placements[node.outputs[0]], node.attrs["axis"] - 1
     positions = broadcast(ctx, index, node.outputs[0])
     if axis < 0 or positions.dtype not in INDICES or ctx.type(data).quant != ctx.type(node.outputs[0]).quant:
-        raise Refused("only elements of an axis behind the batch are picked, by int32 or int64")
+        raise Refused("only an index of int32 or int64 along an axis after the batch is compiled")
     return [Call(node, GatherElements(x.view, y.view, positions, axis), (x, ctx.placements[index]), (y,))]
 
 
 def _shuffled_groups(index: Array, channels: int) -> int:
-    """How many groups of channels the index interleaves: first of each, second of each, ...; 0 if it does not."""
+    """Return the number of channel groups that the index interleaves, or 0 if it is not a shuffle."""
     if len(index) != channels:
         return 0
     groups = (g for g in range(2, channels) if channels % g == 0)
@@ -65,7 +64,7 @@ def _shuffled_groups(index: Array, channels: int) -> int:
 
 
 def _shuffle(node: Node, x: Placement, y: Placement, groups: int) -> Call:
-    """Channels seen as [channel of the group, group]: in x a group's channels are neighbours, in y the groups are."""
+    """Return a transpose of [group, channel of the group] to [channel of the group, group]."""
     each, (*outer, size) = x.view.shape[-1] // groups, x.view.strides
     shape = (*x.view.shape[:-1], each, groups)
     apart = replace(x.view, shape=shape, strides=(*outer, size, each * size))

@@ -1,4 +1,4 @@
-"""MatMul of two tensors that are computed at run time -> Product; ScaledDotProductAttention -> Attention."""
+"""Rules for MatMul of two run-time tensors -> Product, and ScaledDotProductAttention -> Attention."""
 from __future__ import annotations
 
 import math
@@ -15,7 +15,7 @@ from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.problems.matmul import MIDDLE, Attention, IntegerProduct, Product
 from engines.lowering.problems.view import View
 
-DEEPEST = 1 << 14       # of K: a panel of the right factor is packed on a thread's stack
+DEEPEST = 1 << 14       # largest K: a panel of the right factor is packed on a thread's stack
 
 
 def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
@@ -30,23 +30,25 @@ def lower_product(ctx: Context, node: Node) -> Sequence[Call]:
     exact = node.precision == "int8" and all(kind.quant for kind in kinds)
     scale, *zeros = _numbers(kinds, 1.0)
     body = write_body(ctx, node, (scale, 0.0))
-    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
-    y, others = _seen(ctx, output, shape, shape), tuple(_seen(ctx, name, shape, shape) for name in body.operands)
+    left = _matrix_view(ctx, a, (*lead, rows, depth), shape)
+    right = _matrix_view(ctx, b, (*lead, depth, columns), shape)
+    y, *others = (_matrix_view(ctx, name, shape, shape) for name in (output, *body.operands))
     if left.strides[-1] != left.size or right.size not in right.strides[-2:]:
-        raise Refused("no axis of a factor that is multiplied lies in one piece")
+        raise Refused("the innermost axis of a factor is not contiguous")
     if columns == 1 and depth >= ctx.lanes and not any(kind.quant for kind in kinds):
-        raise Refused("a matrix times a vector is sums of rows, along which a nest has its lanes")
-    problem = Product(left, right, y, others, body.program, "int8" if exact else node.precision)
+        raise Refused("a matrix-vector product is compiled as a nest, vectorised along rows")
+    problem = Product(left, right, y, tuple(others), body.program, "int8" if exact else node.precision)
     placements = [ctx.placements[name] for name in (a, b, *body.operands)]
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
     return [Call(node, problem, tuple(placements), (result,), {"numbers": zeros, "program": body.constants})]
 
 
-def _seen(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
-    """A tensor as matrices of one item, broadcast to `target`; without a batch in `result` all of it is one item.
+def _matrix_view(ctx: Context, name: str, target: Sequence[Dim], result: Sequence[Dim]) -> View:
+    """Return a tensor as matrices of one item, broadcast to `target`.
 
-    Where the batch is the rows of the result, an item is a matrix of one row, and the right factor is every item's.
+    Without a batch in `result` the whole tensor is one item. If the batch is the rows of the result, an item is a
+    matrix of one row, and all items share the right factor.
     """
     view = broadcast_to(ctx, name, target)
     if result[0] == BATCH and len(result) > 2:
@@ -64,18 +66,19 @@ def lower_integer_product(ctx: Context, node: Node) -> Sequence[Call]:
     if any(len(ctx.type(name).shape) < 2 for name in (a, b)):
         raise Refused("a factor of one axis is not compiled")
     if ctx.type(a).dtype != np.uint8:
-        raise Refused("its left factor is signed")
+        raise Refused("its left factor is int8")
     if any(math.prod(ctx.type(name).shape) != 1 for name in zeros if name):
         raise Refused("it has several zero points")
     *lead, rows, columns = shape
     depth = ctx.type(a).shape[-1]
     if isinstance(depth, str) or depth > DEEPEST:
         raise Refused(f"its inner extent {depth} is beyond {DEEPEST}")
-    left, right = _seen(ctx, a, (*lead, rows, depth), shape), _seen(ctx, b, (*lead, depth, columns), shape)
+    left = _matrix_view(ctx, a, (*lead, rows, depth), shape)
+    right = _matrix_view(ctx, b, (*lead, depth, columns), shape)
     if left.strides[-1] != 1 or 1 not in right.strides[-2:]:
-        raise Refused("no axis of a factor that is multiplied lies in one piece")
+        raise Refused("the innermost axis of a factor is not contiguous")
     numbers = [View(ctx.placements[name].view.dtype, (1,), (1,), 0) if name else None for name in zeros]
-    problem = IntegerProduct(left, right, _seen(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
+    problem = IntegerProduct(left, right, _matrix_view(ctx, output, shape, shape), zero_a=numbers[0], zero_b=numbers[1])
     result = ctx.placements[output]
     result = result if BATCH in shape else replace(result, items=1)
     return [Call(node, problem, tuple(ctx.placements[name] for name in (a, b, *zeros) if name), (result,))]
@@ -107,7 +110,7 @@ def lower_attention(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
-    """What makes real numbers, `scale` times as large, of sums of products of the first two; all zero points."""
+    """Return `scale` times the scales of the first two tensors, and the zero points of all."""
     quants = [kind.quant for kind in types]
     for quant in quants[:2]:
         scale *= quant.scale[0] if quant else 1.0
@@ -115,7 +118,7 @@ def _numbers(types: Sequence[TensorType], scale: float) -> list[float]:
 
 
 def _mean_of(values: TensorType, exact: bool) -> tuple[float, float]:
-    """(scale, offset) that make real numbers of the kernel's mean of stored values."""
+    """Return (scale, offset) from the kernel's mean of stored values to real numbers."""
     if values.quant is None:
         return 1.0, 0.0
     scale, zero = values.quant.scale[0], values.quant.zero_point[0]

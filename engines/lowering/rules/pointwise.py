@@ -1,4 +1,4 @@
-"""Pointwise nodes, alone or in chains, casts and copies -> Pointwise; those on integers and truth -> Integers."""
+"""Rules for pointwise chains, casts and copies -> Pointwise; those on integers and booleans -> Integers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from engines.lowering.epilogue.from_onnx import WRITERS
 from engines.lowering.problems.elementwise import CASTS, Integers, Pointwise
 from engines.lowering.problems.view import FLOATS, View
 
-# What a node does; Clip's bounds and the like are attributes only of floats.
+# Operators without attributes; those of Clip, for example, are for floats only.
 INTEGER_OPERATIONS: Mapping[str, str] = {
     "Identity": "copy", "Neg": "negate", "Abs": "absolute", "Add": "add", "Sub": "subtract", "Mul": "multiply",
     "Div": "divide", "Mod": "modulo",
@@ -34,7 +34,7 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
     if not views:
         raise Refused("it reads constants only")
     if any(view.dtype not in (*FLOATS, *CASTS) for view in views) or output.view.dtype not in (*FLOATS, "bool"):
-        raise Refused("only arithmetic on floats, and what makes floats of integers, is compiled")
+        raise Refused("only float arithmetic and casts to float are compiled")
     views, output = _as_one(views, output)
     uniform = all(constant.size == 1 for constant in written.constants)
     spec = Pointwise(views, output.view, written.program, uniform)
@@ -43,14 +43,14 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _as_one(views: tuple[View, ...], output: Placement) -> tuple[tuple[View, ...], Placement]:
-    """Tensors without a batch as one item: a run of elements does not end where their leading axis does."""
+    """View tensors without a batch as one item, so that runs of elements span the leading axis."""
     if output.items == BATCH:
         return views, output
     return tuple(with_items(view, as_int(output.items)) for view in views), as_one_item(output)
 
 
 def _is_on_integers(ctx: Context, node: Node) -> bool:
-    """Whether all that the node reads and makes is integers or truth; a Cast to integers may read floats."""
+    """Return True if all inputs and the output are integers or booleans; a Cast to integers may read floats."""
     made, *read = (ctx.type(name) for name in (node.outputs[0], *node.inputs) if name)
     if node.body or any(kind.quant for kind in (made, *read)) or made.dtype.kind not in "iub":
         return False
@@ -58,7 +58,7 @@ def _is_on_integers(ctx: Context, node: Node) -> bool:
 
 
 def _lower_integers(ctx: Context, node: Node) -> Sequence[Call]:
-    """The kernel of a node that `_is_on_integers`."""
+    """Lower a node for which `_is_on_integers` is true."""
     names, output = tuple(filter(None, node.inputs)), ctx.placements[node.outputs[0]]
     views = tuple(broadcast(ctx, name, node.outputs[0]) for name in names)
     operation = "copy" if node.op == "Cast" else INTEGER_OPERATIONS.get(node.op)

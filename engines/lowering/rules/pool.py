@@ -1,4 +1,4 @@
-"""Pools and reductions -> Pool, GlobalPool, Reduce."""
+"""Rules for pools and reductions -> Pool, GlobalPool, Reduce, Extreme."""
 from __future__ import annotations
 
 import math
@@ -47,11 +47,14 @@ def lower_global_pool(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
-    """Over the innermost axis, over all axes between the items and the innermost, over neighbours among those, or over
-    all of an item, which is one row then; the extremes of all items, too."""
+    """Lower a reduction over supported axes.
+
+    These are the innermost axis, adjacent axes between the items and the innermost one, or a whole item as one row; for
+    extremes also all items.
+    """
     if ctx.placements[node.anchor.inputs[0]].items == BATCH and node.anchor.op in ("ReduceMax", "ReduceMin") \
             and len(set(_axes(ctx, node))) == len(ctx.type(node.anchor.inputs[0]).shape):
-        return [_of_all_items(ctx, node)]
+        return [_over_batch(ctx, node)]
     x, y, axes = _reduced(ctx, node)
     reduction, rank = node.anchor, len(x.view.shape) + 1
     kind = {"ReduceMax": "max", "ReduceMin": "min"}.get(reduction.op, "sum")
@@ -66,7 +69,8 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     elif between and kind != "min":
         spec, written = _reduced_between(ctx, node, x.view, y.view, axes, kind)
     elif axes == tuple(range(1, rank)) and rank > 2:
-        row, one = _seen(x.view, (math.prod(x.view.shape),)), View(y.view.dtype, (1,), (y.view.size,), y.view.item)
+        row = _reshaped_view(x.view, (math.prod(x.view.shape),))
+        one = View(y.view.dtype, (1,), (y.view.size,), y.view.item)
         spec = Reduce((row,), one, program=written.program, kind=kind)
     elif axes == (rank - 1,):
         view = y.view
@@ -79,13 +83,13 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _reduced(ctx: Context, node: Node) -> tuple[Placement, Placement, tuple[int, ...]]:
-    """(x, y, axes), the items leading. Without a batch that axis may be reduced too: all of x is then one item."""
+    """Return x, y and the axes with items leading. If the leading axis of x is reduced, all of x is one item."""
     name, output = node.anchor.inputs[0], node.outputs[0]
     x, y, axes = ctx.placements[name], ctx.placements[output], _axes(ctx, node)
     if not axes or axes[0] > 0:
         return x, y, axes
     if x.items == BATCH:
-        raise Refused("it reduces the axis of the items")
+        raise Refused("it reduces the batch axis")
     return as_one_item(x), as_one_item(y) if ctx.type(output).shape else y, tuple(axis + 1 for axis in axes)
 
 
@@ -94,8 +98,8 @@ def _axes(ctx: Context, node: Node) -> tuple[int, ...]:
     return tuple(sorted(int(a) % rank for a in node.anchor.attrs.get("axes", range(rank))))
 
 
-def _of_all_items(ctx: Context, node: Node) -> Call:
-    """Each item's result lies where the others' do."""
+def _over_batch(ctx: Context, node: Node) -> Call:
+    """Return an Extreme, whose items share one result."""
     x, y = ctx.placements[node.anchor.inputs[0]], ctx.placements[node.outputs[0]]
     written = write_pooled(ctx, node, 1.0)
     if written.operands:
@@ -109,30 +113,34 @@ def _of_all_items(ctx: Context, node: Node) -> Call:
 
 def _reduced_between(ctx: Context, node: Node, x: View, y: View, axes: tuple[int, ...],
                      kind: str) -> tuple[Problem, BoundProgram]:
-    """What stands before the reduced axes, and those, are the rows of an image, what stands behind its columns and
-    channels: a pool of windows that are as high as what is reduced, and follow each other."""
+    """Lower a reduction of middle axes to a pool.
+
+    Axes before the reduced ones, and those, are the rows of an image; axes after them are its columns and channels. The
+    windows are as high as the reduced extent and do not overlap.
+    """
     rows, count, columns = (math.prod(part) for part in (
         x.shape[:axes[0] - 1], x.shape[axes[0] - 1:axes[-1]], x.shape[axes[-1]:-1]))
     channels = x.shape[-1]
-    terms = count if node.anchor.op == "ReduceSum" else 1       # the pool makes a mean
+    terms = count if node.anchor.op == "ReduceSum" else 1       # the pool computes a mean
     written = written_for(lambda terms: write_pooled(ctx, node, terms, terms), terms)
-    spec = Pool(_seen(x, (rows * count, columns, channels)), _seen(y, (rows, columns, channels)), (), written.program,
-                "max" if kind == "max" else "average", (count, 1), (count, 1))
+    image = _reshaped_view(x, (rows * count, columns, channels))
+    result = _reshaped_view(y, (rows, columns, channels))
+    spec = Pool(image, result, (), written.program, "max" if kind == "max" else "average", (count, 1), (count, 1))
     return spec, written
 
 
-def _seen(view: View, shape: tuple[int, ...]) -> View:
+def _reshaped_view(view: View, shape: tuple[int, ...]) -> View:
     strides = reshaped_strides(view, shape)
     if strides is None:
-        raise Refused("its axes do not follow each other in memory")
+        raise Refused("its axes are not contiguous")
     return replace(view, shape=shape, strides=strides)
 
 
 def write_pooled(ctx: Context, node: Node, scale: float, terms: int = 1) -> BoundProgram:
-    """The program of a pool whose accumulator times `scale` is the mean, maximum or sum of `terms` stored elements."""
+    """Write the program of a pool: accumulator * scale is the mean, maximum or sum of `terms` stored elements."""
     quant = ctx.type(node.anchor.inputs[0]).quant
     if not node.body and scale == terms == 1 and quant == ctx.type(node.outputs[0]).quant:
-        return BoundProgram(EpilogueProgram(), [], ())       # as it is stored; arithmetic would only round
+        return BoundProgram(EpilogueProgram(), [], ())       # keep stored values: arithmetic would only round
     if quant is None:
         return write_body(ctx, node, (scale, 0.0))
     return write_body(ctx, node, (quant.scale[0] * scale, -quant.scale[0] * quant.zero_point[0] * terms))

@@ -1,4 +1,4 @@
-"""Recurrence -> its kernel: the cells of an LSTM, GRU or RNN whose projection is another node."""
+"""Rule for Recurrence: the cells of an LSTM, GRU or RNN, whose input projection is another node."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from engines.lowering.problems.view import FLOATS, View
 from engines.lowering.rules.cells import bounded, cell_of
 from engines.ops.recurrent import directions
 
-FEW = 8                 # crowded units are few where every so manieth is one, at most
+FEW = 8                 # crowded units are few up to one in FEW
 
 
 @lowers("Recurrence")
@@ -38,7 +38,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
     units = [ctx.constant(bias)] if bias else []
     units += np.split(ctx.constant(peepholes), 3, axis=1) if peepholes else []
     constants |= {"units": units, "first": list(given.values())}
-    y, *lasts = ([_wanted(ctx, name) for name in node.outputs] + [None] * kept)[:1 + kept]
+    y, *lasts = ([_used_output(ctx, name) for name in node.outputs] + [None] * kept)[:1 + kept]
     builder, numbers = _stored(ctx, node.outputs[0])
     problem = Recurrence(
         ctx.placements[gates].view, ctx.constant(r).shape[2], cells, directions(node), _view(y),
@@ -52,7 +52,7 @@ def lower_recurrence(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _cells(node: Node, count: int, peepholes: bool) -> tuple[Cell, ...]:
-    """One for each direction."""
+    """Return the cell of each direction."""
     try:
         return tuple(cell_of(node, direction, peepholes) for direction in range(count))
     except NotImplementedError as reason:
@@ -60,24 +60,24 @@ def _cells(node: Node, count: int, peepholes: bool) -> tuple[Cell, ...]:
 
 
 def _first(ctx: Context, name: str) -> Array:
-    """A first state that is a constant: one row for all items."""
+    """Return a constant initial state, one row for all items."""
     rows = ctx.constant(name)
     if len(np.unique(rows, axis=0)) > 1:
-        raise Refused("its first states are constants that differ from item to item")
+        raise Refused("its initial states are constants that differ between items")
     return np.asarray(rows[0])
 
 
 def _lengths(ctx: Context, name: str) -> Placement:
-    """The items' own numbers of steps."""
+    """Return the placement of the items' sequence lengths."""
     if name in ctx.graph.constants:
-        raise Refused("its lengths are constants that differ from item to item")
+        raise Refused("its sequence lengths are constants")
     if ctx.type(name).dtype != np.int32:
         raise Refused("only lengths of int32 are compiled")
     return ctx.placements[name]
 
 
 def _weights(ctx: Context, node: Node, name: str, integers: bool) -> tuple[str, dict[str, Any]]:
-    """The precision of the products, and the recurrent weights in it. integers: the states allow them."""
+    """Return the precision of the products and the weights in it. integers: the states allow integer products."""
     weights = ctx.constant(name)
     if _rounds(node):
         return "int8", _bytes(weights)
@@ -89,21 +89,21 @@ def _weights(ctx: Context, node: Node, name: str, integers: bool) -> tuple[str, 
 
 
 def _rounds(node: Node) -> bool:
-    """Whether the model rounds the state before each step."""
+    """Return True if the model quantises the state before each step."""
     return bool(node.attrs.get("rounds_state"))
 
 
 def _crowded(weights: Array) -> int | None:
-    """How many units are crowded, if multiplying those alone costs little."""
+    """Return the number of crowded units if multiplying them separately is cheap, else None."""
     count = len(crowded_units(weights))
     return count if count * FEW <= weights.shape[2] else None
 
 
 def _bytes(weights: Array) -> dict[str, Any]:
-    """Weights [D, G H, H] that were bytes."""
+    """Recover int8 weights [D, G H, H] and their scales."""
     rows = weights.reshape(-1, weights.shape[2])
     if (quant := grid_params(rows, 0)) is None:
-        raise Refused("its recurrent weights are no int8 around 0")
+        raise Refused("its recurrent weights are not symmetric int8")
     scales = np.array(quant.scale, np.float32)
     whole = np.rint(rows / scales[:, None]).astype(np.int8)
     return {"weights": whole.reshape(weights.shape), "scales": scales.reshape(weights.shape[:2])}
@@ -113,13 +113,13 @@ def _view(placement: Placement | None) -> View | None:
     return placement.view if placement else None
 
 
-def _wanted(ctx: Context, name: str) -> Placement | None:
-    """Where an output lies, if anybody reads it."""
+def _used_output(ctx: Context, name: str) -> Placement | None:
+    """Return the placement of an output, or None if it is unused."""
     return ctx.placements[name] if ctx.graph.consumers[name] or name in ctx.graph.outputs else None
 
 
 def _stored(ctx: Context, y: str) -> tuple[ProgramBuilder, tuple[float, ...]]:
-    """The program of h on its way to y."""
+    """Return the program from h to y."""
     builder = ProgramBuilder(True)
     writer = AffineWriter(builder)
     value = Affine.of(builder.accumulator)

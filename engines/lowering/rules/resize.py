@@ -1,4 +1,4 @@
-"""Resize -> tables of taps; DepthToSpace and SpaceToDepth -> Permute."""
+"""Rules for Resize -> tables of taps, and for DepthToSpace and SpaceToDepth -> Permute."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _tables(node: Node, axis: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """(index, weight) [outputs, taps] of one axis; where extents are counted, they follow from these."""
+    """Return (index, weight) [outputs, taps] of one axis, deferred if extents are symbolic."""
     found = _taps(plain(node), axis, plain(shape))
     if not is_counted(tuple(node.attrs.values())) and not is_counted(shape):
         return found
@@ -51,7 +51,7 @@ def _tables(node: Node, axis: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _taps(node: Node, axis: int, shape: tuple[int, ...], taps: int | None = None) -> tuple[Array, Array]:
-    """(index, weight) [outputs, taps] of one axis. Raises GraphError: it has another number of taps than that."""
+    """Return (index, weight) [outputs, taps] of one axis. Raise GraphError unless there are `taps` taps."""
     found = _taps_of(node, axis, shape[axis], *resize.Resize.factors(node, shape)[axis])
     if taps is not None and found[0].shape[1] != taps:
         raise GraphError(f"{node.name}: its pixels are made of {found[0].shape[1]}, not of {taps}")
@@ -69,7 +69,7 @@ def _taps_of(node: Node, axis: int, size: int, outputs: int, scale: float) -> tu
 
 @lowers("DepthToSpace", "SpaceToDepth", images=True)
 def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
-    """Both sides seen as [rows, block row, columns, block column, channels]."""
+    """Lower to a transpose of [rows, block row, columns, block column, channels]."""
     anchor, block = node.anchor, int(node.anchor.attrs["blocksize"])
     x, y = ctx.placements[anchor.inputs[0]], ctx.placements[node.outputs[0]]
     inner = anchor.attrs.get("mode", "DCR") == "CRD"
@@ -81,7 +81,7 @@ def lower_blocks(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _spread(placement: Placement, block: int) -> Placement:
-    """An image whose pixels are blocks."""
+    """View an image with blocks as pixels."""
     view, (rows, cols, channels) = placement.view, placement.view.shape
     by_row, by_col, by_channel = view.strides
     return replace(placement, view=replace(view, shape=(rows // block, block, cols // block, block, channels), strides=(
@@ -89,7 +89,7 @@ def _spread(placement: Placement, block: int) -> Placement:
 
 
 def _deep(placement: Placement, block: int, inner: bool) -> Placement:
-    """An image whose channels are blocks; `inner`: the place in the block is the inner part of the channel."""
+    """View an image with blocks as channels; `inner`: the place in the block is the inner part of the channel."""
     view, (rows, cols, deep) = placement.view, placement.view.shape
     by_row, by_col, size = view.strides
     channels = deep // block ** 2

@@ -1,4 +1,4 @@
-"""Softmax and the normalisations along the innermost axis -> row programs."""
+"""Rules for softmax and normalisations along the innermost axis -> row problems."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ from engines.lowering.epilogue.affine import AffineWriter
 from engines.lowering.epilogue.program import ProgramBuilder
 from engines.lowering.problems.rows import WIDEST_LRN, Lrn, Norm, RowProblem, Softmax
 
-SMALLEST = 1e-12        # of an L2 norm: a row of zeros stays zeros
+SMALLEST = 1e-12        # least L2 norm: a row of zeros stays zeros
 
 
 @lowers("Softmax", "LogSoftmax")
@@ -42,7 +42,7 @@ def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _scaled_by_rows(node: Node) -> Node:
-    """A norm whose scale and bias are others for each row, of a number or of as many as it has: its body reads them."""
+    """Move a norm's scale and bias into its body if they vary between rows."""
     x, scale, *bias = node.inputs
     y, made = node.outputs[0], f"{node.outputs[0]}.normed"
     scaled = f"{y}.scaled" if bias else y
@@ -54,17 +54,17 @@ def _scaled_by_rows(node: Node) -> Node:
 def lower_lrn(ctx: Context, node: Node) -> Sequence[Call]:
     lrn = node.anchor.attrs
     if lrn["size"] > WIDEST_LRN:
-        raise Refused(f"a window of {lrn['size']} channels; {WIDEST_LRN} are the most")
+        raise Refused(f"its window has {lrn['size']} channels; at most {WIDEST_LRN} are compiled")
     numbers: dict[str, Any] = {key: float(lrn[key]) for key in ("alpha", "beta", "bias") if key in lrn}
     return [row_call(ctx, node, Lrn, size=int(lrn["size"]), **numbers)]
 
 
 def row_call(ctx: Context, node: Node, family: Callable[..., RowProblem], accumulator: tuple[Any, Any] = (1.0, 0.0),
              **options: Any) -> Call:
-    """The problem of this family with these options: x dequantised on the way in, the body on the way out."""
+    """Return a call of a row problem with dequantisation as its prologue and the node's body as its program."""
     name, rank = node.anchor.inputs[0], len(ctx.type(node.anchor.inputs[0]).shape)
     if rank < 2:
-        raise Refused("a tensor of one axis has no rows")
+        raise Refused("its input has one axis only")
     if not node.anchor.attrs.get("channels_last") and node.anchor.attrs.get("axis", -1) % rank != rank - 1:
         raise Refused("only the innermost axis is compiled")
     x, y = ctx.placements[name], ctx.placements[node.outputs[0]]

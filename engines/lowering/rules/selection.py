@@ -1,4 +1,4 @@
-"""What data select."""
+"""Rules for operators with data-dependent result sizes: BoundedNonMaxSuppression -> Suppression."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from engines.lowering.calls.calls import Call, Context, Refused, lowers
 from engines.lowering.calls.placement import as_one_item
 from engines.lowering.problems.selection import Suppression
 
-MOST_BYTES = 1 << 21        # of a thread's stack: a score and a place of each box, and what is taken
+MOST_BYTES = 1 << 21        # on a thread's stack: a score and an index per box, and the selected boxes
 
 
 @lowers("BoundedNonMaxSuppression")
@@ -18,7 +18,7 @@ def lower_suppression(ctx: Context, node: Node) -> Sequence[Call]:
     outputs = tuple(as_one_item(ctx.placements[name]) for name in node.outputs)
     boxes, limit = inputs[0].view.shape[1], as_int(node.attrs["limit"])
     if not 0 < 8 * boxes + 20 * limit < MOST_BYTES:
-        raise Refused(f"{boxes} boxes of a class do not fit on a thread's stack")
+        raise Refused(f"{boxes} boxes per class do not fit on a thread's stack")
     names = (*Suppression.reads, *Suppression.writes)
     views = {name: placed.view for name, placed in zip(names, (*inputs, *outputs), strict=True)}
     spec = Suppression(limit=limit, centred=bool(node.attrs.get("center_point_box", 0)), **views)

@@ -1,9 +1,9 @@
-"""ConvTranspose -> a Contraction for each phase of the output's rows (of volumes, of planes and rows), and of its
-columns or of all of those together; of an image whose channels make one each of their own, a Depthwise.
+"""Rule for ConvTranspose: a Contraction per phase of the output, or a Depthwise for images with one channel per group.
 
-The phases of the columns lie beside each other in memory: an output of n of them, c channels each, is an image of a
-column in n whose pixels have n * c channels. Where they read much the same pixels, one Contraction makes all of them:
-few channels then fill a vector better, and x is read once. So it is without groups, whose channels would lie apart.
+There is a call per phase of the rows (of planes and rows for volumes), and per phase of the columns or for all of these
+together. Phases of columns are adjacent in memory: an output of n phases with c channels is an image of one column in n
+whose pixels have n * c channels. If they read mostly the same pixels, one Contraction computes all of them: it fills
+vectors better and reads x once. This needs a single group, as channels of groups would not be contiguous.
 """
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from engines.lowering.rules.contraction import accumulator_of, border_of, merge_
 def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     conv = node.anchor
     groups = int(conv.attrs.get("group", 1))
-    weights = _as_of_conv(ctx.constant(conv.inputs[1]), groups)
+    weights = _conv_weights(ctx.constant(conv.inputs[1]), groups)
     if set(conv.attrs.get("dilations") or (1,)) != {1}:
-        raise Refused("only a transposed convolution without dilation is compiled")
-    if not _alone(weights, groups):
+        raise Refused("a transposed convolution with dilation is not compiled by this rule")
+    if not _is_depthwise(weights, groups):
         weights, groups = merge_small_groups(weights, groups, ctx.lanes)
     *outer, columns = axes = phases(ctx.graph, conv)
     if not all(phase.taps for phase in chain(*axes)):
@@ -39,25 +39,25 @@ def lower_conv_transpose(ctx: Context, node: Node) -> Sequence[Call]:
     calls: list[Call] = []
     for place in product(*outer):
         apart = [_phase(ctx, node, weights, groups, (*place, column)) for column in columns]
-        together = _together(ctx, apart, place, columns) if groups == 1 else None
+        together = _merged_columns(ctx, apart, place, columns) if groups == 1 else None
         calls += [together] if together else apart
     return calls
 
 
-def _as_of_conv(weights: Array, groups: int) -> Array:
-    """[groups * cin, cout, *kernel] -> [groups * cout, cin, *kernel]"""
+def _conv_weights(weights: Array, groups: int) -> Array:
+    """Rearrange [groups * cin, cout, *kernel] to [groups * cout, cin, *kernel]."""
     cin, cout, *kernel = weights.shape
     blocks = weights.reshape(groups, cin // groups, cout, *kernel).swapaxes(1, 2)
     return blocks.reshape(groups * cout, cin // groups, *kernel)
 
 
-def _alone(weights: Array, groups: int) -> bool:
-    """Whether each channel of an image makes one of its own."""
+def _is_depthwise(weights: Array, groups: int) -> bool:
+    """Return True for an image with one input and output channel per group."""
     return groups > 1 and weights.shape[:2] == (groups, 1) and weights.ndim == 4
 
 
 def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequence[Phase]) -> Call:
-    """weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
+    """Return the call of a phase. weights: [groups * cout, cin, *kernel]; place: the phase along each axis."""
     conv, output = node.anchor, node.outputs[0]
     for axis, phase in enumerate(place, 2):
         weights = np.take(weights, phase.taps, axis)
@@ -71,23 +71,23 @@ def _phase(ctx: Context, node: Node, weights: Array, groups: int, place: Sequenc
     seen = (x.view, y.view, tuple(placement.view for placement in others), body.program, node.precision,
             tuple(len(phase.taps) for phase in place), ones, ones)
     border = border_of(ctx, conv, x.view, [-phase.first for phase in place])
-    problem = Depthwise(*seen) if _alone(weights, groups) else Contraction(*seen, groups, border)
+    problem = Depthwise(*seen) if _is_depthwise(weights, groups) else Contraction(*seen, groups, border)
     return Call(node, problem, (x, *others), (y,), {"weights": weights, "program": body.constants})
 
 
 def _part(placement: Placement, place: Sequence[Phase]) -> Placement:
-    """The pixels of a phase."""
+    """Return the pixels of a phase."""
     for axis, phase in enumerate(place):
         placement = placement.part(axis, phase.start, placement.view.shape[axis], phase.step)
     return placement
 
 
-def _together(ctx: Context, apart: Sequence[Call], place: Sequence[Phase], columns: Sequence[Phase]) -> Call | None:
-    """The calls of all phases of the columns as one, their channels one behind the other. place: the phase along each
-    axis before them.
+def _merged_columns(ctx: Context, apart: Sequence[Call], place: Sequence[Phase],
+                    columns: Sequence[Phase]) -> Call | None:
+    """Merge the calls of all phases of the columns, with their channels side by side.
 
-    None where they differ in more than constants, where the pixels have gaps, or where the products with zeros, for
-    pixels that a phase does not read, cost more vectors than are saved.
+    `place` is the phase along each axis before them. Returns None if the calls differ in more than constants, if pixels
+    have gaps, or if multiplications by zeros, for pixels that a phase does not read, cost more vectors than are saved.
     """
     (x, *others), (y,), problem = apart[0].inputs, apart[0].outputs, apart[0].problem
     assert isinstance(problem, Contraction)

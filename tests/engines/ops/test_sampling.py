@@ -40,8 +40,8 @@ def test_a_place_that_is_no_number_is_beyond_the_image():
 
 
 @pytest.mark.parametrize("grid, version, attrs, message", [
-    ((2, 4, 5, 3), 20, {}, "its grid has not a number for each axis of the image"),
-    ((3, 4, 5, 2), 20, {}, "it has not a grid for each image"),
+    ((2, 4, 5, 3), 20, {}, "its grid needs a coordinate for each axis of the image"),
+    ((3, 4, 5, 2), 20, {}, "it needs a grid for each image"),
     ((2, 4, 5, 2), 20, {"mode": "bilinear"}, "its mode is 'bilinear'; ONNX has linear, nearest, cubic"),
     ((2, 4, 5, 2), 16, {"mode": "linear"}, "its mode is 'linear'; ONNX has bilinear, nearest, bicubic"),
     ((2, 4, 5, 2), 20, {"padding_mode": "wrap"}, "attribute 'padding_mode' is 'wrap'; it is one of zeros")])

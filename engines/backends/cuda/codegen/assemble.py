@@ -1,7 +1,7 @@
-"""LLVM IR as text -> PTX -> machine code (a cubin) -> the classes of its instructions. None of it needs a GPU.
+"""Compiles LLVM IR to PTX and to machine code (cubin), and disassembles it for statistics. Needs no GPU.
 
-PTX comes from the NVPTX target inside llvmlite. Machine code comes from nvJitLink, a library, or from ptxas, a program,
-where one is installed (the extra `cuda` has both); without them the driver makes it of the plan's PTX, at each start.
+PTX comes from llvmlite's NVPTX target. Machine code comes from nvJitLink, a library, or from ptxas, a program, if one
+is installed (the extra `cuda` has both). Without them the driver compiles the plan's PTX at each start.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engines.codegen.compiler_pool import CompilerPool, serve
 from engines.errors import CompilerFault
 
 _TRIPLE = "nvptx64-nvidia-cuda"
-_IS_PTX = 2             # nvJitLink's number for what it is handed
+_IS_PTX = 2             # NVJITLINK_INPUT_PTX
 _CLASSES = ("IDP", "IMMA", "HMMA", "IGMMA", "HGMMA", "FFMA", "LDSM", "LDGSTS", "LDG", "STG", "LDS", "STS", "BAR",
             "SHFL", "LDL", "STL")       # the last two: spills
 
@@ -36,7 +36,7 @@ def _target() -> llvm.Target:
 
 
 def ptx_of(text: str, gpu: Gpu) -> str:
-    """The module as PTX for that architecture. Raises RuntimeError, with LLVM's own message, if it is no valid IR."""
+    """Compile a module to PTX for an architecture. Raise RuntimeError with LLVM's message if the IR is invalid."""
     machine = _target().create_target_machine(cpu=gpu.name, features=f"+ptx{gpu.ptx}", opt=3)
     module = llvm.parse_assembly(text)
     module.verify()
@@ -46,28 +46,35 @@ def ptx_of(text: str, gpu: Gpu) -> str:
 
 
 def code_of(text: str, gpu: Gpu, cubin: bool) -> bytes:
-    """What a driver loads: machine code, where it is wanted and can be made here, else PTX."""
+    """Return machine code if `cubin` is set and it can be made here, else PTX."""
     ptx = ptx_of(text, gpu)
     return cubin and cubin_of(ptx, gpu) or ptx.encode()
 
 
 def compiler_pool(gpu: Gpu, cubin: bool) -> CompilerPool:
-    """The same for many modules."""
+    """Return a pool of processes that run `code_of`."""
     return CompilerPool(partial(code_of, gpu=gpu, cubin=cubin), (__name__, gpu.name, str(int(cubin))))
 
 
 # ---- machine code
 def cubin_of(ptx: str, gpu: Gpu) -> bytes:
-    """The machine code; b"" where nothing is installed that makes it, or what is does not know the architecture."""
-    if library := (_find("nvidia.nvjitlink", "lib/libnvJitLink.so*")        # of CUDA 12; of 13
+    """Return machine code, or b"" if nvJitLink is not installed or does not support the architecture."""
+    if library := (_find("nvidia.nvjitlink", "lib/libnvJitLink.so*")        # CUDA 12; 13
                    or _find("nvidia.cu13", "lib/libnvJitLink.so*")):
         return _linked(ptx, gpu, library)
     return b""
 
 
 def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
-    """The same by ptxas, and what it says of registers and spills. Raises FileNotFoundError: it is not installed, or
-    knows other architectures only."""
+    """Return ptxas's machine code and its report on registers and spills.
+
+    Raises
+    ------
+    FileNotFoundError
+        ptxas is not installed, or does not support the architecture.
+    CompilerFault
+        ptxas rejects the PTX.
+    """
     program = _find("nvidia.cuda_nvcc", "bin/ptxas") or "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder, "k.ptx"), Path(folder, "k.cubin")
@@ -77,12 +84,12 @@ def report_of(ptx: str, gpu: Gpu) -> tuple[bytes, str]:
         if "is not defined for option 'gpu-name'" in run.stderr:
             raise FileNotFoundError(f"{program} does not know {gpu.name}")
         if run.returncode:
-            raise CompilerFault(f"ptxas refuses a kernel for {gpu.name}: {run.stderr}")
+            raise CompilerFault(f"ptxas rejects a kernel for {gpu.name}: {run.stderr}")
         return result.read_bytes(), run.stderr
 
 
 def _find(package: str, pattern: str) -> str:
-    """A file of an installed package of NVIDIA's; "" if it is not there."""
+    """Return the path of a file in one of NVIDIA's packages, or "" if it is absent."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -96,7 +103,7 @@ def _linked(ptx: str, gpu: Gpu, library: str) -> bytes:
     handle, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = (ctypes.c_char_p * 1)(f"-arch={gpu.name}".encode())
     if link.nvJitLinkCreate(ctypes.byref(handle), ctypes.c_uint32(1), options):
-        return b""          # it does not know the architecture
+        return b""          # unsupported architecture
 
     def call(name: str, *arguments: object) -> None:
         if status := getattr(link, name)(*arguments):
@@ -118,9 +125,9 @@ def _linked(ptx: str, gpu: Gpu, library: str) -> bytes:
         link.nvJitLinkDestroy(ctypes.byref(handle))
 
 
-# ---- what is in it
+# ---- disassembly
 def sass_of(cubin: bytes) -> str:
-    """The machine code as text. Raises FileNotFoundError: nvdisasm is not installed."""
+    """Disassemble machine code. Raise FileNotFoundError if nvdisasm is not installed."""
     program = _find("nvidia.cuda_nvdisasm", "bin/nvdisasm") or _find("nvidia.cu13", "bin/nvdisasm") or "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -129,12 +136,12 @@ def sass_of(cubin: bytes) -> str:
 
 
 def instructions(sass: str) -> list[str]:
-    """Its instructions by name, in order."""
+    """Return the names of the instructions in order."""
     return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass, re.M)
 
 
 def classes(sass: str) -> dict[str, int]:
-    """How many instructions there are of each class, and of all."""
+    """Count the instructions of each class in _CLASSES, and all of them."""
     words = instructions(sass)
     count = collections.Counter(word.split(".")[0] for word in words)
     return {"all": len(words), **{name: count[name] for name in _CLASSES if count[name]}}

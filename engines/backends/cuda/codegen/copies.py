@@ -1,15 +1,15 @@
-"""Copies from global to shared memory, which go on while a block computes where the GPU can (cp.async)."""
+"""Copies from global to shared memory, asynchronous where the GPU has cp.async."""
 from __future__ import annotations
 
 from engines.backends.cuda.codegen.gpu import Gpu
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.types import I32, vector
 
-CHUNK = 16              # bytes that a thread copies at once
+CHUNK = 16              # bytes per thread and copy
 
 
 def copy_chunk(gpu: Gpu, to: Value, source: Value, taken: Value) -> None:
-    """CHUNK bytes, some time later where the GPU can; zeros if `taken` (i32) is 0 and not CHUNK."""
+    """Copy CHUNK bytes, asynchronously if possible. `taken` (i32) is CHUNK, or 0 to write zeros."""
     if gpu.async_copy:
         copy_async(to, source, CHUNK, taken)
     else:
@@ -17,7 +17,7 @@ def copy_chunk(gpu: Gpu, to: Value, source: Value, taken: Value) -> None:
 
 
 def copy_by_register(to: Value, source: Value, taken: Value) -> None:
-    """The same now."""
+    """Copy CHUNK bytes through registers. `taken` (i32) is CHUNK, or 0 to write zeros."""
     f = to.f
     chunk = {"": f.constant(0, vector(4, I32))}
     with f.when_carrying(taken.compare("ne", 0), chunk):
@@ -26,7 +26,7 @@ def copy_by_register(to: Value, source: Value, taken: Value) -> None:
 
 
 def copy_async(to: Value, source: Value, size: int, taken: Value) -> None:
-    """`taken` (i32) of the `size` bytes at source go to shared memory, and zeros for the rest, some time later."""
+    """Copy `taken` (i32) of `size` bytes to shared memory with cp.async, and fill the rest with zeros."""
     way = "cg" if size == 16 else "ca"
     # As assembly: LLVM 20 has no pattern of its intrinsic for pointers of 32 bits.
     text = f"cp.async.{way}.shared.global [$0], [$1], {size}, $2;"
@@ -34,10 +34,10 @@ def copy_async(to: Value, source: Value, size: int, taken: Value) -> None:
 
 
 def commit(f: Function) -> None:
-    """What was copied since the last commit is one group."""
+    """Close a group of the copies since the last commit."""
     f.run("llvm.nvvm.cp.async.commit.group")
 
 
 def wait(f: Function, groups: int) -> None:
-    """Until no more than that many groups of this thread are on their way."""
+    """Wait until at most `groups` groups of this thread are pending."""
     f.run("llvm.nvvm.cp.async.wait.group", f.constant(groups, I32))

@@ -1,12 +1,12 @@
-"""What a lane brings to products of a warp whose factors lie anywhere, and which of their sums it has.
+"""Fragments of mma products whose factors may lie anywhere: elements that a lane loads, and sums that it holds.
 
-A product is of 16 rows by 16 columns, STEP bytes of K (products.py). A lane reads whole words of four bytes:
+A product is 16 rows by 16 columns by STEP bytes of K (products.py). A lane reads words of four bytes:
 
-    a[row of `rows`][byte of `bytes`]           rows of the 16, bytes of the STEP
+    a[row of `rows`][byte of `bytes`]           row in 0..15, byte in 0..STEP-1
     b[column of `columns`][byte of `bytes`]
     sums[4 n + 2 r + c]                         row `row` + r * `apart`, column 8 n + 2 t + c
 
-By quads (m8n8k4) a lane brings all of one row; by mma halves of two.
+With m8n8k4 ("quads") a lane loads whole rows, otherwise halves of two rows.
 """
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import across
+from engines.backends.cuda.codegen.module import shuffle_xor
 from engines.backends.cuda.codegen.products import STEP, multiply, multiply_quads, quad_rows, sums_of
 from engines.codegen.ir_builder import Value
 
-TILE, COUTS = 16, 8             # rows and columns of a product; columns of one n
+TILE, COUTS = 16, 8             # rows and columns of a product; columns per n
 WORD = 4                        # bytes
 
 Words = Sequence[Sequence[Value]]
 
 
 class Fragments(ABC):
-    """Of one lane. `sharing`: lanes of a row's sums, as bits of their numbers."""
+    """Fragments of one lane.
+
+    `sharing` are the bits of the lane's number that differ among the lanes of a row's sums.
+    """
     rows: Sequence[Value]
     columns: Sequence[Value]
     bytes: Sequence[Value]
@@ -37,19 +40,22 @@ class Fragments(ABC):
 
     @abstractmethod
     def multiply(self, acc: Sequence[Value], a: Words, b: Words) -> list[Value]:
-        """acc + a * b, of as many sums as there are columns of b."""
+        """Return acc + a * b, with as many sums as b has columns."""
 
     @abstractmethod
     def factor(self, sums: Words) -> Words:
-        """Sums of a product's rows r, packed as they are stored, as the `a` of another product, over what were columns
-        in the first: [r][word], of as many columns as STEP bytes hold."""
+        """Rearrange packed sums into the `a` fragment of a second product, as in P = QK^T, then PV.
+
+        `sums` is [r][word], with as many columns as STEP bytes hold. The columns become K of the second product.
+        """
 
     @abstractmethod
     def factor_columns(self, count: int) -> list[Value]:
-        """Which of those columns the words of its `b` are to be of, `count` in all: element after element."""
+        """Return the columns of `factor`'s fragment, `count` in all, in the order that `b`'s words need."""
 
 
 class _ByWarp(Fragments):
+    """Fragments of mma.m16n8, where four lanes share a row."""
     sharing = 1, 2
 
     def __init__(self, gpu: Gpu, precision: str, lane: Value) -> None:
@@ -67,13 +73,16 @@ class _ByWarp(Fragments):
         return sums
 
     def factor_columns(self, count: int) -> list[Value]:
-        """Its own: no sum minds their order."""
+        """Return the lane's own columns: the order of K does not change a sum."""
         return [self.t * 2 + (i // 2 * COUTS + i % 2) for i in range(count // 4)]
 
 
 class _ByQuads(Fragments):
-    """The sums of a row are those of four lanes, whose numbers differ in bits 1 and 3; bit 1 also says which of two
-    rows a lane brings."""
+    """Fragments of mma.m8n8k4.
+
+    The sums of a row belong to four lanes, whose numbers differ in bits 1 and 3. Bit 1 also selects which of two rows a
+    lane loads.
+    """
     sharing = 2, 8
 
     def __init__(self, gpu: Gpu, precision: str, lane: Value) -> None:
@@ -89,21 +98,22 @@ class _ByQuads(Fragments):
         return result
 
     def factor(self, sums: Words) -> Words:
-        """The lane that has the other two of four columns brings the other row: each gives what the other needs."""
+        """Exchange halves of two rows between pairs of lanes, so that each lane holds one whole row."""
         f, second = self.lane.f, (self.lane & 2).compare("ne", 0)
         row = []
         for of_first, of_second in zip(*sums, strict=True):
             mine = f.select(second, of_second, of_first, "mine")
-            theirs = across(f.select(second, of_first, of_second, "theirs"), 2)
+            theirs = shuffle_xor(f.select(second, of_first, of_second, "theirs"), 2)
             row += [f.select(second, theirs, mine, "low"), f.select(second, mine, theirs, "high")]
-        return [[*row, *(across(word, 8) for word in row)]]
+        return [[*row, *(shuffle_xor(word, 8) for word in row)]]
 
     def factor_columns(self, count: int) -> list[Value]:
-        """Four of each n; then the four that the other lanes had."""
+        """Return four columns of each n, then the four that the other lanes held."""
         first = self.lane.binary("lshr", 1) & 4
         return [part + (n * COUTS + i) for part in (first, first ^ 4) for n in range(count // COUTS)
                 for i in range(4)]
 
 
 def fragments(gpu: Gpu, precision: str, lane: Value) -> Fragments:
+    """Return the fragments for a precision on a GPU."""
     return (_ByQuads if gpu.by_quads(precision) else _ByWarp)(gpu, precision, lane)

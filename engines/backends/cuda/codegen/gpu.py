@@ -1,7 +1,7 @@
-"""Compute capabilities as a table: what a kernel may ask of a GPU, and the scalar words that programs run on.
+"""Table of compute capabilities, and the scalar primitives of a GPU thread.
 
-A thread has scalars. What a warp of 32 threads multiplies together, and what is copied while it computes, differs from
-one architecture to the next; everything else is plain LLVM. A new architecture is a new line of the table.
+Architectures differ in tensor-core instructions and asynchronous copies; everything else is plain LLVM IR. A new
+architecture is a new line of the table.
 """
 from __future__ import annotations
 
@@ -17,41 +17,38 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Gpu(Primitives):
-    """A compute capability, and the words of its threads, which are scalars."""
+    """Compute capability with the scalar primitives of its threads."""
     name: str                   # sm_80
-    ptx: int                    # version of the PTX that is written: the lowest that has what is used, so that every
-                                # driver since then takes it
-    async_copy: bool = True     # cp.async: global to shared memory past the registers
-    int8_k: int = 32            # bytes of K of one integer product of a warp; 0: it has none, and dp4a instead
-    half_k: int = 32            # ... of one product of halves; 8: its fragments are those of quads; 0: fma instead
-    bfloat: bool = True         # ... which may be bfloat16 as well
-    grouped: bool = False       # wgmma: products of four warps, straight from shared memory
-    shared: int = 48 << 10      # bytes of shared memory that a block may have
+    ptx: int                    # PTX version: the lowest with the needed features, for the oldest drivers
+    async_copy: bool = True     # cp.async: global to shared memory without registers
+    int8_k: int = 32            # bytes of K per integer mma; 0: dp4a instead
+    half_k: int = 32            # bytes of K per float16 mma; 8: m8n8k4 ("quads"); 0: fma
+    bfloat: bool = True         # mma takes bfloat16, too
+    grouped: bool = False       # wgmma: products of four warps, read from shared memory
+    shared: int = 48 << 10      # bytes of shared memory per block
 
     lanes = 1
     natural = True
 
     def by_warp(self, precision: str) -> bool:
-        """Whether a warp's threads multiply together (mma), with the fragments that all such products share; else each
-        makes its own sums, or they do it by quads."""
+        """Return True if the precision has an mma of 16 rows, whose fragments all such products share."""
         halves = self.half_k >= 16
         return {"int8": self.int8_k > 0, "fp16": halves, "bf16": halves and self.bfloat}.get(precision, False)
 
     def by_quads(self, precision: str) -> bool:
-        """Whether two times four threads of a warp multiply together (mma.m8n8k4)."""
+        """Return True if the precision has mma.m8n8k4 only."""
         return precision == "fp16" and self.half_k == 8
 
-    def multiplies_together(self, precision: str) -> bool:
-        """Whether they do so in any way."""
+    def has_mma(self, precision: str) -> bool:
+        """Return True if the precision has an mma of any shape."""
         return self.by_warp(precision) or self.by_quads(precision)
 
     def round(self, x: Value) -> Value:
-        """float32 -> int32, halves to even; saturated."""
+        """Round float32 to int32, halves to even, with saturation."""
         return x.f.call(I32, "llvm.nvvm.f2i.rn", x, hint="round")
 
     def halves(self, dtype: str, low: Value, high: Value) -> Value | None:
-        """Two numbers of float16 or bfloat16 in a word, by one instruction: GPUs that multiply bfloat16 have it, for
-        others None."""
+        """Convert two floats to float16 or bfloat16 in one word. Return None if the GPU has no instruction for it."""
         if not self.by_warp("bf16"):
             return None
         name, element = ("ff2f16x2", "half") if dtype == "float16" else ("ff2bf16x2", "bfloat")
@@ -59,12 +56,14 @@ class Gpu(Primitives):
         return f.cast("bitcast", f.call(pair, f"llvm.nvvm.{name}.rn", high, low, hint="halves"), I32, "word")
 
     def larger(self, a: Value, b: Value) -> Value:
-        """Of a number and what is none, the number: one instruction, where `max`, which says what comes of both as a
-        CPU does, is two."""
+        """Return the larger operand, or the other one if one is NaN.
+
+        This is one instruction; `max`, which propagates NaN as the CPU does, is two.
+        """
         return a.f.call(FLOAT, "llvm.maxnum.f32", a, b, hint="larger")
 
     def power_of_2(self, x: Value) -> Value:
-        """2**x by one instruction, within 2**-22 of it; 0 of minus infinity and below 2**-126."""
+        """Return 2**x with a relative error of 2**-22, in one instruction; 0 for -inf and below 2**-126."""
         return x.f.call(FLOAT, "llvm.nvvm.ex2.approx.ftz.f", x, hint="power")
 
 
@@ -82,7 +81,7 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The architecture of that name. Raises ConfigError: it is none of the table's."""
+    """Return the architecture called `name`. Raise ConfigError if it is unknown."""
     if name not in GPUS:
         raise ConfigError(f"unknown GPU architecture '{name}'{did_you_mean(name, GPUS)}")
     return GPUS[name]

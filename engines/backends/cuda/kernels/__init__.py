@@ -1,4 +1,4 @@
-"""Kernels, a folder or a file a family. Importing this package imports all its modules, which fills kernel.KERNELS."""
+"""GPU kernels by family. Importing this package imports all modules, which register themselves in kernel.KERNELS."""
 from importlib import import_module
 from pkgutil import walk_packages
 

@@ -1,4 +1,4 @@
-"""How kernels find pixels, and how a thread's neighbouring channels come from memory, through a program, and back."""
+"""Addressing of pixels, and vectorised loads, epilogue and stores of a thread's neighbouring channels."""
 from __future__ import annotations
 
 import math
@@ -13,22 +13,36 @@ from engines.codegen.types import ELEMENTS, FLOAT, I8, I16, I32, vector
 from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.view import View
 
-WIDEST = 16             # bytes that a thread loads or stores at once
-MAGIC = 12582912.0      # 1.5 * 2**23: added to |x| < 2**22 it rounds x to an integer, halves to even, in the low bits
+WIDEST = 16             # bytes per load or store
+MAGIC = 12582912.0      # 1.5 * 2**23: added to |x| < 2**22 it leaves x, rounded half to even, in the low bits
 
 _TO_FLOAT = {"uint8": "uitofp", "bool": "uitofp", "int8": "sitofp", "int32": "sitofp", "int64": "sitofp",
              "float16": "fpext"}
 
 
-# ---- where
+# ---- addresses
 def alignment(view: View, base: int) -> int:
-    """What the address of any pixel of a view is a multiple of, up to WIDEST; base: its own."""
+    """Return the alignment of every pixel's address, up to WIDEST bytes. `base` is that of the view itself."""
     return math.gcd(WIDEST, base, view.item, *view.strides[:-1])
 
 
-def together(views: Sequence[tuple[View, int]], channels: int, most: int) -> int:
-    """How many neighbouring channels a thread may take at once: a power of two that divides `channels`, of which
-    every view with its alignment has as many bytes in one piece as one access may have."""
+def vector_width(views: Sequence[tuple[View, int]], channels: int, most: int) -> int:
+    """Return how many neighbouring channels a thread can access at once.
+
+    Parameters
+    ----------
+    views : sequence of (View, int)
+        Tensors to access, and their alignments in bytes.
+    channels : int
+        Number of channels.
+    most : int
+        Upper bound.
+
+    Returns
+    -------
+    int
+        A power of two that divides `channels`, for which every view is contiguous and aligned.
+    """
     step = 1 << max(most, 1).bit_length() - 1
     while step > 1 and (channels % step or any(
             view.strides[-1] != view.size or alignment(view, base) % min(step * view.size, WIDEST)
@@ -38,7 +52,17 @@ def together(views: Sequence[tuple[View, int]], channels: int, most: int) -> int
 
 
 def pixel_offset(pixel: Value, shape: Sequence[int], strides: Sequence[int], item: int) -> Value:
-    """Bytes from element 0 to the pixel-th (an i32) of all items in row-major order of `shape`; an i64."""
+    """Return the byte offset (i64) of the pixel-th row of channels, counting over all items.
+
+    Parameters
+    ----------
+    pixel : Value
+        Index (i32) in row-major order of (items, *shape).
+    shape, strides : sequence of int
+        Extents and strides in bytes of an item's axes.
+    item : int
+        Stride in bytes of the items.
+    """
     extents, steps = _joined(shape, strides)
     if extents and item == extents[0] * steps[0]:       # the items continue the outermost axis
         item, extents, steps = steps[0], extents[1:], steps[1:]
@@ -52,7 +76,7 @@ def pixel_offset(pixel: Value, shape: Sequence[int], strides: Sequence[int], ite
 
 
 def _joined(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Extents and strides of as few axes; neighbours that step evenly are one."""
+    """Merge adjacent axes where the outer stride is the inner extent times its stride, and drop axes of extent 1."""
     extents: list[int] = []
     steps: list[int] = []
     for extent, stride in zip(shape, strides, strict=True):
@@ -67,18 +91,18 @@ def _joined(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 
 def offset_in(view: View, pixel: Value) -> Value:
-    """Bytes to the pixel-th row of channels of all items of a view."""
+    """Return the byte offset of the pixel-th row of channels of a view, counting over all items."""
     return pixel_offset(pixel, view.shape[:-1], view.strides[:-1], view.item)
 
 
 # ---- memory -> float32
 def load_channels(gpu: Gpu, view: View, address: Value, count: int) -> list[Value]:
-    """`count` neighbouring channels as float32, as `together` allowed them."""
+    """Load `count` neighbouring channels as float32. `vector_width` must allow the count."""
     return [to_float(gpu, view.dtype, value) for value in load_stored(view, address, count)]
 
 
 def load_stored(view: View, address: Value, count: int) -> list[Value]:
-    """The same as they are stored; a stride of 0 repeats one."""
+    """Load `count` neighbouring channels in their stored type. A channel stride of 0 broadcasts one element."""
     f, element, size = address.f, ELEMENTS[view.dtype], view.size
     if view.strides[-1] == 0 or count == 1:
         return [f.load(element, address, size, "element")] * count
@@ -89,6 +113,7 @@ def load_stored(view: View, address: Value, count: int) -> list[Value]:
 
 
 def to_float(gpu: Gpu, dtype: str, value: Value) -> Value:
+    """Convert a stored element to float32."""
     if dtype == "bfloat16":
         return gpu.bfloat_to_float(value)
     word = _TO_FLOAT.get(dtype)
@@ -97,7 +122,7 @@ def to_float(gpu: Gpu, dtype: str, value: Value) -> Value:
 
 # ---- float32 -> memory
 def store_channels(gpu: Gpu, view: View, values: Sequence[Value], address: Value) -> None:
-    """Neighbouring channels, rounded halves to even and integers saturated, as `together` allowed them."""
+    """Store neighbouring float32 channels. Integers are rounded half to even and saturated."""
     f, size = address.f, view.size
     if len(values) * size < 4:
         for i, value in enumerate(values):
@@ -110,7 +135,7 @@ def store_channels(gpu: Gpu, view: View, values: Sequence[Value], address: Value
 
 
 def store_stored(view: View, values: Sequence[Value], address: Value) -> None:
-    """Neighbouring channels as they are, as `together` allowed them."""
+    """Store neighbouring channels that have the stored type."""
     step = min(len(values), WIDEST // view.size)
     for first in range(0, len(values), step):
         part = vector_of(list(values[first:first + step])) if step > 1 else values[first]
@@ -121,7 +146,7 @@ LIMITS = {"uint8": (0, 255), "int8": (-128, 127), "bool": (0, 1)}
 
 
 def _low_byte(gpu: Gpu, dtype: str, value: Value) -> Value:
-    """A word whose lowest byte is the integer."""
+    """Return a word whose lowest byte is the rounded, saturated integer."""
     low, high = LIMITS[dtype]
     return gpu.bits(gpu.max(gpu.min(value, high), low) + MAGIC)
 
@@ -135,13 +160,13 @@ def _stored(gpu: Gpu, dtype: str, value: Value) -> Value:
 
 
 def words_of_bytes(lows: Sequence[Value]) -> list[Value]:
-    """The lowest bytes of words, four in one."""
+    """Pack the lowest bytes of words, four per word."""
     pairs = [pick_bytes(a, b, 0x0040) for a, b in zip(lows[::2], lows[1::2], strict=True)]
     return [pick_bytes(a, b, 0x5410) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
 def packed_words(gpu: Gpu, dtype: str, values: Sequence[Value]) -> list[Value]:
-    """The stored bytes, four at a time."""
+    """Convert float32 values to the stored type, packed in words of four bytes."""
     if dtype in LIMITS:
         return words_of_bytes([_low_byte(gpu, dtype, value) for value in values])
     if dtype == "float32":
@@ -161,7 +186,7 @@ def _halves(gpu: Gpu, dtype: str, low: Value, high: Value) -> Value:
 # ---- programs
 def load_constants(f: Function, table: Value, channel: Value, count: int, constants: int,
                    width: int) -> list[list[Value]]:
-    """[constant][channel] of a thread's channels, out of float32 [constant][width]."""
+    """Load a thread's constants, [constant][channel], from a float32 table [constant][width]."""
     at = table + wide(channel) * 4
     view = View("float32", (count,), (4,), 4)
     return [load_stored(view, at + n * width * 4, count) for n in range(constants)]
@@ -169,8 +194,19 @@ def load_constants(f: Function, table: Value, channel: Value, count: int, consta
 
 def run_program(gpu: Gpu, program: EpilogueProgram, sums: Sequence[Value], operands: Sequence[Sequence[Value]],
                 constants: Sequence[Sequence[Value]]) -> list[Value]:
-    """A program on each of a thread's channels: sums[channel], operands[n][channel], constants[n][channel]. What only
-    fills has neither sums nor operands."""
+    """Run an epilogue program on each of a thread's channels.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Primitives of the target.
+    program : EpilogueProgram
+        Program to run.
+    sums : sequence of Value
+        Accumulators [channel]; empty if the program has none.
+    operands, constants : sequence of sequence of Value
+        Further inputs [n][channel]. A fill has constants only.
+    """
     channels = len(sums if program.accumulator else (*operands, *constants)[0])
     return [program.run(gpu, sums[c] if program.accumulator else None, [operand[c] for operand in operands],
                         [constant[c] for constant in constants]) for c in range(channels)]

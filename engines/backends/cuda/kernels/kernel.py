@@ -1,13 +1,12 @@
-"""The contract of a kernel: how a problem is solved on a GPU, and how each of its tactics becomes code.
+"""Interface of a GPU kernel: its tactics, their cost, grid, packed constants and code.
 
-Every kernel is called as
+Every kernel has the signature
 
     void name(operands..., u32 rows)
 
-operands: the addresses of its inputs, then of its packed constants, then of its outputs. Its work is a grid of
-`rows_per_item * items` rows by `columns`; a block of `threads` threads makes `row_step` rows by `column_step` columns,
-ctaid.x counting the rows and ctaid.y the columns. The batch is thus known at run time only: row r belongs to item
-r // rows_per_item, and there are `rows` of them.
+with the addresses of its inputs, packed constants and outputs. The grid has `rows_per_item * items` rows by `columns`;
+a block of `threads` threads computes `row_step` rows by `column_step` columns, with ctaid.x along the rows and ctaid.y
+along the columns. The batch is known at run time only: row r belongs to item r // rows_per_item, and `rows` bounds r.
 """
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ P = TypeVar("P", bound=Problem)
 
 @dataclass(frozen=True)
 class Grid:
-    """The work of a kernel, and the blocks that it is cut into."""
+    """Size of a kernel's work, and of its blocks."""
     rows_per_item: int
     row_step: int
     threads: int
@@ -36,12 +35,13 @@ class Grid:
     shared_bytes: int = 0
 
     def blocks(self, items: int) -> tuple[int, int]:
+        """Return the numbers of blocks along rows and columns."""
         return -(-self.rows_per_item * items // self.row_step), -(-self.columns // self.column_step)
 
 
 @dataclass(frozen=True)
 class Tactic:
-    """One way to cut a kernel into blocks. Families extend it; str() is what a user reads."""
+    """Variant of a kernel. Families extend it; str() is shown to users."""
 
     def __str__(self) -> str:
         return "default"
@@ -49,10 +49,10 @@ class Tactic:
 
 @dataclass(frozen=True)
 class GpuKernel(ABC, Generic[P]):
-    """One way to solve a problem on a GPU.
+    """Implementation of a problem on a GPU.
 
-    aligned: what the address of each input, then of each output, is a multiple of. Views know strides; where in a
-    buffer a tensor begins, they do not.
+    `aligned` are the alignments in bytes of the addresses of all inputs, then of all outputs. Views know strides only,
+    not where a tensor begins in its buffer.
     """
     problem: P
     gpu: Gpu
@@ -60,34 +60,36 @@ class GpuKernel(ABC, Generic[P]):
 
     @property
     def refusal(self) -> str:
-        """Why the kernel cannot solve the problem on this GPU; "" if it can."""
+        """Reason why the kernel cannot solve the problem on this GPU, or "" if it can."""
         return ""
 
     def tactics(self) -> Sequence[Any]:
-        """The candidates, of which the `cheapest` is taken where nothing can be timed."""
+        """Return the candidate tactics. Without timing, `cheapest` picks one."""
         return (Tactic(),)
 
     def cost(self, tactic: Any, card: Card, items: int) -> float:
-        """Seconds of a launch for so many items, roughly: without a word of its kernel, what moving its bytes takes, or
-        making its products one after the other in every thread."""
+        """Return the estimated seconds of a launch for `items` items.
+
+        The default is the larger of moving all bytes and multiplying thread by thread.
+        """
         rows, columns = (grid := self.grid(tactic)).blocks(items)
-        return max(card.moving(self.problem.bytes * items),
-                   card.by_thread(self.problem.macs * items, rows * columns * grid.threads))
+        return max(card.copy_seconds(self.problem.bytes * items),
+                   card.scalar_seconds(self.problem.macs * items, rows * columns * grid.threads))
 
     @abstractmethod
     def grid(self, tactic: Any) -> Grid:
-        """How the work is cut."""
+        """Return the grid of a tactic."""
 
     @abstractmethod
     def emit(self, module: GpuModule, name: str, tactic: Any) -> None:
-        """Write the kernel into the module."""
+        """Emit the kernel into the module."""
 
     def pack(self, tactic: Any, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The problem's constants in the order and layout that the kernel reads."""
+        """Return the problem's constants in the kernel's order and layout."""
         return ()
 
     def aligned_views(self) -> list[tuple[View, int]]:
-        """Inputs, then outputs, each with its alignment."""
+        """Return inputs, then outputs, each with its alignment."""
         return list(zip((*self.problem.inputs, *self.problem.outputs), self.aligned, strict=True))
 
 
@@ -96,7 +98,7 @@ K = TypeVar("K", bound=type[GpuKernel[Any]])
 
 
 def solves(*problems: type[Problem]) -> Callable[[K], K]:
-    """Registers a kernel for problems of these classes."""
+    """Register a kernel for classes of problems."""
     def register(kernel: K) -> K:
         for problem in problems:
             assert problem not in KERNELS, f"two kernels for {problem.__name__}"
@@ -106,11 +108,11 @@ def solves(*problems: type[Problem]) -> Callable[[K], K]:
 
 
 def kernel_for(problem: Problem, gpu: Gpu, aligned: tuple[int, ...]) -> GpuKernel[Any] | None:
-    """The kernel that solves the problem; None if its family has none."""
+    """Return the kernel of a problem, or None if its class has none."""
     found = KERNELS.get(type(problem))
     return found(problem, gpu, aligned) if found else None
 
 
 def cheapest(kernel: GpuKernel[Any], card: Card, items: int) -> Any:
-    """The tactic that costs least for so many items; the first of equals."""
+    """Return the tactic with the least cost for `items` items, the first among equals."""
     return min(kernel.tactics(), key=lambda tactic: kernel.cost(tactic, card, items))

@@ -1,9 +1,9 @@
-"""A contraction in two problems, for machines with more processors than it has tiles: parts of K, then their sum.
+"""Split-K contraction as two problems: partial sums over slices of K, and their sum with the epilogue.
 
-    PartialSums   s[n, i, j, (g, o)] = sum over p, q and the g-th part of all c of x[n, i_p, j_q, c] * w[o, c, p, q]
+    PartialSums   s[n, i, j, (g, o)] = sum over p, q and the g-th slice of c of x[n, i_p, j_q, c] * w[o, c, p, q]
     SumOfParts    y[n, i, j, o] = program(s[n, i, j, (0, o)] + s[n, i, j, (1, o)] + ...), in that order
 
-Sums of bytes are int32, and so the same as in one; those of floats are float32, in an order of their own.
+INT8 sums are int32 and thus equal the unsplit ones; float sums are float32 with their own order of additions.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUMS = "int32"
 
 @dataclass(frozen=True)
 class PartialSums(Contraction):
-    """Every group of channels is a part of K; it has all couts. Without a program."""
+    """Partial sums of a contraction: one slice of K per group, all output channels, no epilogue."""
     family = "partial_sums"
     computes_on = (*FLOATS, SUMS)
 
@@ -33,7 +33,7 @@ class PartialSums(Contraction):
 
 @dataclass(frozen=True)
 class SumOfParts(ImageProblem):
-    """x has the parts side by side; each is shaped as y."""
+    """Sum of the slices, which lie next to each other along the channels of x, and the epilogue."""
     family = "sum_of_parts"
     computes_on = (*FLOATS, SUMS)
 
@@ -50,7 +50,10 @@ class SumOfParts(ImageProblem):
 
 
 def in_parts(problem: Contraction, parts: int) -> tuple[PartialSums, SumOfParts]:
-    """The same in two: `constants_of_parts` are those of the first, the second's are the program's."""
+    """Split a contraction into `parts` slices of K.
+
+    `constants_of_parts` makes the constants of the first problem; the second has the program's.
+    """
     assert problem.groups == 1 and problem.cin % parts == 0
     stored = SUMS if problem.precision == "int8" else "float32"
     sums = dense_view(stored, (*problem.y.shape[:-1], problem.cout * parts))
@@ -60,7 +63,7 @@ def in_parts(problem: Contraction, parts: int) -> tuple[PartialSums, SumOfParts]
 
 
 def constants_of_parts(problem: PartialSums, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the contraction's: its weights as those of groups."""
+    """Rearrange a contraction's weights into groups, one per slice of K."""
     weights = np.asarray(constants["weights"])
     groups = weights.reshape(len(weights), problem.groups, problem.cin, *problem.taps)
     return {"weights": groups.swapaxes(0, 1).reshape(-1, problem.cin, *problem.taps), "program": []}

@@ -1,4 +1,4 @@
-"""Arrays of other libraries that lie on a GPU (torch, cupy, pycuda, numba, jax), where they lie.
+"""Arrays of other libraries in GPU memory (torch, cupy, pycuda, numba, jax), used without a copy.
 
     tensor = device_tensor(array, stream)       # by __cuda_array_interface__, else by DLPack
 """
@@ -16,43 +16,56 @@ import numpy as np
 from engines.ir.dtypes import memory_dtype
 from engines.plan.plan import TensorView
 
-_VERSION, _READ_ONLY = (1, 0), 1        # of DLPack; the flag of what is not to be written to
-_ON_CUDA = (2, 13)                      # kinds of DLPack's devices: CUDA, managed by CUDA
+_VERSION, _READ_ONLY = (1, 0), 1        # DLPack's version, and its flag for read-only arrays
+_ON_CUDA = (2, 13)                      # kDLCUDA, kDLCUDAManaged
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}      # DLPack's
 
 
 @dataclass(frozen=True)
 class DeviceTensor:
-    """Elements one after the other, in the order of C."""
+    """C-contiguous tensor in GPU memory."""
     address: int
     shape: tuple[int, ...]
-    dtype: str                  # numpy's name, or bfloat16
-    owner: Any                  # keeps the memory
-    stream: int | None = None   # that is to be waited for before it is read
+    dtype: str                  # NumPy's name, or bfloat16
+    owner: Any                  # keeps the memory alive
+    stream: int | None = None   # to synchronise with before the tensor is read
     read_only: bool = False
 
 
 class NotOnDevice(Exception):
-    """Why an array cannot be used where it is."""
+    """The array cannot be used without a copy; the message says why."""
 
 
 def device_tensor(array: Any, stream: int) -> DeviceTensor:
-    """stream: our own, that a library of DLPack's makes wait for what it has under way. Raises NotOnDevice."""
-    found = _asked(lambda: getattr(array, "__cuda_array_interface__", None))
+    """Return a view of an array in GPU memory.
+
+    Parameters
+    ----------
+    array : object
+        Array with __cuda_array_interface__ or __dlpack__.
+    stream : int
+        Our CUDA stream; a DLPack exporter makes it wait for its own pending work.
+
+    Raises
+    ------
+    NotOnDevice
+        The array is not on a GPU, is not C-contiguous, or its library does not export it.
+    """
+    found = _query(lambda: getattr(array, "__cuda_array_interface__", None))
     by_dlpack = hasattr(array, "__dlpack__")
-    if found is not None and not (by_dlpack and np.dtype(found["typestr"]).kind == "V"):    # bfloat16 is nameless there
+    if found is not None and not (by_dlpack and np.dtype(found["typestr"]).kind == "V"):    # bfloat16 has no typestr
         return _by_interface(array, found)
-    if by_dlpack and _asked(array.__dlpack_device__)[0] in _ON_CUDA:
-        return _by_dlpack(_asked(lambda: _exported(array, stream)))
-    raise NotOnDevice("it lies in the host's memory, or has neither __cuda_array_interface__ nor __dlpack__")
+    if by_dlpack and _query(array.__dlpack_device__)[0] in _ON_CUDA:
+        return _by_dlpack(_query(lambda: _exported(array, stream)))
+    raise NotOnDevice("it is in host memory, or has neither __cuda_array_interface__ nor __dlpack__")
 
 
-def _asked(what: Callable[[], Any]) -> Any:
-    """What the array's library answers; it refuses by an error of its own, for instance what requires a gradient."""
+def _query(what: Callable[[], Any]) -> Any:
+    """Call into the array's library, and turn its error (for example "requires grad") into NotOnDevice."""
     try:
         return what()
     except Exception as error:
-        raise NotOnDevice(f"its library does not hand it out: {error}") from error
+        raise NotOnDevice(f"its library does not export it: {error}") from error
 
 
 def _by_interface(array: Any, found: dict[str, Any]) -> DeviceTensor:
@@ -66,20 +79,20 @@ def _by_interface(array: Any, found: dict[str, Any]) -> DeviceTensor:
 
 # ---- DLPack
 def _exported(array: Any, stream: int) -> Any:
-    """In the form that can say that it is not to be written to, if the library knows it."""
+    """Export by DLPack, in the versioned form with the read-only flag if the library supports it."""
     try:
         return array.__dlpack__(stream=stream, max_version=_VERSION)
-    except TypeError:           # of a library from before DLPack 1.0
+    except TypeError:           # library older than DLPack 1.0
         return array.__dlpack__(stream=stream)
 
 
 def _by_dlpack(capsule: Any) -> DeviceTensor:
-    """The capsule is kept, for it gives the memory back when it is forgotten."""
+    """Return the tensor of a capsule, which is kept because it frees the memory when it is collected."""
     read_only = False
     if _is_capsule(capsule, b"dltensor_versioned"):
         managed = ctypes.cast(_pointer(capsule, b"dltensor_versioned"), POINTER(_Versioned)).contents
         if managed.major != _VERSION[0]:
-            raise NotOnDevice(f"it comes by version {managed.major} of DLPack, and {_VERSION[0]} is known here")
+            raise NotOnDevice(f"it is exported by DLPack {managed.major}, and only version {_VERSION[0]} is supported")
         tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
     else:
         tensor = ctypes.cast(_pointer(capsule, b"dltensor"), POINTER(_DLTensor)).contents
@@ -100,7 +113,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned"""
+    """DLManagedTensorVersioned of DLPack."""
     _fields_ = [("major", c_uint32), ("minor", c_uint32), ("context", c_void_p), ("deleter", c_void_p),
                 ("flags", c_uint64), ("tensor", _DLTensor)]
 
@@ -111,15 +124,15 @@ _pointer = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCa
 
 def _check_dense(shape: tuple[int, ...], strides: Any, size: int) -> None:
     wanted = [size * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-    if strides is not None and any(step != dense and extent > 1 for step, dense, extent
+    if strides is not None and any(step != array_offset and extent > 1 for step, array_offset, extent
                                    in zip(strides, wanted, shape, strict=True)):
-        raise NotOnDevice(f"its elements are not in the order of C: shape {list(shape)}, strides {list(strides)}; "
-                          "make it contiguous")
+        raise NotOnDevice(f"it is not C-contiguous: shape {list(shape)}, strides {list(strides)}; "
+                          "copy it to a contiguous array")
 
 
-# ---- from and to a tensor of a plan
+# ---- conversion from and to a plan's tensors
 def misfit(tensor: DeviceTensor, view: TensorView) -> str:
-    """Why it cannot be a tensor of a plan; "" if it can, for as many items as it has."""
+    """Return why an array cannot be a tensor of a plan, or "" if it can. The number of items is not checked."""
     dtype = "bfloat16" if view.dtype == "bfloat16" else memory_dtype(view.dtype).name
     if tensor.dtype not in (dtype, memory_dtype(view.dtype).name):
         return f"it is {tensor.dtype}, the model has {dtype}"
@@ -129,18 +142,21 @@ def misfit(tensor: DeviceTensor, view: TensorView) -> str:
     return ""
 
 
-class Rows(NamedTuple):
-    """`number` rows of `width` bytes: in the plan's tensor from `placed` on, each a step further; in the array side by
-    side from `dense` on."""
-    placed: int
+class StridedCopy(NamedTuple):
+    """Strided copy of `number` rows of `width` bytes.
+
+    Rows begin at `tensor_offset` in the plan's tensor, `step` bytes apart, and at `array_offset` in the contiguous
+    array.
+    """
+    tensor_offset: int
     step: int
-    dense: int
+    array_offset: int
     width: int
     number: int
 
 
-def rows_of(view: TensorView, items: int) -> Iterator[Rows]:
-    """A tensor of so many items as few pieces that one copy moves."""
+def rows_of(view: TensorView, items: int) -> Iterator[StridedCopy]:
+    """Yield the strided copies that move a tensor of `items` items."""
     extents = ([items] if view.batched else []) + list(view.shape)
     strides = ([view.item_stride] if view.batched else []) + list(view.strides)
     width = memory_dtype(view.dtype).itemsize
@@ -149,5 +165,5 @@ def rows_of(view: TensorView, items: int) -> Iterator[Rows]:
         strides.pop()
     count, step = (extents.pop(), strides.pop()) if extents else (1, width)
     for number, place in enumerate(np.ndindex(*extents)):
-        placed = sum(index * stride for index, stride in zip(place, strides, strict=True))
-        yield Rows(view.offset + placed, step, number * count * width, width, count)
+        tensor_offset = sum(index * stride for index, stride in zip(place, strides, strict=True))
+        yield StridedCopy(view.offset + tensor_offset, step, number * count * width, width, count)

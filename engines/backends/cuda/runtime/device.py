@@ -1,22 +1,21 @@
-"""A GPU as a device: does a plan's code fit it, and what runs that code."""
+"""GPU as a device: checks that a plan's code fits, and loads it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.execution import LoadedPlan
-from engines.backends.cuda.runtime.library import CudaError, found_gpus
+from engines.backends.cuda.runtime.execution import CudaPlan
+from engines.backends.cuda.runtime.library import CudaError, list_gpus
 from engines.backends.device import GpuInfo, Loaded
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.plan.plan import Plan
 
 
 class CudaDevice:
-    """A GPU of this machine, by its number. `open_gpu` opens it, `find` says which there are: the tests put emulated
-    ones in their place."""
+    """GPU of this machine. `open_gpu` and `find` are replaced by emulated ones in tests."""
 
     def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0,
-                 find: Callable[[], Sequence[GpuInfo]] = found_gpus) -> None:
+                 find: Callable[[], Sequence[GpuInfo]] = list_gpus) -> None:
         self.open_gpu, self.number, self.find = open_gpu, number, find
 
     def at(self, number: int) -> CudaDevice:
@@ -27,7 +26,7 @@ class CudaDevice:
 
     @property
     def gpu(self) -> GpuDriver:
-        """Raises CudaError: there is none of that number."""
+        """Driver of this GPU. Raises CudaError if there is no GPU of that number."""
         return self.open_gpu(self.number)
 
     @property
@@ -38,27 +37,27 @@ class CudaDevice:
         try:
             return _misfit(plan.machine.target, self.gpu.architecture)
         except CudaError as error:
-            return f"made for '{plan.machine.target}', a GPU, but {error}"
+            return f"built for the GPU target '{plan.machine.target}', but {error}"
 
-    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> LoadedPlan:
-        """threads: of the host, which have nothing to do here but wait; one does."""
+    def load(self, plan: Plan, threads: int, beside: Loaded | None = None) -> CudaPlan:
+        """Load a plan. `threads` may only be 1, as the host just waits for the GPU."""
         if threads > 1:
             raise ConfigError(f"{plan.name}: threads={threads}, but a plan for a GPU is run by one; for more requests "
                               "at a time use several contexts")
         if mismatch := self.mismatch(plan):
             raise PlanTargetError(f"{plan.name}: {mismatch}")
         try:
-            return LoadedPlan(plan, self.gpu)
+            return CudaPlan(plan, self.gpu)
         except CudaError as error:
-            raise PlanError(f"{plan.name}: the GPU does not take it: {error}") from error
+            raise PlanError(f"{plan.name}: loading it on the GPU failed: {error}") from error
 
 
 def _misfit(target: str, here: str) -> str:
-    """Why code for one architecture does not run on another; "" if it does."""
+    """Return why code for one architecture cannot run on another, or "" if it can."""
     if target.endswith("a") and here != target[:-1]:
-        return f"made for '{target}', whose code runs on no other, but this GPU is {here}"
+        return f"built for '{target}', which runs on no other architecture, but this GPU is {here}"
     if _number(here) < _number(target):
-        return f"made for '{target}', but this GPU is {here}, an older one"
+        return f"built for '{target}', but this GPU is {here}, which is older"
     return ""
 
 

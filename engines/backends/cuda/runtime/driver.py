@@ -1,7 +1,6 @@
-"""A GPU through its driver: memory, code, streams, graphs.
+"""A GPU through the CUDA driver API: memory, code, streams and graphs.
 
-Names and arguments of the calls: the CUDA driver API. It has not run on a GPU yet; the tests put a libcuda of their own
-below it.
+Tests replace libcuda below it by their own.
 """
 from __future__ import annotations
 
@@ -20,32 +19,32 @@ from engines.backends.cuda.runtime.library import OLDEST, CudaError, Library, in
 from engines.backends.cuda.runtime.structures import Handle, RowCopy
 from engines.ir.graph import Array
 
-ELF = b"\x7fELF"                        # how machine code begins
+ELF = b"\x7fELF"                        # first bytes of machine code
 _MAX_DYNAMIC_SHARED = 8                 # function attribute
-_MOST_WITHOUT_ASKING = 48 << 10         # bytes of shared memory
-_CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: the garbage collector may free memory meanwhile
-_ON_DEVICE = 2                          # a kind of memory
+_MOST_WITHOUT_ASKING = 48 << 10         # bytes of dynamic shared memory without cuFuncSetAttribute
+_CAPTURE_RELAXED, _NON_BLOCKING = 2, 1    # relaxed: allows the garbage collector to free memory
+_ON_DEVICE = 2                          # CU_MEMORYTYPE_DEVICE
 _POINTER_DEVICE = 9                     # pointer attribute
-_LEGACY = 1                             # the stream of calls that name none. It returns before a memset, or a copy from
-                                        # pageable memory, has reached the GPU, and our own streams do not wait for it
-_ERROR_LOG, _LOG_BYTES = 5, 6           # options of what makes code of PTX
-_PEERS = 1                              # a handle's memory may be of a GPU that is reached from this one
+_LEGACY = 1                             # the default stream. Its memsets and copies from pageable memory may be pending
+                                        # when the call returns, and non-blocking streams do not wait for it
+_ERROR_LOG, _LOG_BYTES = 5, 6           # options of the PTX compiler
+_PEERS = 1                              # allows memory of a peer GPU
 
 
 class Recorded(Protocol):
-    """What was put into a stream, as one piece (a CUDA graph)."""
+    """Work recorded from a stream, as a CUDA graph."""
 
     def __call__(self) -> None:
-        """Put it there once more."""
+        """Launch the graph in its stream."""
 
     def close(self) -> None: ...
 
 
 class Stream(Protocol):
-    """What is put into it runs in order."""
+    """Queue of work that runs in order."""
     @property
     def number(self) -> int:
-        """The driver's handle of it, that other libraries take."""
+        """The driver's handle, for use by other libraries."""
 
     def launch(self, function: Any, grid: tuple[int, int], threads: int, addresses: Sequence[int], rows: int,
                shared_bytes: int) -> None: ...
@@ -55,13 +54,13 @@ class Stream(Protocol):
     def copy_out(self, host: Array, address: int) -> None: ...
 
     def copy_rows(self, to: int, to_step: int, source: int, source_step: int, width: int, rows: int) -> None:
-        """So many rows of `width` bytes from one place on the GPU to another, each row a step behind the one before."""
+        """Copy `rows` rows of `width` bytes within the GPU. Rows begin `to_step` and `source_step` bytes apart."""
 
     def record(self, work: Callable[[], None]) -> Recorded:
-        """What `work` puts into the stream, which it does not run."""
+        """Record the work that `work` enqueues, without running it."""
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Of the GPU's own clock, that what `work` puts into the stream takes."""
+        """Return the time on the GPU, in seconds, of the work that `work` enqueues."""
 
     def wait(self) -> None: ...
 
@@ -69,8 +68,8 @@ class Stream(Protocol):
 
 
 class GpuDriver(Protocol):
-    """A GPU as the runtime uses it."""
-    takes_cubins: bool      # or PTX only
+    """Operations on a GPU that the runtime needs."""
+    takes_cubins: bool      # False: PTX only
 
     @property
     def name(self) -> str: ...
@@ -79,43 +78,45 @@ class GpuDriver(Protocol):
     def architecture(self) -> str: ...
 
     def cuda_version(self) -> tuple[int, int]:
-        """The version of CUDA that the driver came with."""
+        """Return the version of CUDA that the driver supports, as (major, minor)."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and all."""
+        """Return the free and the total memory in bytes."""
 
     def use(self) -> None:
-        """Make it the calling thread's."""
+        """Make the GPU's context current in the calling thread."""
 
     def within(self) -> AbstractContextManager[None]:
-        """It is the calling thread's for the length of a block, and then what was before: for what runs on whatever
-        thread drops the last reference."""
+        """Return a context manager that makes the GPU's context current, and restores the previous one at exit.
+
+        Finalizers use it: they run on whichever thread drops the last reference.
+        """
 
     def allocate(self, size: int) -> int:
-        """Zeroed. Raises CudaMemoryError."""
+        """Allocate zeroed memory. Raise CudaMemoryError if there is not enough."""
 
     def free(self, address: int) -> None: ...
 
     def pinned(self, size: int) -> Array:
-        """Bytes of the host, zeroed, that copies go from and to without a stop; freed with the last view of them."""
+        """Allocate zeroed, page-locked host memory, freed with the last view of it."""
 
     def write(self, address: int, array: Array) -> None: ...
 
     def read(self, host: Array, address: int) -> None: ...
 
     def holds(self, address: int) -> bool:
-        """Whether that is memory of this GPU."""
+        """Return True if the address is in this GPU's memory."""
 
     def open_shared(self, handle: bytes) -> tuple[int, int]:
-        """Address and bytes of memory that another process has made, and gave a handle of."""
+        """Open memory of another process by its IPC handle, and return its address and size in bytes."""
 
     def close_shared(self, address: int) -> None: ...
 
     def wait_for(self, stream: int) -> None:
-        """Until all is done that another library has put into its stream."""
+        """Wait for all work in another library's stream."""
 
     def load(self, code: bytes) -> Any:
-        """A module of a cubin or of PTX."""
+        """Load a cubin or PTX and return the module."""
 
     def unload(self, module: Any) -> None: ...
 
@@ -125,14 +126,14 @@ class GpuDriver(Protocol):
 
 
 class CudaGpu:
-    """A GPU with its primary context."""
+    """GPU with its primary context."""
     takes_cubins = True
 
     def __init__(self, number: int = 0, driver: Library | None = None) -> None:
         self.driver, self._device, self._context = driver or Library(), c_int(), c_void_p()
         if self.cuda_version() < OLDEST:
-            raise CudaError("the NVIDIA driver here is too old: it is of CUDA {}.{}, and one of {}.{} or later is "
-                            "needed".format(*self.cuda_version(), *OLDEST))
+            raise CudaError("the NVIDIA driver is too old: it supports CUDA {}.{}, and {}.{} or later is needed".format(
+                *self.cuda_version(), *OLDEST))
         info = info_of(self.driver, number)
         self.number, self.name, self.architecture = number, info.name, info.architecture
         self.driver("cuDeviceGet", byref(self._device), c_int(number))
@@ -151,7 +152,7 @@ class CudaGpu:
         try:
             yield
         finally:
-            with contextlib.suppress(CudaError):        # of a lost device
+            with contextlib.suppress(CudaError):        # the device may be lost
                 self.driver("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     # ---- memory
@@ -180,7 +181,7 @@ class CudaGpu:
         return array
 
     def _unpin(self, address: c_void_p) -> None:
-        with contextlib.suppress(CudaError), self.within():     # a lost device has lost it
+        with contextlib.suppress(CudaError), self.within():     # a lost device has freed it
             self.driver("cuMemFreeHost", address)
 
     def write(self, address: int, array: Array) -> None:
@@ -204,7 +205,7 @@ class CudaGpu:
         number = c_int()
         try:
             self.driver("cuPointerGetAttribute", byref(number), c_int(_POINTER_DEVICE), c_ulonglong(address))
-        except CudaError:       # it is none that the driver knows
+        except CudaError:       # unknown to the driver
             return False
         return number.value == self.number
 
@@ -238,6 +239,8 @@ class CudaGpu:
 
 
 class CudaStream:
+    """CUDA stream that does not synchronise with the default stream."""
+
     def __init__(self, gpu: CudaGpu) -> None:
         self._driver, self._handle = gpu.driver, c_void_p()
         self._driver("cuStreamCreate", byref(self._handle), c_uint(_NON_BLOCKING))
@@ -264,7 +267,7 @@ class CudaStream:
                        dstDevice=to, dstPitch=to_step, WidthInBytes=width, Height=rows)
         if rows > 1:
             self._driver("cuMemcpy2DAsync_v2", byref(copy), self._handle)
-        else:       # of any width
+        else:       # no pitch, so any width is allowed
             self._driver("cuMemcpyDtoDAsync_v2", c_ulonglong(to), c_ulonglong(source), c_size_t(width), self._handle)
 
     def record(self, work: Callable[[], None]) -> Recorded:
@@ -272,7 +275,7 @@ class CudaStream:
         driver("cuStreamBeginCapture_v2", self._handle, c_int(_CAPTURE_RELAXED))
         try:
             work()
-        except Exception:       # a capture that an error has ended makes no graph
+        except Exception:       # an invalidated capture yields no graph
             with contextlib.suppress(CudaError):
                 driver("cuStreamEndCapture", self._handle, byref(graph))
                 driver("cuGraphDestroy", graph)
@@ -297,7 +300,7 @@ class CudaStream:
         return milliseconds.value / 1e3
 
     def wait(self) -> None:
-        """ctypes lets other threads of Python run meanwhile."""
+        """Wait for the stream. ctypes releases the GIL meanwhile."""
         self._driver("cuStreamSynchronize", self._handle)
 
     def close(self) -> None:
@@ -305,8 +308,10 @@ class CudaStream:
 
 
 class CudaGraph:
+    """CUDA graph, ready to launch in a stream."""
+
     def __init__(self, driver: Library, graph: c_void_p, stream: c_void_p) -> None:
-        """graph: it is given up."""
+        """Instantiate `graph`, which is destroyed in any case."""
         self._driver, self._ready, self._stream = driver, c_void_p(), stream
         try:
             driver("cuGraphInstantiateWithFlags", byref(self._ready), graph, c_ulonglong(0))
@@ -322,5 +327,5 @@ class CudaGraph:
 
 @cache
 def open_gpu(number: int = 0) -> GpuDriver:
-    """The GPU of that number, once in a process. Raises CudaError: there is none."""
+    """Return the GPU with index `number`, opened once per process. Raise CudaError if there is none."""
     return CudaGpu(number)

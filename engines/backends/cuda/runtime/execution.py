@@ -1,10 +1,10 @@
-"""Runs a plan on a GPU: its code and constants once a device, an arena and pinned slots for each context.
+"""Runs plans on a GPU: code and constants once per device, an arena and pinned host slots per context.
 
 A batch of b items runs as the CUDA graph of its bucket, the next power of two: copies of the inputs from their slots,
-all launches, copies of the outputs. Kernels take the number of their rows at run time, a graph fixes it; what a bucket
-computes beyond the batch is never read. An input or output that is bound to an array on the GPU is copied there, for
-just as many items as there are, and the host sees nothing of it. What is placed for one run alone is copied before and
-behind the graph, which then is the same for all such places.
+all launches, copies of the outputs. Kernels take the number of rows at run time, which a graph fixes; what a bucket
+computes beyond the batch is never read. Inputs and outputs bound to arrays on the GPU are copied on the device, for
+exactly the items of the batch. Arrays of a single run (`run_with`) are copied before and after the graph, so one graph
+serves all of them.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from engines.backends.cuda.runtime.arrays import DeviceTensor, NotOnDevice, device_tensor, misfit, rows_of
 from engines.backends.cuda.runtime.code import functions_of
 from engines.backends.cuda.runtime.driver import GpuDriver, Recorded, Stream
-from engines.backends.cuda.runtime.holdings import Holdings
+from engines.backends.cuda.runtime.holdings import GpuResources
 from engines.backends.cuda.runtime.library import CudaError, CudaMemoryError
 from engines.errors import InputError, PlanError
 from engines.ir.graph import Array
@@ -25,40 +25,47 @@ from engines.plan.arena import array_at, plan_memory, write_halo
 from engines.plan.plan import Operand, Plan, Step, TensorView
 from engines.plan.verification import verify
 
-MOST_GRAPHS = 32        # of a context: of buckets, and of the arrays that it was bound to
+MOST_GRAPHS = 32        # per context: one per bucket and set of bound arrays
 
-PLACED = -1
+RUN_ARRAY = -1
 
-Key = tuple[int, int, tuple[int, ...]]      # a graph: launches and copies for so many items, addresses that are bound;
-                                            # 0: the slots; PLACED: nothing is copied
+# Of a graph: items to launch, items to copy, and each tensor's bound address, 0 (host slots) or RUN_ARRAY.
+Key = tuple[int, int, tuple[int, ...]]
 
 
-class LoadedPlan:
-    """A plan's kernels and constants on a GPU; shared by all executions, and freed after the last of them."""
+class CudaPlan:
+    """Kernels and constants of a plan on a GPU, shared by all executions and freed after the last one."""
 
     def __init__(self, plan: Plan, gpu: GpuDriver) -> None:
-        """Raises PlanCorruptError; PlanTargetError: its driver takes none of the code; PlanError: it has not so much
-        memory."""
+        """Load the plan.
+
+        Raises
+        ------
+        PlanCorruptError, PlanTargetError
+            The plan is damaged, or the driver rejects all of its code.
+        PlanError
+            Memory is exhausted, or the driver fails.
+        """
         self.plan, self.gpu = verify(plan), gpu
         self.layout = plan_memory(plan.machine.buffers, plan.machine.fills)
-        with Holdings(gpu, self) as held:
+        with GpuResources(gpu, self) as held:
             gpu.use()
             self.constants = self.allocate(len(plan.machine.constants), "its constants", held)
             try:
                 gpu.write(self.constants, np.frombuffer(plan.machine.constants, np.uint8))
                 self.functions = functions_of(plan, gpu, held)
             except CudaError as error:
-                raise PlanError(f"{plan.name}: the driver does not take its kernels: {error}") from error
+                raise PlanError(f"{plan.name}: loading its kernels failed: {error}") from error
 
-    def allocate(self, size: int, what: str, held: Holdings) -> int:
-        """Raises PlanError: there is not so much."""
+    def allocate(self, size: int, what: str, held: GpuResources) -> int:
+        """Allocate GPU memory. Raise PlanError if there is not enough."""
         try:
             return held.allocate(size)
         except CudaMemoryError as error:
-            raise self._too_little(f"the {size} bytes that {what} take", error) from error
+            raise self._too_little(f"{what} ({size} bytes)", error) from error
 
     def slots(self, view: TensorView, is_input: bool) -> _Slots:
-        """Raises PlanError: the host has not so much memory that it can lock."""
+        """Allocate the pinned host slots of a tensor. Raise PlanError if there is not enough memory."""
         size = self.plan.machine.buffers[view.buffer].bytes
         try:
             return _Slots(view, self.gpu.pinned(size), is_input)
@@ -67,29 +74,29 @@ class LoadedPlan:
 
     def _too_little(self, what: str, error: CudaError) -> PlanError:
         free, whole = self.gpu.memory()
-        return PlanError(f"{self.plan.name}: there is no room for {what} ({error}); of the {whole} bytes of this GPU "
-                         f"({self.gpu.name}) {free} are free; a smaller --max-batch or fewer instances take less")
+        return PlanError(f"{self.plan.name}: not enough memory for {what} ({error}); {free} of {whole} bytes of this "
+                         f"GPU ({self.gpu.name}) are free; reduce --max-batch or the number of instances")
 
     @property
     def arena_bytes(self) -> int:
         return self.layout.total
 
     def execution(self, cpus: Sequence[int] | None) -> CudaExecution:
-        """cpus: the calling thread waits wherever it is."""
+        """Return a new execution. `cpus` is ignored: no thread is started."""
         return CudaExecution(self)
 
 
 class CudaExecution:
-    """The buffers of one context on the GPU, the slots of its inputs and outputs on the host, a stream."""
+    """Buffers of one context on the GPU, host slots of its inputs and outputs, and a stream."""
 
-    def __init__(self, loaded: LoadedPlan) -> None:
-        """Raises PlanError: there is not so much memory, or the GPU is lost."""
+    def __init__(self, loaded: CudaPlan) -> None:
+        """Raise PlanError if memory is exhausted or the GPU is lost."""
         self._loaded, self._gpu, machine = loaded, loaded.gpu, loaded.plan.machine
         self._is_closed = False
         self._graphs: dict[Key, Recorded] = {}
         self._bound: dict[TensorView, DeviceTensor] = {}
-        self._placed: dict[TensorView, Sequence[DeviceTensor | int]] = {}
-        self._held = Holdings(self._gpu, self)
+        self._run_arrays: dict[TensorView, Sequence[DeviceTensor | int]] = {}
+        self._held = GpuResources(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()
@@ -101,10 +108,10 @@ class CudaExecution:
                 self._held.add(self._stream.close)
                 self._held.add(partial(_close_all, self._graphs))
         except CudaError as error:
-            raise PlanError(f"{loaded.plan.name}: the GPU gives no context: {error}") from error
+            raise PlanError(f"{loaded.plan.name}: cannot create a context on the GPU: {error}") from error
 
     def _write_halos(self) -> None:
-        """Those that are written once, for all batch slots: in the arena, and in the slots that are copied there."""
+        """Write the constant halos of all batch slots, in the arena and in the host slots that are copied there."""
         plan = self._loaded.plan
         for fill in plan.machine.fills:
             whole = np.zeros(plan.machine.buffers[fill.view.buffer].bytes, np.uint8)
@@ -119,22 +126,22 @@ class CudaExecution:
             return self._loaded.constants + operand.offset
         return self._arena + self._loaded.layout.offsets[operand.buffer] + operand.offset
 
-    # ---- the interface of an execution
+    # ---- interface of an Execution
     def input(self, view: TensorView, batch: int) -> Array:
-        return array_at(_of(self._slots, view).memory, 0, view, batch)
+        return array_at(_slots_of(self._slots, view).memory, 0, view, batch)
 
     def output(self, view: TensorView, batch: int) -> Array:
-        return array_at(_of(self._results, view).memory, 0, view, batch)
+        return array_at(_slots_of(self._results, view).memory, 0, view, batch)
 
     def bind(self, view: TensorView, array: Any) -> None:
-        """Take an input from an array on this GPU, or put an output there; None: the host's slots again."""
+        """Bind an input or output to an array on this GPU; None unbinds it, which uses the host slots again."""
         if array is None:
             self._bound.pop(view, None)
         else:
             self._bound[view] = self._tensor(view, array)
 
     def _tensor(self, view: TensorView, array: Any) -> DeviceTensor:
-        """Raises InputError, PlanError."""
+        """Return the tensor of an array on this GPU. Raise InputError if it does not fit."""
         try:
             self._gpu.use()
             tensor = device_tensor(array, self._stream.number)
@@ -142,7 +149,7 @@ class CudaExecution:
             if not why and not self._gpu.holds(tensor.address):
                 why = f"it is not in the memory of this GPU ({self._gpu.name})"
             if not why and tensor.read_only and view in self._loaded.plan.machine.outputs:
-                why = "it may not be written to"
+                why = "it is read-only"
         except NotOnDevice as error:
             why = str(error)
         except CudaError as error:
@@ -151,43 +158,50 @@ class CudaExecution:
             raise InputError(f"{self._loaded.plan.name}: '{view.name}' cannot be bound to that array: {why}")
         return tensor
 
-    def run_with(self, batch: int, placed: Mapping[TensorView, Sequence[Any]]) -> None:
-        """Raises as `bind` and `run` do."""
+    def run_with(self, batch: int, arrays: Mapping[TensorView, Sequence[Any]]) -> None:
+        """Run with arrays for this run only. Raises what `bind` and `run` raise."""
         try:
-            for view, pieces in placed.items():
-                self._placed[view] = [piece if isinstance(piece, int) else self._tensor(view, piece)
+            for view, pieces in arrays.items():
+                self._run_arrays[view] = [piece if isinstance(piece, int) else self._tensor(view, piece)
                                       for piece in pieces]
             self.run(batch)
         finally:
-            self._placed.clear()
+            self._run_arrays.clear()
 
     def run(self, batch: int) -> None:
-        """Raises PlanError: the GPU failed, by a fault of a kernel or of its own. InputError: fewer items are bound, or
-        it is closed."""
+        """Run a batch.
+
+        Raises
+        ------
+        PlanError
+            A kernel or the GPU failed.
+        InputError
+            A bound array has fewer items than the batch, or the context is closed.
+        """
         if self._is_closed:
-            raise InputError(f"{self._loaded.plan.name}: the context is closed, and has nothing on the GPU any more")
+            raise InputError(f"{self._loaded.plan.name}: the context is closed; create a new one")
         try:
             self._gpu.use()
             for view, tensor in self._bound.items():
-                if view.batched and tensor.shape[0] < batch and view not in self._placed:
+                if view.batched and tensor.shape[0] < batch and view not in self._run_arrays:
                     raise InputError(f"{self._loaded.plan.name}: batch {batch}, but '{view.name}' is bound to an array "
                                      f"of {tensor.shape[0]} items")
-            for stream in {piece.stream for pieces in (self._bound.values(), *self._placed.values())
+            for stream in {piece.stream for pieces in (self._bound.values(), *self._run_arrays.values())
                            for piece in pieces if not isinstance(piece, int)} - {None}:
                 self._gpu.wait_for(stream)      # type: ignore[arg-type]
-            self._copy_placed(self._slots, batch)
+            self._copy_run_arrays(self._slots, batch)
             self._graph(batch)()
-            self._copy_placed(self._results, batch)
+            self._copy_run_arrays(self._results, batch)
             self._stream.wait()
         except CudaError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: CudaError) -> PlanError:
-        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {error}; after an error of a GPU its "
-                         "process has to start anew")
+        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {error}; after an error "
+                         "of a GPU, restart the process")
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        """By the GPU's own clock."""
+        """Return the seconds of each step by the GPU's clock, the minimum of `repeats` runs."""
         try:
             self._gpu.use()
             return [min(self._stream.seconds(partial(self._launch, index, batch)) for _ in range(repeats))
@@ -196,7 +210,7 @@ class CudaExecution:
             raise self._failed(error) from error
 
     def seconds(self, batch: int) -> float:
-        """Of a run, by the GPU's own clock: from the first copy to the last."""
+        """Return the seconds of a run by the GPU's clock, from the first copy to the last."""
         try:
             self._gpu.use()
             return self._stream.seconds(self._graph(batch))
@@ -207,11 +221,11 @@ class CudaExecution:
         self._is_closed = True
         self._held.release()
 
-    # ---- what runs
+    # ---- work of a run
     def _graph(self, batch: int) -> Recorded:
         bucket = min(1 << (batch - 1).bit_length(), self._loaded.plan.batch_slots)
         key = bucket, batch if self._bound else bucket, tuple(
-            PLACED if slots.view in self._placed else
+            RUN_ARRAY if slots.view in self._run_arrays else
             self._bound[slots.view].address if slots.view in self._bound else 0
             for slots in (*self._slots, *self._results))
         if key not in self._graphs:
@@ -221,22 +235,22 @@ class CudaExecution:
         return self._graphs[key]
 
     def _put(self, bucket: int, batch: int) -> None:
-        """All of a run but what is placed into the stream. batch: the items that are copied."""
+        """Enqueue launches for `bucket` items, and copies of `batch` items of tensors without arrays of this run."""
         for slots in self._slots:
-            if slots.view not in self._placed:
+            if slots.view not in self._run_arrays:
                 self._copy(slots, self._bound.get(slots.view), 0, batch)
         for index in range(len(self._loaded.plan.machine.steps)):
             self._launch(index, bucket)
         for slots in self._results:
-            if slots.view not in self._placed:
+            if slots.view not in self._run_arrays:
                 self._copy(slots, self._bound.get(slots.view), 0, batch)
 
-    def _copy_placed(self, every: Sequence[_Slots], batch: int) -> None:
-        """The pieces of inputs, or of outputs, up to the end of the batch."""
+    def _copy_run_arrays(self, every: Sequence[_Slots], batch: int) -> None:
+        """Copy the pieces of this run's arrays, up to the end of the batch."""
         for slots in every:
             first = 0
             items = batch if slots.view.batched else 1
-            for piece in (*self._placed[slots.view], items) if slots.view in self._placed else ():
+            for piece in (*self._run_arrays[slots.view], items) if slots.view in self._run_arrays else ():
                 tensor = None if isinstance(piece, int) else piece
                 end = min(first + (piece if isinstance(piece, int) else slots.items(piece)), items)
                 if first < end:
@@ -244,8 +258,10 @@ class CudaExecution:
                 first = end
 
     def _copy(self, slots: _Slots, tensor: DeviceTensor | None, first: int, end: int) -> None:
-        """These items to the GPU's buffer, or from it, as the tensor is an input or an output: from an array on the
-        GPU that they are the first of, or from the host's slots."""
+        """Copy items first..end - 1 of an input to its buffer, or of an output from it.
+
+        The other side is `tensor`, whose first item is item `first`, or the host slots if it is None.
+        """
         view, into = slots.view, slots.is_input
         if tensor is None:
             begin, stop = slots.span(first, end)
@@ -257,8 +273,8 @@ class CudaExecution:
             return
         shift = first * view.item_stride
         for rows in rows_of(view, end - first):
-            here = self._address(Operand(view.buffer, rows.placed + shift)), rows.step
-            there = tensor.address + rows.dense, rows.width
+            here = self._address(Operand(view.buffer, rows.tensor_offset + shift)), rows.step
+            there = tensor.address + rows.array_offset, rows.width
             self._stream.copy_rows(*(here if into else there), *(there if into else here), rows.width, rows.number)
 
     def _launch(self, index: int, batch: int) -> None:
@@ -271,21 +287,21 @@ class CudaExecution:
 
 
 class _Slots:
-    """A tensor's batch slots on the host: its buffer once more, so that one copy moves it with whatever gaps it has."""
+    """Pinned host copy of a tensor's buffer. It has the buffer's layout, gaps included, so that one copy moves it."""
 
     def __init__(self, view: TensorView, memory: Array, is_input: bool) -> None:
         self.view, self.memory, self.is_input = view, memory, is_input
 
     def span(self, first: int, end: int) -> tuple[int, int]:
-        """The bytes of the buffer that these items lie in."""
+        """Return the range of bytes of the buffer that the items occupy."""
         return self.view.offset + first * self.view.item_stride, self.view.end(end)
 
     def items(self, tensor: DeviceTensor) -> int:
-        """A tensor without a batch axis is one."""
+        """Return the number of items in `tensor`, 1 without a batch axis."""
         return tensor.shape[0] if self.view.batched else 1
 
 
-def _of(slots: Sequence[_Slots], view: TensorView) -> _Slots:
+def _slots_of(slots: Sequence[_Slots], view: TensorView) -> _Slots:
     return next(found for found in slots if found.view == view)
 
 

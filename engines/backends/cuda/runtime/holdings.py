@@ -1,4 +1,4 @@
-"""What something has on a GPU, given back when it is closed or forgotten, or could not be made."""
+"""Owner of GPU resources, which frees them on close, on garbage collection, and after a failed constructor."""
 from __future__ import annotations
 
 import contextlib
@@ -13,28 +13,28 @@ from engines.backends.cuda.runtime.library import CudaError
 from engines.ir.graph import Array
 
 
-class Holdings:
-    """As a context manager it releases them if its block fails."""
+class GpuResources:
+    """Stack of GPU resources. As a context manager it releases them if its block raises."""
 
     def __init__(self, gpu: GpuDriver, owner: object | None = None) -> None:
-        """owner: with which they are released, at the latest."""
+        """Create an empty stack, which is released at the latest when `owner` is collected."""
         self._gpu = gpu
         self._releases: list[Callable[[], None]] = []
         if owner is not None:
-            weakref.finalize(owner, self.release).atexit = False    # a process that ends gives all back
+            weakref.finalize(owner, self.release).atexit = False    # the driver frees all at exit
 
     def add(self, release: Callable[[], None]) -> None:
-        """release: called before those that were added earlier."""
+        """Add a release function. They are called in reverse order."""
         self._releases.append(release)
 
     def allocate(self, size: int) -> int:
-        """Raises CudaMemoryError."""
+        """Allocate GPU memory that is freed on release. Raise CudaMemoryError if there is not enough."""
         address = self._gpu.allocate(size)
         self.add(partial(self._gpu.free, address))
         return address
 
     def release(self) -> None:
-        """Once; of a lost device nothing can be given back."""
+        """Release everything once. Errors are ignored, as a lost device cannot free anything."""
         with contextlib.ExitStack() as block:
             if self._releases:
                 with contextlib.suppress(CudaError):
@@ -52,11 +52,11 @@ class Holdings:
             self.release()
 
 
-class Passing(Holdings):
-    """What is needed for the length of a block, whatever comes of it."""
+class ScopedResources(GpuResources):
+    """Stack of GPU resources that is released at the end of its `with` block."""
 
-    def place(self, array: Array) -> int:
-        """The address of a copy. Raises CudaMemoryError."""
+    def upload(self, array: Array) -> int:
+        """Copy an array to the GPU and return its address. Raise CudaMemoryError if there is not enough memory."""
         address = self.allocate(array.nbytes)
         self._gpu.write(address, array)
         return address

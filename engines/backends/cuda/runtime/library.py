@@ -1,6 +1,6 @@
-"""The CUDA driver, libcuda, through ctypes, with nothing to install: its calls, its errors, the GPUs that it finds.
+"""CUDA driver library (libcuda) through ctypes: calls, errors, and the list of GPUs.
 
-NVIDIA's cuda-bindings would do the same; the few calls that serving needs are less than importing it costs.
+The few calls that serving needs cost less than importing NVIDIA's cuda-bindings.
 """
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from uuid import UUID
 from engines.backends.device import GpuInfo
 
 LIBRARY = "libcuda.so.1"
-OLDEST = 11, 4                          # the first CUDA whose driver has cuGraphInstantiateWithFlags, and all the rest
+OLDEST = 11, 4                          # first CUDA with cuGraphInstantiateWithFlags and all other calls
 _MAJOR, _MINOR = 75, 76                 # device attributes
 _OUT_OF_MEMORY = 2
-_NOT_TAKEN = (200, 209, 218, 221, 222, 223)     # invalid image, none for this GPU, invalid PTX; PTX, and no compiler of
-                                                # it, PTX of a later version, none is to be compiled
+_NOT_TAKEN = (200, 209, 218, 221, 222, 223)     # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, JIT_COMPILER_NOT_FOUND,
+                                                # UNSUPPORTED_PTX_VERSION, JIT_COMPILATION_DISABLED
 
 
 class CudaError(Exception):
-    """What the driver refused, or that there is none."""
+    """Error of the driver, or a missing driver."""
 
 
 class CudaMemoryError(CudaError):
-    """The GPU has not so much memory left."""
+    """The GPU's or the host's memory is exhausted."""
 
 
 class CudaCodeError(CudaError):
-    """The driver does not take that code; in another form it may."""
+    """The driver rejects this form of the code; another form may load."""
 
 
 _KINDS = {_OUT_OF_MEMORY: CudaMemoryError, **dict.fromkeys(_NOT_TAKEN, CudaCodeError)}
 
 
 class Library:
-    """libcuda. Raises CudaError, also where there is none."""
+    """The libcuda library. Calling it by name raises CudaError on failure or if there is no driver."""
 
     def __init__(self, library: Any = None) -> None:
-        """library: has its functions as attributes; None: libcuda itself."""
+        """Load libcuda, or use `library`, an object with its functions as attributes."""
         try:
             self._library = library or ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise CudaError(f"there is no NVIDIA driver here ({error})") from error
+            raise CudaError(f"no NVIDIA driver is installed ({error})") from error
         self._process = os.getpid()
         self("cuInit", c_uint(0))
 
@@ -51,7 +51,7 @@ class Library:
         try:
             function = getattr(self._library, name)
         except AttributeError as error:
-            raise CudaError(f"the NVIDIA driver here is too old: it has no {name}") from error
+            raise CudaError(f"the NVIDIA driver is too old: it lacks {name}; update it") from error
         if status := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorString(c_int(status), byref(text))
@@ -60,23 +60,23 @@ class Library:
 
     def _forked(self) -> str:
         return "" if os.getpid() == self._process else (
-            "; this process was forked from one that uses the GPU, which CUDA does not allow: start it by 'spawn'")
+            "; CUDA cannot be used in a process forked from one that uses the GPU: use the start method 'spawn'")
 
     def cuda_version(self) -> tuple[int, int]:
-        """The version of CUDA that the driver came with."""
+        """Return the version of CUDA that the driver supports, as (major, minor)."""
         version = c_int()
         self("cuDriverGetVersion", byref(version))
         return version.value // 1000, version.value % 1000 // 10
 
     def count(self) -> int:
-        """Of its GPUs."""
+        """Return the number of GPUs."""
         count = c_int()
         self("cuDeviceGetCount", byref(count))
         return count.value
 
 
-def found_gpus() -> list[GpuInfo]:
-    """The GPUs of this machine; none where there is no driver, or it refuses to start."""
+def list_gpus() -> list[GpuInfo]:
+    """Return the GPUs of this machine, none if there is no driver or it does not start."""
     try:
         library = Library()
         return [info_of(library, number) for number in range(library.count())]
@@ -85,7 +85,7 @@ def found_gpus() -> list[GpuInfo]:
 
 
 def info_of(library: Library, number: int) -> GpuInfo:
-    """Raises CudaError: there is none of that number."""
+    """Return the properties of a GPU. Raise CudaError if its index is out of range."""
     if not 0 <= number < library.count():
         raise CudaError(f"there is no GPU {number}: this machine has {library.count()}, counted from 0")
     device, name, memory = c_int(), ctypes.create_string_buffer(256), c_size_t()

@@ -1,4 +1,4 @@
-"""Memory of a GPU that another process has made, by the handle that it gives away: CUDA's between processes."""
+"""GPU memory of another process, opened by its CUDA IPC handle."""
 from __future__ import annotations
 
 import contextlib
@@ -16,32 +16,32 @@ HANDLE_BYTES = 64
 
 
 class SharedMemory:
-    """Given back when nobody refers to it any more. Its owner may free it before: what is read then is anything."""
+    """Opened GPU memory, closed when it is collected. If its owner frees it earlier, its contents are undefined."""
 
     def __init__(self, gpu: GpuDriver, handle: bytes) -> None:
-        """Raises CudaError: the driver knows no such memory."""
+        """Open the memory of a handle. Raise CudaError if the driver does not know it."""
         gpu.use()
         self._gpu = gpu
         self.address, self.byte_size = gpu.open_shared(handle)
         weakref.finalize(self, _close, gpu, self.address).atexit = False
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """A copy. Raises PlanError: the GPU failed."""
+        """Return a copy of `byte_size` bytes. Raise PlanError if the GPU fails."""
         host = np.empty(byte_size, np.uint8)
-        with _said():
+        with _as_plan_error():
             self._gpu.use()
             self._gpu.read(host, self.address + offset)
         return host.data
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Raises PlanError: the GPU failed."""
-        with _said():
+        """Write `data` at an offset in bytes. Raise PlanError if the GPU fails."""
+        with _as_plan_error():
             self._gpu.use()
             self._gpu.write(self.address + offset, np.frombuffer(data, np.uint8))
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
+def _as_plan_error() -> Iterator[None]:
     try:
         yield
     except CudaError as error:
@@ -49,12 +49,12 @@ def _said() -> Iterator[None]:
 
 
 def shared_memory(number: int, handle: bytes) -> SharedMemory:
-    """The memory of the GPU of that number. Raises InputError: it cannot be had."""
+    """Open the memory of a handle on the GPU with index `number`. Raise InputError if that fails."""
     gpus = DEVICE.find()
     if number not in (gpu.number for gpu in gpus):
         raise InputError(f"there is no GPU {number}; this machine has {', '.join(str(gpu.number) for gpu in gpus)}")
     if len(handle) != HANDLE_BYTES:
-        raise InputError(f"a handle has {HANDLE_BYTES} bytes, and not {len(handle)}")
+        raise InputError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
     try:
         return SharedMemory(DEVICE.at(number).gpu, handle)
     except CudaError as error:
@@ -62,5 +62,5 @@ def shared_memory(number: int, handle: bytes) -> SharedMemory:
 
 
 def _close(gpu: GpuDriver, address: int) -> None:
-    with contextlib.suppress(CudaError), gpu.within():      # a lost device has lost it
+    with contextlib.suppress(CudaError), gpu.within():      # a lost device has freed it
         gpu.close_shared(address)

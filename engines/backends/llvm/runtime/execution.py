@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.device import Show, whole_before
+from engines.backends.device import Show, final_before
 from engines.backends.llvm.runtime.abi import STEP_WORDS, WORD, StepRow
 from engines.backends.llvm.runtime.by_item import ItemTables
 from engines.backends.llvm.runtime.elf import LoadedCode
@@ -324,7 +324,7 @@ class SerialExecution:
 
     def show(self, batch: int, show: Show) -> None:
         self._arena.prepare(batch)
-        whole, end = whole_before(self._program.machine), len(self._program.machine.steps)
+        whole, end = final_before(self._program.machine), len(self._program.machine.steps)
         for part in (*cut_before(self._program.serial_segments, whole), Segment(end, end)):
             for view in whole.get(part.first, ()):
                 show(view.name, self._arena.array(view, batch))

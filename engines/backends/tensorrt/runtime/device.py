@@ -1,4 +1,4 @@
-"""Runs TensorRT's engines: pinned slots for inputs and outputs, their copies on the GPU, a stream for each context."""
+"""Runs TensorRT engines: pinned host buffers for inputs and outputs, device buffers, and a stream per context."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from engines.backends.cuda.runtime.driver import GpuDriver, open_gpu
-from engines.backends.cuda.runtime.holdings import Holdings
-from engines.backends.cuda.runtime.library import CudaError, found_gpus
+from engines.backends.cuda.runtime.holdings import GpuResources
+from engines.backends.cuda.runtime.library import CudaError, list_gpus
 from engines.backends.device import GpuInfo, Loaded
-from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logger_of, said
+from engines.backends.tensorrt.runtime.library import LibraryMissing, library, logged_errors, logger_of
 from engines.errors import ConfigError, PlanError, PlanTargetError
 from engines.ir.graph import Array
 from engines.plan.arena import array_at
@@ -18,11 +18,10 @@ from engines.plan.verification import verify
 
 
 class TensorRtDevice:
-    """A GPU of this machine, by its number, and the library that is installed. `open_gpu` opens the GPU, `find` says
-    which there are."""
+    """GPU of this machine with the installed library. `open_gpu` and `find` are replaced in tests."""
 
     def __init__(self, open_gpu: Callable[[int], GpuDriver] = open_gpu, number: int = 0,
-                 find: Callable[[], Sequence[GpuInfo]] = found_gpus) -> None:
+                 find: Callable[[], Sequence[GpuInfo]] = list_gpus) -> None:
         self.open_gpu, self.number, self.find = open_gpu, number, find
 
     def at(self, number: int) -> TensorRtDevice:
@@ -54,26 +53,28 @@ class TensorRtDevice:
 
 
 def _misfit(plan: Plan) -> str:
-    """Why the library does not read the engine, on whatever GPU; "" if it does."""
+    """Return why the installed library cannot read the engine, or "" if it can."""
     try:
         version = library(plan.machine.target).__version__
     except LibraryMissing as error:
         return f"made for '{plan.machine.target}', but {error}"
     made = str(plan.machine.cpu.get("model", "")).rpartition(" ")[2]
-    return "" if made == version else f"made by {plan.machine.target} {made}, whose engines {version} does not read"
+    return "" if made == version else (f"built by {plan.machine.target} {made}, but {version} is installed; "
+                                       "build it again")
 
 
 class LoadedEngine:
-    """TensorRT's engine on a GPU; shared by all executions."""
+    """Deserialised engine on a GPU, shared by all executions."""
 
     def __init__(self, plan: Plan, module: Any, gpu: GpuDriver) -> None:
-        """Raises PlanError: TensorRT does not read it here."""
+        """Raise PlanError if TensorRT cannot deserialise the engine here."""
         self.plan, self.gpu, self.logger = verify(plan), gpu, logger_of(module)
         gpu.use()
         self._runtime = module.Runtime(self.logger)
         self.engine = self._runtime.deserialize_cuda_engine(plan.machine.code[0])
         if self.engine is None:
-            raise PlanError(f"{plan.name}: TensorRT does not read its engine ({said(self.logger)}): build it again")
+            raise PlanError(f"{plan.name}: TensorRT cannot read the engine ({logged_errors(self.logger)}): "
+                            "build it again")
 
     @property
     def arena_bytes(self) -> int:
@@ -81,32 +82,33 @@ class LoadedEngine:
             buffer.bytes for buffer in self.plan.machine.buffers)
 
     def execution(self, cpus: Sequence[int] | None) -> TensorRtExecution:
-        """cpus: the calling thread waits wherever it is."""
+        """Return a new execution. `cpus` is ignored: no thread is started."""
         return TensorRtExecution(self)
 
 
 class TensorRtExecution:
-    """A context of TensorRT's, and its tensors on the host and on the GPU."""
+    """TensorRT execution context, and its tensors on the host and on the GPU."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
-        """Raises PlanError: there is not so much memory."""
+        """Raise PlanError if memory on the GPU or the host is exhausted."""
         self._loaded, self._gpu, plan = loaded, loaded.gpu, loaded.plan
-        self._held = Holdings(self._gpu, self)
+        self._held = GpuResources(self._gpu, self)
         try:
             with self._held:
                 self._gpu.use()
                 sizes = [buffer.bytes for buffer in plan.machine.buffers]
                 self._hosts = [self._gpu.pinned(size) for size in sizes]
-                self._places = [self._held.allocate(size) for size in sizes]
+                self._device_buffers = [self._held.allocate(size) for size in sizes]
                 self._stream = self._gpu.stream()
                 self._held.add(self._stream.close)
                 self._context = loaded.engine.create_execution_context()
                 if self._context is None:
-                    raise PlanError(f"{plan.name}: TensorRT makes no context: {said(loaded.logger)}")
+                    raise PlanError(f"{plan.name}: TensorRT cannot create an execution context: "
+                                    f"{logged_errors(loaded.logger)}")
                 for view in (*plan.machine.inputs, *plan.machine.outputs):
-                    self._context.set_tensor_address(view.name, self._places[view.buffer])
+                    self._context.set_tensor_address(view.name, self._device_buffers[view.buffer])
         except CudaError as error:
-            raise PlanError(f"{plan.name}: the GPU gives no context: {error}") from error
+            raise PlanError(f"{plan.name}: cannot create a context on the GPU: {error}") from error
 
     def input(self, view: TensorView, batch: int) -> Array:
         return array_at(self._hosts[view.buffer], 0, view, batch)
@@ -115,7 +117,7 @@ class TensorRtExecution:
         return array_at(self._hosts[view.buffer], 0, view, batch)
 
     def run(self, batch: int) -> None:
-        """Raises PlanError: the GPU or TensorRT failed."""
+        """Raise PlanError if the GPU or TensorRT fails."""
         try:
             self._gpu.use()
             self._put(batch)
@@ -128,18 +130,18 @@ class TensorRtExecution:
         for view in machine.inputs:
             shape = (batch, *view.shape) if view.batched else view.shape
             self._context.set_input_shape(view.name, shape)
-            self._stream.copy_in(self._places[view.buffer], self._hosts[view.buffer][:view.end(batch)])
+            self._stream.copy_in(self._device_buffers[view.buffer], self._hosts[view.buffer][:view.end(batch)])
         if not self._context.execute_async_v3(self._stream.number):
-            raise self._failed(said(self._loaded.logger))
+            raise self._failed(logged_errors(self._loaded.logger))
         for view in machine.outputs:
-            self._stream.copy_out(self._hosts[view.buffer][:view.end(batch)], self._places[view.buffer])
+            self._stream.copy_out(self._hosts[view.buffer][:view.end(batch)], self._device_buffers[view.buffer])
 
     def _failed(self, why: str) -> PlanError:
-        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {why}; after an error of a GPU its "
-                         "process has to start anew")
+        return PlanError(f"{self._loaded.plan.name}: a run on the GPU failed: {why}; after "
+                         "an error of a GPU, restart the process")
 
     def profile(self, batch: int, repeats: int) -> list[float]:
-        """Of the whole, as a share for each layer: TensorRT's layers have no times of their own here."""
+        """Time a run, and return an equal share of it for each layer: TensorRT's layers are not timed one by one."""
         self._gpu.use()
         whole = min(self._stream.seconds(partial(self._put, batch)) for _ in range(repeats))
         layers = len(self._loaded.plan.machine.steps)

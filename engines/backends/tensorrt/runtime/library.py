@@ -1,21 +1,21 @@
-"""TensorRT's Python module: that of TensorRT 10 and 11, or of TensorRT-RTX, which have one interface.
+"""Access to TensorRT's Python module: TensorRT 10 and 11, or TensorRT-RTX, which share one interface.
 
-What one of them lacks is asked for by its name (hasattr), not by its version.
+Features that one of them lacks are detected by name (hasattr), never by version.
 """
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any, NamedTuple
 
-TARGETS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}      # target and module -> the extra that has it
+TARGETS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}      # target and module name -> extra of the wheel
 
 
 class LibraryMissing(Exception):
-    """It is not installed, or does not load here."""
+    """The library is not installed, or cannot be loaded here."""
 
 
 def library(target: str) -> Any:
-    """The module. Raises LibraryMissing, with what to do."""
+    """Import and return the module of a target. Raises LibraryMissing with the command that installs it."""
     try:
         return import_module(target)
     except (ImportError, OSError) as error:
@@ -24,12 +24,13 @@ def library(target: str) -> Any:
 
 
 class Message(NamedTuple):
+    """Message of TensorRT's log."""
     severity: str       # VERBOSE, INFO, WARNING, ERROR, INTERNAL_ERROR
     text: str
 
 
 def logger_of(module: Any) -> Any:
-    """A logger for all that the library makes, which keeps every Message in `messages`."""
+    """Return an ILogger that keeps every Message in its list `messages`."""
     class Kept(module.ILogger):         # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self) -> None:
             module.ILogger.__init__(self)
@@ -40,7 +41,7 @@ def logger_of(module: Any) -> Any:
     return Kept()
 
 
-def said(logger: Any) -> str:
-    """The errors that it was told, in a line."""
+def logged_errors(logger: Any) -> str:
+    """Return up to three error messages of the log in one line."""
     errors = [message.text for message in logger.messages if message.severity in ("ERROR", "INTERNAL_ERROR")]
-    return "; ".join(errors[:3]) or "it does not say why"
+    return "; ".join(errors[:3]) or "no error in its log"

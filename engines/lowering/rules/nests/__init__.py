@@ -1,4 +1,4 @@
-"""By nests of any loops: what the rules beside this folder refuse. Importing this package fills GENERAL."""
+"""General rules, which lower to loop nests what other rules refuse. Importing this package fills GENERAL."""
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -1,5 +1,7 @@
-"""Probabilities of classes out of those of their pairs, written out sweep by sweep: all that a row needs is in
-registers, and what has come to rest stays as it is."""
+"""Rule for pairwise coupling: class probabilities from those of pairs, by unrolled sweeps in registers.
+
+Rows that have converged stay unchanged.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,8 +14,8 @@ from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Term
 from engines.ops.coupling import ERROR
 
-MOST_CLASSES = 5        # what is written out for a row, once for each of its classes, grows with their cube
-SWEEPS = 6              # rows of so few classes are at rest after four (of 360,000 that were drawn)
+MOST_CLASSES = 5        # the unrolled code grows with their cube
+SWEEPS = 6              # 360,000 random rows of up to MOST_CLASSES classes converged after four
 
 
 @lowers_in_general("PairwiseCoupling")
@@ -33,7 +35,7 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[Call]:
         slope = [_sum([gradient[i][j] * p[j] for j in classes]) for i in classes]
         whole = _sum([p[i] * slope[i] for i in classes])
         error = reduce(Term.at_least, [(one - whole).at_least(whole - one) for one in slope])
-        moves = error >= ERROR / len(classes)       # not where it is no number
+        moves = error >= ERROR / len(classes)       # false for NaN
         p = [w.where(moves, new, old) for old, new in zip(p, _swept(gradient, p, slope, whole), strict=True)]
     value = p[0]
     for place, one in zip(places[1:], p[1:], strict=True):
@@ -42,7 +44,7 @@ def lower_coupling(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _swept(gradient: list[list[Term]], p: list[Term], slope: list[Term], whole: Term) -> list[Term]:
-    """See engines.ops.coupling."""
+    """Do one sweep of engines.ops.coupling."""
     for one in range(len(p)):
         step = (whole - slope[one]) / gradient[one][one]
         scale = step + 1

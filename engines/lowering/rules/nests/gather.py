@@ -1,4 +1,4 @@
-"""Gathers by indices of any form, computed at run time or not."""
+"""General rules for gathers by indices of any form, constant or not."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ def lower_gather(ctx: Context, node: Node) -> Sequence[Call]:
     if first_item(ctx, node):
         chosen = w.constant(0, "i64")
     else:
-        chosen = w.counted(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
+        chosen = w.wrapped_index(w.at(index, w.axes[axis:behind]), w.extent(data, axis))
     return [w.call(w.at(data, [*w.axes[:axis], chosen, *w.axes[behind:]]))]
 
 
 def first_item(ctx: Context, node: Node) -> bool:
-    """Whether a Gather takes the first item of the batch, the only one that every batch has."""
+    """Return True if a Gather takes the first item of the batch, the only one that every batch has."""
     data, index = (ctx.graph.types[name] for name in node.inputs)
     of_items = data.shape[node.attrs.get("axis", 0) % len(data.shape)] == BATCH
     constant = ctx.graph.constants.get(node.inputs[1])
@@ -35,17 +35,17 @@ def lower_gather_elements(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
     place = list(w.axes)
-    place[axis] = w.counted(w.broadcast(index), w.extent(data, axis))
+    place[axis] = w.wrapped_index(w.broadcast(index), w.extent(data, axis))
     return [w.call(w.at(data, place))]
 
 
 @lowers_in_general("GatherND")
 def lower_gather_nd(ctx: Context, node: Node) -> Sequence[Call]:
-    """The last axis of the indices counts along the axes of the data behind the first `batch_dims`."""
+    """Lower a GatherND: the last axis of the indices addresses the data's axes after the first `batch_dims`."""
     data, index = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     shared, outer = node.attrs.get("batch_dims", 0), len(ctx.type(index).shape) - 1
     depth = w.extent(index, outer)
-    chosen = [w.counted(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, shared + i))
+    chosen = [w.wrapped_index(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, shared + i))
               for i in range(depth)]
     return [w.call(w.at(data, [*w.axes[:shared], *chosen, *w.axes[outer:]]))]

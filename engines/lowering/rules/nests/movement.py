@@ -1,4 +1,4 @@
-"""What moves elements: cuts, copies side by side, triangles, sequences turned around."""
+"""General rules for data movement: slices, tiles, triangles, reversed sequences."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def lower_fill(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("Range")
 def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
-    """Between numbers that are known. Floats are counted in float64 and rounded once."""
+    """Lower a Range between constants. Floats are computed in float64 and rounded once."""
     output = ctx.type(node.outputs[0])
     w, kind = NestWriter(ctx, node, output.shape), KINDS[output.dtype.name]
     start, _, delta = (ctx.constant(name).item() for name in node.inputs)
@@ -80,11 +80,11 @@ def lower_range(ctx: Context, node: Node) -> Sequence[Call]:
 # ---- matrices in the last two axes
 @lowers_in_general("Trilu")
 def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
-    """What is on the other side of the k-th diagonal becomes 0."""
+    """Lower a Trilu: elements on the other side of the k-th diagonal become 0."""
     name, w = node.inputs[0], NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     k = as_int(node.attrs["k"])
     if w.batched and BATCH in ctx.type(name).shape[-2:]:
-        raise Refused("its matrices have the axis of the items")
+        raise Refused("the batch is an axis of its matrices")
     across = w.axes[-1] - w.axes[-2]
     kept = across >= k if node.attrs.get("upper", 1) else across <= k
     x = w.at(name, w.axes)
@@ -93,7 +93,7 @@ def lower_triangle(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("ReverseSequence")
 def lower_reversed(ctx: Context, node: Node) -> Sequence[Call]:
-    """Of each item's first so many steps the order is turned around."""
+    """Lower a ReverseSequence: the first `length` steps of each item are reversed."""
     name, lengths = node.inputs
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     items, time = node.attrs.get("batch_axis", 1), node.attrs.get("time_axis", 0)

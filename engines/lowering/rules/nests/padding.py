@@ -1,5 +1,7 @@
-"""Pads of every mode: the inside copied, then a strip before and a strip after along each axis. A window over what is
-padded with room to spare needs no test at its edges."""
+"""General rules for Pad in every mode, and padded copies of images, whose windows need no bounds tests.
+
+The inside is copied first, then a strip before and a strip after along each axis.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +16,12 @@ from engines.lowering.nest.program import FLOATING, KINDS, Number, Term
 from engines.lowering.problems.view import dense_view
 from engines.ops.movement import Pad
 
-Ranges = list[tuple[int, int]]      # of each axis, from and to
+Ranges = list[tuple[int, int]]      # [start, stop) along each axis
 
 
 @lowers_in_general("Pad")
 def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
-    """Of a cut tensor, where pads are negative."""
+    """Lower a Pad. Negative pads crop first."""
     name, output = node.inputs[0], node.outputs[0]
     widths, mode = Pad.widths(node, len(ctx.type(name).shape)), node.attrs.get("mode", "constant")
     shape = ctx.type(name).shape
@@ -42,7 +44,10 @@ def lower_pad(ctx: Context, node: Node) -> Sequence[Call]:
 
 def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple[int, int]], target: Placement,
           read: Callable[[NestWriter, list[Term]], Term]) -> list[Call]:
-    """A nest for each part of a padded tensor; read: the element at a place of it."""
+    """Return a nest per part of a padded tensor.
+
+    `read` returns the element at a place of the padded tensor.
+    """
     extents = [as_int(extent) for extent in shape if extent != BATCH]
     sides = [width for width, extent in zip(widths, shape, strict=True) if extent != BATCH]
     calls = []
@@ -61,7 +66,7 @@ def boxes(ctx: Context, node: Node, shape: Sequence[Dim], widths: Sequence[tuple
 
 
 def _parts(extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> Iterator[Ranges]:
-    """The inside, then the strips of each axis: as long as what is inside along those before it, whole along others."""
+    """Yield the inside, then strips along each axis, as long as the inside on earlier axes and whole on later ones."""
     inside = [(max(before, 0), extent - max(after, 0)) for extent, (before, after) in zip(extents, widths, strict=True)]
     yield inside
     whole = [(0, extent) for extent in extents]
@@ -72,7 +77,7 @@ def _parts(extents: Sequence[int], widths: Sequence[tuple[int, int]]) -> Iterato
 
 
 def _padded(index: Term, extent: int, mode: str, most: int) -> Term:
-    """What stands for an index beside an axis."""
+    """Return the source index of an index outside the axis."""
     if mode == "edge":
         return index.within(extent)
     if mode == "wrap":
@@ -90,14 +95,14 @@ def _padded(index: Term, extent: int, mode: str, most: int) -> Term:
 
 
 def number_of(ctx: Context, name: str, value: float) -> Number:
-    """A number of the dtype of a tensor."""
+    """Convert a number to the arithmetic of a tensor's dtype."""
     kind = KINDS.get(ctx.placements[name].view.dtype, "f32")
     return float(value) if kind in FLOATING else int(value)
 
 
 def padded(ctx: Context, node: Node, name: str, widths: Sequence[tuple[int, int]],
            fill: Number) -> tuple[Placement, tuple[Dim, ...], list[Call]]:
-    """(where it lies, its shape, the nests that make it): a tensor with so much around it, in a buffer of its own."""
+    """Copy a tensor with padding to its own buffer, and return the placement, its shape and the nests."""
     source = ctx.type(name)
     shape = tuple(extent if extent == BATCH else as_int(extent) + before + after
                   for extent, (before, after) in zip(source.shape, widths, strict=True))

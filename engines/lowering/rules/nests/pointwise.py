@@ -1,4 +1,4 @@
-"""Pointwise nodes on every dtype and between tensors of any rank."""
+"""General rules for pointwise nodes of every dtype and rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def lower_pointwise(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("BatchNormalization")
 def lower_batch_norm(ctx: Context, node: Node) -> Sequence[Call]:
-    """With run-time scales and statistics, one for each channel."""
+    """Lower a BatchNormalization with run-time scales and statistics per channel."""
     if node.attrs.get("channels_last") or any(node.outputs[1:]):
-        raise Refused("only its result on images with channels first is compiled")
+        raise Refused("only its first output, with channels first, is compiled")
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape)
     x = w.at(node.inputs[0], w.axes)
     scale, bias, mean, variance = (w.at(name, [w.axes[1]]) for name in node.inputs[1:5])

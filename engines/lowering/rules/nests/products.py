@@ -1,4 +1,4 @@
-"""Products of tensors of any dtype, with axes in any order: MatMul, Gemm, Einsum and those of integers."""
+"""General rules for products of any dtype and order of axes: MatMul, Gemm, Einsum, integer products."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _factor(w: NestWriter, name: str, lead: Sequence[Term], last: Sequence[Term]
 def _zero_point(w: NestWriter, name: str, place: Sequence[Term]) -> Term:
     shape = w.ctx.type(name).shape
     if len(shape) > 1:
-        raise Refused("its zero points are those of items")
+        raise Refused("its zero points differ between items")
     return w.at(name, [w.constant(0, "i64") if extent == 1 else place[0] for extent in shape]).to("i32")
 
 
@@ -78,7 +78,10 @@ def _scaled(value: Term, factor: float) -> Term:
 
 @lowers_in_general("Einsum")
 def lower_einsum(ctx: Context, node: Node) -> Sequence[Call]:
-    """A loop for each letter: the outer ones those of the result. An ellipsis stands for axes aligned at the right."""
+    """Lower an Einsum with one loop per letter, outer loops for the result's.
+
+    An ellipsis stands for right-aligned axes.
+    """
     terms, result = _letters(ctx, node)
     extents: dict[str, int | str] = {}
     for name, term in zip(node.inputs, terms, strict=True):
@@ -100,7 +103,7 @@ def lower_einsum(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _letters(ctx: Context, node: Node) -> tuple[list[list[str]], list[str]]:
-    """The axes of each factor and of the result, by letters; those of an ellipsis are numbers."""
+    """Return the axes of each factor and of the result as letters, with digits for the axes of an ellipsis."""
     equation = node.attrs["equation"]
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     left, arrow, right = equation.partition("->")

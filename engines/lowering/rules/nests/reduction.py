@@ -1,4 +1,4 @@
-"""Reductions over any axes of any dtype, what is found along an axis, and what is divided by it."""
+"""General rules for reductions over any axes and dtype, and for normalisations along an axis."""
 from __future__ import annotations
 
 import math
@@ -16,33 +16,33 @@ from engines.ops import op_of
 
 
 class Along:
-    """A nest whose inner loops are some axes of a node's input, and whose outer ones the others."""
+    """Nest whose inner loops are some axes of a node's input, and whose outer loops are the others."""
 
     def __init__(self, ctx: Context, node: Node, axes: Sequence[int]) -> None:
         name = node.anchor.inputs[0]
         shape = ctx.type(name).shape
         if any(shape[axis] == BATCH for axis in axes):
-            raise Refused("it reduces the axis of the items")
+            raise Refused("it reduces the batch axis")
         if len(set(axes)) < len(axes):
             raise Refused("it names an axis twice")
         self.name, self.axes = name, tuple(axes)
         others = [axis for axis in range(len(shape)) if axis not in axes]
         self.writer = NestWriter(ctx, node, [shape[axis] for axis in others], [as_int(shape[axis]) for axis in axes])
         places = {**dict(zip(others, self.writer.axes, strict=True)), **dict(zip(axes, self.writer.inner, strict=True))}
-        self.place = [places[axis] for axis in range(len(shape))]       # of the element of the input
-        self._item = [axis for axis in range(len(shape)) if shape[axis] != BATCH]       # in memory the items lead
+        self.place = [places[axis] for axis in range(len(shape))]       # index of the input's element
+        self._item = [axis for axis in range(len(shape)) if shape[axis] != BATCH]       # in memory the batch leads
         self.x = self.writer.at(name, self.place)
         self.count = math.prod(self.writer.reduced)
 
-    def beside(self, name: str) -> Term:
-        """Another tensor, aligned with the input at the right."""
+    def broadcast(self, name: str) -> Term:
+        """Return the element of another tensor, broadcast to the input."""
         shape = self.writer.ctx.type(name).shape
         zero = self.writer.constant(0, "i64")
         last = self.place[len(self.place) - len(shape):]
         return self.writer.at(name, [zero if extent == 1 else index for extent, index in zip(shape, last, strict=True)])
 
     def outer(self, output: str) -> Placement:
-        """Where an output lies over the outer loops, whether the reduced axes stay or not."""
+        """Return the placement of an output over the outer loops, with or without kept axes of extent 1."""
         target = self.writer.target(output)
         lost = len(self.place) - len(self.axes) - self.writer.batched
         if len(target.view.shape) == lost:
@@ -50,12 +50,12 @@ class Along:
         return _ordered(target, self._order[:lost])
 
     def whole(self, output: str) -> Placement:
-        """Where an output of the input's shape lies over all loops."""
+        """Return the placement of an output of the input's shape over all loops."""
         return _ordered(self.writer.target(output), self._order)
 
     @property
     def _order(self) -> list[int]:
-        """The axes of an item of the input: those of the outer loops, then those of the inner ones."""
+        """Axes of the input's item: those of the outer loops, then those of the inner loops."""
         others = [axis for axis in self._item if axis not in self.axes]
         return [self._item.index(axis) for axis in (*others, *self.axes)]
 
@@ -117,7 +117,7 @@ def lower_reduction(ctx: Context, node: Node) -> Sequence[Call]:
     except NotImplementedError as reason:
         raise Refused(str(reason)) from reason
     if node.body:
-        raise Refused("its body is not written by a nest")
+        raise Refused("a nest does not support its fused body")
     return [along.writer.call(value, targets=[along.outer(node.outputs[0])])]
 
 
@@ -131,7 +131,7 @@ def lower_arg(ctx: Context, node: Node) -> Sequence[Call]:
 
 # ---- results of the input's shape
 def _softmax(a: Along) -> Term:
-    """e**(x - max) over its sum, zeros where there is nothing but minus infinity; the logarithm of it likewise."""
+    """Return e**(x - max) over its sum, zeros for rows of -inf; or the logarithm of it."""
     node, w = a.writer.node, a.writer
     most = w.reduce("max", a.x)
     if node.anchor.op == "LogSoftmax":
@@ -153,14 +153,14 @@ def _one(x: Term) -> float:
 
 
 def _lp(a: Along) -> Term:
-    """x over its norm; what has none stays as it is, which is 0."""
+    """Return x over its norm; rows with norm 0 stay 0."""
     p, w = int(a.writer.node.attrs.get("p", 2)), a.writer
     size = _sum(w, a.x.unary("abs")) if p == 1 else _sum(w, a.x * a.x).unary("sqrt")
     return w.where(size.equals(0.0), 0.0, a.x / size)
 
 
 def _normalised(a: Along) -> tuple[Term, Term, Term]:
-    """(x less its mean, over its deviation; the mean; one over the deviation)"""
+    """Return the normalised x, the mean, and the reciprocal of the deviation."""
     anchor, w = a.writer.node.anchor, a.writer
     root = anchor.op == "RMSNormalization"
     middle = w.reduce("sum", a.x) * (1 / a.count)
@@ -176,7 +176,7 @@ def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
     along = Along(ctx, node, [node.anchor.attrs.get("axis", -1) % rank])
     formula = {"Hardmax": _hardmax, "LpNormalization": _lp}.get(node.anchor.op, _softmax)
     if node.body:
-        raise Refused("its body is not written by a nest")
+        raise Refused("a nest does not support its fused body")
     try:
         return [along.writer.call(formula(along), inside=True, targets=[along.whole(node.outputs[0])])]
     except NotImplementedError as reason:
@@ -185,16 +185,16 @@ def lower_softmax(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("LayerNormalization", "RMSNormalization")
 def lower_norm(ctx: Context, node: Node) -> Sequence[Call]:
-    """Its statistics are nests of their own."""
+    """Lower a norm; each statistic that is an output has its own nest."""
     anchor = node.anchor
     rank = len(ctx.type(anchor.inputs[0]).shape)
     axes = range(anchor.attrs.get("axis", -1) % rank, rank)
     if node.body:
-        raise Refused("its body is not written by a nest")
+        raise Refused("a nest does not support its fused body")
     along = Along(ctx, node, axes)
     value, *_ = _normalised(along)
     for name, op in zip(anchor.inputs[1:], ("mul", "add"), strict=False):
-        value = value.binary(op, along.beside(name)) if name else value
+        value = value.binary(op, along.broadcast(name)) if name else value
     calls = [along.writer.call(value, inside=True, targets=[along.whole(node.outputs[0])])]
     for output, which in ((output, which) for which, output in enumerate(node.outputs) if which and output):
         of_one = replace(node, outputs=(output,))

@@ -1,4 +1,4 @@
-"""Samples of images: at the places of a grid, in regions, at another resolution along any axes."""
+"""General rules for image sampling: at points of a grid, in regions, and resizing along any axes."""
 from __future__ import annotations
 
 import math
@@ -14,11 +14,11 @@ from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import FLOATING, Term
 from engines.ops import resize
 
-Taps = list[tuple[Term, Term]]      # (index, weight) of the pixels that a sample is made of along an axis
+Taps = list[tuple[Term, Term]]      # (index, weight) of the pixels of a sample along an axis
 _CUBIC = -0.75
 
 
-# ---- at the places of a grid
+# ---- grid sample
 @lowers_in_general("GridSample")
 def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     x, grid = node.inputs
@@ -28,7 +28,7 @@ def lower_grid_sample(ctx: Context, node: Node) -> Sequence[Call]:
     channel, places = (axes[-1], axes[:-1]) if last else (axes[0], axes[1:])
     taps = []
     for axis in range(len(places)):
-        number = w.constant(len(places) - 1 - axis, "i64")      # the last axis of the image comes first
+        number = w.constant(len(places) - 1 - axis, "i64")      # x, the last axis of the image, is first
         taps.append(_taps(node, w.at(grid, [item, *places, number]).to("f64"), w.extent(x, axis + 2 - last)))
     total = None
     for corner in product(*taps):
@@ -63,7 +63,7 @@ def _taps(node: Node, place: Term, size: int) -> Taps:
 
 
 def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
-    """What stands for places beyond the ends."""
+    """Map coordinates outside the image according to the padding mode."""
     if padding == "zeros":
         return place
     if padding == "reflection":
@@ -77,7 +77,7 @@ def _inside(place: Term, size: int, corners: bool, padding: str) -> Term:
 
 
 def _weights(mode: str, part: Term) -> list[tuple[int, Term]]:
-    """Of the pixels around a place that is `part` beyond one of them; by Keys' kernel four count."""
+    """Return the weights of the pixels around a place `part` after a pixel; a cubic kernel (Keys) has four."""
     if mode == "nearest":
         return [(0, part.like(1.0))]
     if mode == "linear":
@@ -86,22 +86,22 @@ def _weights(mode: str, part: Term) -> list[tuple[int, Term]]:
 
 
 def _keys(d: Term, a: float) -> Term:
-    """Of a distance."""
+    """Return Keys' cubic kernel at distance d."""
     near = (d * (a + 2) - (a + 3)) * d * d + 1.0
     far = ((d - 5.0) * d + 8.0) * d * a - 4 * a
     return d.writer.where(d <= 1.0, near, d.writer.where(d < 2.0, far, 0.0))
 
 
-# ---- in regions
+# ---- regions
 @lowers_in_general("RoiAlign")
 def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
-    """`sampling_ratio` by as many samples in each bin of a region: their mean, or the greatest part of one."""
+    """Lower a RoiAlign: each bin has `sampling_ratio` squared samples, of which it takes the mean or the maximum."""
     x, regions, images = node.inputs
     ratio, mode = int(node.attrs.get("sampling_ratio", 0)), str(node.attrs.get("mode", "avg"))
     if ratio <= 0:
-        raise Refused("without a sampling_ratio it takes as many samples as a region is large")
+        raise Refused("without a sampling_ratio the number of samples depends on the region")
     if BATCH in ctx.type(node.outputs[0]).shape:
-        raise Refused("its regions are not those of items")
+        raise Refused("its regions are not grouped by batch item")
     w = NestWriter(ctx, node, ctx.type(node.outputs[0]).shape, (ratio, ratio))
     region, channel, *bins = w.axes
     default = "half_pixel" if node.attrs.get("onnx_opset", 16) >= 16 else "output_half_pixel"
@@ -117,7 +117,7 @@ def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
         beyond = (at < -1.0) | (at > float(extent))
         outside = beyond if outside is None else outside | beyond
         axes.append(_between(at, extent))
-    image = w.counted(w.at(images, [region]), w.extent(x, 0))
+    image = w.wrapped_index(w.at(images, [region]), w.extent(x, 0))
     parts = [w.at(x, [image, channel, row, column]) * (high * wide)
              for row, high in axes[0] for column, wide in axes[1]]
     total = parts[0]
@@ -130,7 +130,7 @@ def lower_roi_align(ctx: Context, node: Node) -> Sequence[Call]:
 
 
 def _between(at: Term, extent: int) -> Taps:
-    """The two pixels beside a place, which at the ends are one."""
+    """Return the two pixels around a coordinate, equal at the ends."""
     w = at.writer
     at = at.at_least(0.0)
     below = at.unary("floor").at_most(float(extent - 1))

@@ -1,4 +1,4 @@
-"""Scatters: a copy of the data, in which updates take the place of elements or are combined with them, in order."""
+"""General rules for scatters: a copy of the data, whose elements updates replace or combine with, in order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
     w = NestWriter(ctx, node, ctx.type(updates).shape)
     axis = node.attrs.get("axis", 0) % len(ctx.type(data).shape)
     place = list(w.axes)
-    place[axis] = w.counted(w.at(index, w.axes), w.extent(data, axis))
+    place[axis] = w.wrapped_index(w.at(index, w.axes), w.extent(data, axis))
     return [w.scatter(data, w.at(updates, w.axes), place, COMBINED[node.attrs.get("reduction", "none")])]
 
 
@@ -24,16 +24,16 @@ def lower_scatter_elements(ctx: Context, node: Node) -> Sequence[Call]:
 def lower_unpool(ctx: Context, node: Node) -> Sequence[Call]:
     x, index, elsewhere = node.inputs
     w = NestWriter(ctx, node, ctx.type(x).shape)
-    return [w.scatter(elsewhere, w.at(x, w.axes), [w.counted(w.at(index, w.axes), node.attrs["size"])])]
+    return [w.scatter(elsewhere, w.at(x, w.axes), [w.wrapped_index(w.at(index, w.axes), node.attrs["size"])])]
 
 
 @lowers_in_general("ScatterND")
 def lower_scatter_nd(ctx: Context, node: Node) -> Sequence[Call]:
-    """The last axis of the indices counts along the first axes of the data."""
+    """Lower a ScatterND: the last axis of the indices addresses the data's first axes."""
     data, index, updates = node.inputs
     w = NestWriter(ctx, node, ctx.type(updates).shape)
     outer = len(ctx.type(index).shape) - 1
-    chosen = [w.counted(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, i))
+    chosen = [w.wrapped_index(w.at(index, [*w.axes[:outer], w.constant(i, "i64")]), w.extent(data, i))
               for i in range(w.extent(index, outer))]
     return [w.scatter(data, w.at(updates, w.axes), [*chosen, *w.axes[outer:]],
                       COMBINED[node.attrs.get("reduction", "none")])]

@@ -1,9 +1,9 @@
-"""Transposed windows over any number of axes: ConvTranspose, and Col2Im, which sums what lies in columns.
+"""General rules for transposed windows over any number of axes: ConvTranspose, and Col2Im.
 
     y[p] = sum over t with p + pad - t * dilation = u * stride of x[u] * w[t]
 
-A nest for each phase of the outputs (engines/lowering/calls/phases.py), whose taps all count; of dilated windows, and
-where there are many phases, one nest with a test for every tap.
+There is a nest per phase of the outputs (engines/lowering/calls/phases.py), whose taps are all valid. With dilation, or
+many phases, there is one nest with a test per tap.
 """
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from engines.lowering.rules.nests.padding import number_of, padded
 from engines.lowering.rules.nests.windows import in_group
 from engines.ops.window import Window
 
-Element = Callable[["Transposed", Term, Sequence[Term]], Term]      # of (nest, channel, tap along each axis), in a sum
-MOST = 64           # phases that are nests of their own
+Element = Callable[["Transposed", Term, Sequence[Term]], Term]      # (nest, channel, tap along each axis) -> summand
+MOST = 64           # most phases with a nest each
 
 
 class Transposed:
-    """The nests of a transposed window. Their inner loops are `channels` and the taps."""
+    """Nests of a transposed window. The inner loops are `channels` and the taps."""
 
     def __init__(self, ctx: Context, node: Node, channels: Sequence[int] = ()) -> None:
         self.ctx, self.node, self.channels, self.x = ctx, node, channels, node.anchor.inputs[0]
         self.shape = ctx.type(node.outputs[0]).shape
         self.last = bool(node.anchor.attrs.get("channels_last"))
-        self.first = 1 if self.last else 2      # axis of an image
+        self.first = 1 if self.last else 2      # first spatial axis
         self.extents = [as_int(extent) for extent in (self.shape[1:-1] if self.last else self.shape[2:])]
         self.window = Window.of(node.anchor, len(self.extents))
         self.sizes = [as_int(extent) for extent in ctx.type(self.x).shape[self.first:self.first + len(self.extents)]]
         self.image, self.seen = ctx.placements[self.x], ctx.type(self.x).shape
-        self.before = [0] * len(self.extents)   # pixels of padding around the image
-        self.places: list[Term] = []            # in the image, along each axis; none where no tap counts
-        self.tests: list[Term] = []             # of one nest for all: whether a tap counts
+        self.before = [0] * len(self.extents)   # padding before the image
+        self.places: list[Term] = []            # indices into the image; empty without valid taps
+        self.tests: list[Term] = []             # validity tests of a tap, for a single nest
 
     @property
     def _by_tests(self) -> bool:
         return set(self.window.dilations) != {1} or math.prod(self.window.strides) > MOST
 
     def calls(self, element: Element, bias: str = "") -> list[Call]:
-        """element: what of the image is summed."""
+        """Return the nests that sum `element`."""
         if self._by_tests:
-            return [self._tested(element, bias)]
+            return [self._tested_nest(element, bias)]
         axes = [phases_of(kernel, stride, pad, extent) for kernel, stride, (pad, _), extent in zip(
             self.window.kernel, self.window.strides, self.window.pads, self.extents, strict=True)]
         made = self._in_padding(axes)
-        return [*made, *(self._of_phases(phases, element, bias) for phases in product(*axes))]
+        return [*made, *(self._phase_nest(phases, element, bias) for phases in product(*axes))]
 
     def _in_padding(self, axes: Sequence[Sequence[Phase]]) -> list[Call]:
-        """The nests that make the image with what phases read beside it."""
+        """Return the nests that pad the image for reads outside of it."""
         widths = [(max(0, *(-phase.first for phase in phases)), max(0, *(phase.end - size for phase in phases)))
                   for phases, size in zip(axes, self.sizes, strict=True)]
         if not any(map(any, widths)):
@@ -65,14 +65,14 @@ class Transposed:
         self.image, self.seen, made = padded(self.ctx, self.node, self.x, around, number_of(self.ctx, self.x, 0))
         return made
 
-    def _of_phases(self, phases: Sequence[Phase], element: Element, bias: str) -> Call:
-        """The outputs of one phase along each axis; those of no tap have the bias alone."""
+    def _phase_nest(self, phases: Sequence[Phase], element: Element, bias: str) -> Call:
+        """Return the nest of one phase along each axis. Phases without taps have the bias alone."""
         counts: list[Dim] = [phase.outputs for phase in phases]
         shape = [self.shape[0], *counts, self.shape[-1]] if self.last else [*self.shape[:2], *counts]
         taps = [len(phase.taps) for phase in phases]
         w = NestWriter(self.ctx, self.node, shape, (*self.channels, *taps) if all(taps) else ())
         target = w.target(self.node.outputs[0])
-        own = self.first - w.batched            # axis of what an item is in memory
+        own = self.first - w.batched            # first spatial axis of the item
         for i, phase in enumerate(phases):
             target = target.part(own + i, phase.start, self.extents[i], phase.step)
         self.w, self.channel = w, w.axes[-1 if self.last else 1]
@@ -82,12 +82,12 @@ class Transposed:
                            for i, phase in enumerate(phases)]
         numbers = [tap * -phase.step + phase.taps[0] for tap, phase in zip(
             w.inner[len(self.channels):], phases, strict=False)]
-        for i, phase in enumerate(phases):      # from here on the place in the result
+        for i, phase in enumerate(phases):      # from here on these are indices of the result
             w.axes[self.first + i] = w.axes[self.first + i] * phase.step + phase.start
         return w.call(self._total(element, numbers, bias), targets=[target])
 
-    def _tested(self, element: Element, bias: str) -> Call:
-        """Of all taps those whose place is a multiple of the stride."""
+    def _tested_nest(self, element: Element, bias: str) -> Call:
+        """Return a nest over all taps that tests whether they hit a pixel."""
         w = self.w = NestWriter(self.ctx, self.node, self.shape, (*self.channels, *self.window.kernel))
         self.channel, taps = w.axes[-1 if self.last else 1], w.inner[len(self.channels):]
         for i, (stride, dilation, (before, _)) in enumerate(zip(
@@ -120,7 +120,7 @@ class Transposed:
 
 @lowers_in_general("ConvTranspose")
 def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
-    """x[n, c, u] * w[c, o, t] is added to y[n, o, p]."""
+    """Lower a ConvTranspose: x[n, c, u] * w[c, o, t] is added to y[n, o, p]."""
     _, weights, *bias = node.anchor.inputs
     count, each, *_ = map(int, ctx.type(weights).shape)
     groups = node.anchor.attrs.get("group", 1)
@@ -134,7 +134,7 @@ def lower_transposed(ctx: Context, node: Node) -> Sequence[Call]:
 
 @lowers_in_general("Col2Im")
 def lower_columns(ctx: Context, node: Node) -> Sequence[Call]:
-    """x[n, (c, t), u] is added to y[n, c, p]."""
+    """Lower a Col2Im: x[n, (c, t), u] is added to y[n, c, p]."""
     kernel = node.attrs["kernel_shape"]
 
     def element(t: Transposed, channel: Term, taps: Sequence[Term]) -> Term:

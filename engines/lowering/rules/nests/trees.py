@@ -1,9 +1,7 @@
-"""Lowers forests of decision trees. Some trees are walked together, a step of each at a time: a step waits for what it
-reads, and the steps of other trees fill that time.
+"""General rule for forests of decision trees, walked several at a time to hide the latency of their loads.
 
-Balanced trees take as many steps as the deepest leaf needs, and a leaf's step leads to the leaf itself. If most rows
-are likely to reach their leaves sooner, as in trees that were grown leaf by leaf, a loop ends as soon as all trees that
-are walked together are at leaves.
+Balanced trees are unrolled to the depth of the deepest leaf; a step at a leaf stays there. If most rows are likely to
+reach leaves earlier, as in trees grown leaf by leaf, a loop ends as soon as all trees of a group are at leaves.
 """
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from engines.lowering.calls.nesting import NestWriter
 from engines.lowering.nest.program import KINDS, Linear, Term
 from engines.ops.trees import COLUMN, FLAGS, LEFT, LEFT_IF_EQUAL, LEFT_IF_MISSING, RIGHT, THRESHOLD, threshold_type
 
-DEEPEST = 64        # unrolled steps, at most
-WRITTEN = 256       # unrolled steps of all trees that are walked together, about
-AT_ONCE = 16        # trees walked together, at most ...
-IN_LOOP = 8         # ... and in a loop, where each keeps its place in a register
-UNROLLED = 3        # expected steps for each that is unrolled before the loop
-TEST = 1.25         # time of a step and the test for leaves behind it, in steps
+DEEPEST = 64        # most unrolled steps
+WRITTEN = 256       # unrolled steps of all trees of a group, about
+AT_ONCE = 16        # most trees per group ...
+IN_LOOP = 8         # ... and in a loop, where each has its place in a register
+UNROLLED = 3        # expected steps per step that is unrolled before the loop
+TEST = 1.25         # time of a step with the test for leaves, in steps
 _REDUCTIONS = {"SUM": "sum", "AVERAGE": "sum", "MIN": "min", "MAX": "max"}
 _TOGETHER = {"SUM": add, "AVERAGE": add, "MIN": Term.at_most, "MAX": Term.at_least}
 
@@ -67,7 +65,7 @@ def _walk(records: Array, roots: Array, depth: int) -> tuple[int, int]:
     if is_inner[:inner].all() and (depth > DEEPEST or TEST * expected < depth):
         return int(expected / UNROLLED), inner
     if depth > DEEPEST:
-        raise Refused(f"a tree of {depth} steps; {DEEPEST} are the most")
+        raise Refused(f"a tree has {depth} levels; at most {DEEPEST} are compiled")
     return depth, 0
 
 
@@ -87,13 +85,15 @@ def _expected_steps(records: Array, is_inner: Array, roots: Array, depth: int) -
 
 
 def _any_below(places: Sequence[Term], limit: int) -> Term:
-    """Return whether any place is below the limit: a difference is negative, so its sign bit is set in the union."""
+    """Return a test whether any place is below the limit: the sign bit of the union of differences."""
     return reduce(lambda a, b: a.binary("or", b), [place - limit for place in places]) < 0
 
 
 def _step(w: NestWriter, node: Node, row: Term, place: Term, known: Array) -> Term:
-    """From each node to one of its children. known: the flags that nodes have; what all or none say is not asked of
-    each."""
+    """Step from each node to a child.
+
+    `known` are the flags that occur; flags that all or no nodes have are not tested.
+    """
     x, nodes, *_ = node.inputs
     flagged, bits, right, left = (w.at(nodes, [place, w.constant(field, "i64")])
                                  for field in (COLUMN, THRESHOLD, RIGHT, LEFT))

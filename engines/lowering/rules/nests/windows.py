@@ -1,4 +1,4 @@
-"""Windows over any number of axes, in either layout, of any dtype, with weights that are computed at run time."""
+"""General rules for windows over any number of axes, in either layout and any dtype, with run-time weights."""
 from __future__ import annotations
 
 import math
@@ -20,12 +20,12 @@ from engines.ops.window import Window
 
 
 def lowest(dtype: str) -> Number:
-    """Of what is stored so."""
+    """Return the lowest number of a stored dtype."""
     return -math.inf if KINDS[dtype] in FLOATING else 0 if dtype == "bool" else int(np.iinfo(dtype).min)
 
 
 class Sliding:
-    """The nest of a window: its outer loops are the output's axes, the inner ones `channels` and the taps."""
+    """Nest of a window: its outer loops are the output's axes, the inner ones `channels` and the taps."""
 
     def __init__(self, ctx: Context, node: Node, channels: Sequence[int] = ()) -> None:
         anchor = node.anchor
@@ -34,18 +34,18 @@ class Sliding:
         self.window = Window.of(anchor, self.rank)
         self.w = NestWriter(ctx, node, shape, (*channels, *self.window.kernel))
         self.x = anchor.inputs[0]
-        self.before: list[Call] = []        # what makes the padded image, where there is one
+        self.before: list[Call] = []        # calls that pad the image
         self._image: tuple[Placement, tuple[Dim, ...]] | None = None
         self.item, *axes = self.w.axes
         self.channel, self.places = (axes[-1], axes[:-1]) if self.last else (axes[0], axes[1:])
         self.taps = self.w.inner[len(channels):]
 
     def size(self, axis: int) -> int:
-        """Of the image, along one of its axes."""
+        """Return the extent of the image along a spatial axis."""
         return self.w.extent(self.x, axis + (1 if self.last else 2))
 
     def padded(self, fill: Number) -> None:
-        """From now on pixels are read from an image in its padding, if a window reaches beside it."""
+        """Read pixels from a padded copy of the image from now on, if windows exceed it."""
         window, ends = self.window, []
         shape = self.w.ctx.type(self.w.node.outputs[0]).shape
         outputs = shape[1:-1] if self.last else shape[2:]
@@ -65,14 +65,14 @@ class Sliding:
             return self.w.at_placed(*self._image, order)
         return self.w.at(self.x, order, outside)
 
-    def seen(self) -> list[Term]:
-        """What the tap sees along each axis: place * stride + tap * dilation - padding."""
+    def tap_coordinates(self) -> list[Term]:
+        """Return the coordinate of the tap along each axis: place * stride + tap * dilation - padding."""
         window = self.window
         return [place * stride + tap * dilation - before for place, stride, tap, dilation, (before, _) in zip(
             self.places, window.strides, self.taps, window.dilations, window.pads, strict=True)]
 
-    def begins(self) -> list[Term]:
-        """What the first tap that sees the image sees along each axis."""
+    def first_coordinates(self) -> list[Term]:
+        """Return the coordinate of the first tap inside the image along each axis."""
         found = []
         for place, stride, dilation, (before, _) in zip(self.places, self.window.strides, self.window.dilations,
                                                         self.window.pads, strict=True):
@@ -81,7 +81,7 @@ class Sliding:
         return found
 
     def inside(self, places: Sequence[Term]) -> list[Term]:
-        """The tests of whether a place is in the image; none where that is known."""
+        """Return the tests that coordinates are inside the image; none for those that always are."""
         tests = []
         for axis, place in enumerate(places):
             bounds = self.w.bounds(place)
@@ -91,8 +91,8 @@ class Sliding:
                 tests.append(place < self.size(axis))
         return tests
 
-    def counted(self, padding: bool) -> Term | None:
-        """How many taps of a window see the image, or its padding too; None where all do."""
+    def tap_count(self, padding: bool) -> Term | None:
+        """Return the number of taps inside the image or its padding, or None if all always are."""
         count: Term | None = None
         window = self.window
         for axis, place in enumerate(self.places):
@@ -110,8 +110,8 @@ class Sliding:
         return None if count is None or count.linear is not None else count
 
 
-def _turned(s: Sliding, name: str) -> Term:
-    """A weight, of weights with their output channels innermost, as those of the result are."""
+def _transposed_weight(s: Sliding, name: str) -> Term:
+    """Return a weight, read from a copy with the output channels innermost, as in the result."""
     extents = [as_int(extent) for extent in s.w.ctx.type(name).shape]
     view = dense_view(s.w.ctx.placements[name].view.dtype, (*extents[1:], extents[0]))
     target = s.w.ctx.placements.scratch(f"{name}.turned", view, 1)
@@ -123,7 +123,19 @@ def _turned(s: Sliding, name: str) -> Term:
 
 
 def in_group(channel: Term, count: int, groups: int, each: int) -> Term:
-    """The first channel of the group of an output channel; count: of output channels, each: of a group's inputs."""
+    """Return the first input channel of an output channel's group.
+
+    Parameters
+    ----------
+    channel : Term
+        Output channel.
+    count : int
+        Number of output channels.
+    groups : int
+        Number of groups.
+    each : int
+        Input channels per group.
+    """
     if groups == 1:
         return channel * 0
     return (channel // (count // groups)) * each
@@ -137,11 +149,11 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node, (as_int(each),))
     groups = anchor.attrs.get("group", 1)
     channel = in_group(s.channel, as_int(count), groups, as_int(each)) + s.w.inner[0]
-    places = s.seen()
+    places = s.tap_coordinates()
     if anchor.op == "Conv":
         s.padded(0)
     pixel = s.pixel(channel, places, 0)
-    weight = _turned(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
+    weight = _transposed_weight(s, weights) if s.last and groups == 1 and pixel.kind in FLOATING else s.w.at(
         weights, [s.channel, s.w.inner[0], *s.taps])
     if anchor.op == "ConvInteger":
         zero = s.w.constant(0, "i64")
@@ -162,26 +174,26 @@ def lower_conv(ctx: Context, node: Node) -> Sequence[Call]:
 @lowers_in_general("MaxPool")
 def lower_max_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s = Sliding(ctx, node)
-    places = s.seen()
+    places = s.tap_coordinates()
     if node.body:
-        raise Refused("its body is not written by a nest")
+        raise Refused("a nest does not support its fused body")
     fill = lowest(ctx.placements[s.x].view.dtype)
     s.padded(fill)
     pixel = s.pixel(s.channel, places, fill)
     if not any(node.outputs[1:]):
         return [*s.before, s.w.call(s.w.reduce("max", pixel), *(None for _ in node.outputs[1:]))]
     if s.last:
-        raise Refused("the numbers of pixels are those of channels first")
-    begins = s.begins()
+        raise Refused("indices of pixels need channels first")
+    begins = s.first_coordinates()
     first, most = s.pixel(s.channel, begins, fill), s.w.reduce("max", pixel)
-    beats = most > first        # of which nothing is true where the first pixel is NaN
+    beats = most > first        # false if the first pixel is NaN
     found = [s.w.where(beats, later, begin)
-             for later, begin in zip(_seen_by(s, s.w.reduce("first_max", pixel)), begins, strict=True)]
+             for later, begin in zip(_coordinates_of(s, s.w.reduce("first_max", pixel)), begins, strict=True)]
     return [*s.before, s.w.call(s.w.where(beats, most, first), _number(s, node, found))]
 
 
-def _seen_by(s: Sliding, tap: Term) -> list[Term]:
-    """What a tap sees along each axis, by its number."""
+def _coordinates_of(s: Sliding, tap: Term) -> list[Term]:
+    """Return the coordinates of a tap, given its number."""
     seen = []
     for axis in reversed(range(s.rank)):
         place = tap % s.window.kernel[axis] * s.window.dilations[axis] + s.places[axis] * s.window.strides[axis]
@@ -191,7 +203,7 @@ def _seen_by(s: Sliding, tap: Term) -> list[Term]:
 
 
 def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
-    """Which element of the flattened x it is; storage_order 1 flattens images by column."""
+    """Return the index into flattened x; storage_order 1 is column-major within images."""
     sizes = [s.size(axis) for axis in range(s.rank)]
     number = s.w.constant(0, "i64")
     for axis in range(s.rank) if not node.attrs.get("storage_order") else reversed(range(s.rank)):
@@ -203,14 +215,14 @@ def _number(s: Sliding, node: Node, places: Sequence[Term]) -> Term:
 @lowers_in_general("AveragePool", "LpPool")
 def lower_average_pool(ctx: Context, node: Node) -> Sequence[Call]:
     s, anchor = Sliding(ctx, node), node.anchor
-    places = s.seen()
+    places = s.tap_coordinates()
     s.padded(0)
     pixel = s.pixel(s.channel, places, 0)
     if anchor.op == "LpPool":
         return [*s.before, s.w.call(s.w.finished(_norm(s, pixel, anchor.attrs.get("p", 2))))]
     if pixel.kind not in FLOATING:
         raise Refused("a mean of integers")
-    total, count = s.w.reduce("sum", pixel), s.counted(bool(anchor.attrs.get("count_include_pad")))
+    total, count = s.w.reduce("sum", pixel), s.tap_count(bool(anchor.attrs.get("count_include_pad")))
     if count is None:
         return [*s.before, s.w.call(s.w.finished(total * (1 / math.prod(s.window.kernel))))]
     return [*s.before, s.w.call(s.w.finished(total / count.to(total.kind)))]

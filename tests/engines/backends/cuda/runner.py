@@ -18,7 +18,7 @@ from engines.backends.cuda.cost import CARDS
 from engines.backends.cuda.kernels.kernel import GpuKernel, cheapest, kernel_for
 from engines.backends.cuda.runtime.device import DEVICE
 from engines.backends.cuda.runtime.driver import GpuDriver
-from engines.backends.cuda.runtime.holdings import Passing
+from engines.backends.cuda.runtime.holdings import ScopedResources
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
 from tests.gpu.emulated import EmulatedGpu
@@ -51,7 +51,7 @@ def way_of(problem: Problem | Way, gpu: Gpu, aligned: int = ALIGNED) -> Way:
         return problem
     kernel = kernel_for(problem, gpu, (aligned,) * len((*problem.inputs, *problem.outputs)))
     if kernel is None:
-        pytest.skip(f"no kernel of {problem.family} for GPUs yet")
+        pytest.skip(f"there is no GPU kernel for {problem.family}")
     if kernel.refusal:
         pytest.skip(kernel.refusal)
     return Way(kernel, cheapest(kernel, CARDS[gpu.name], items=2))
@@ -80,11 +80,11 @@ class GpuRunner:
         """pieces: a launch is one. aligned: how far from an address of the GPU's own each tensor begins."""
         way, device = way_of(problem, self.gpu, aligned), self.open(self.gpu)
         grid, tensors = way.kernel.grid(way.tactic), [*inputs, *outputs]
-        with Passing(device) as held:
+        with ScopedResources(device) as held:
             device.use()
-            addresses = [held.place(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
+            addresses = [held.upload(np.concatenate([np.zeros(aligned, np.uint8), tensor])) + aligned
                          for tensor in tensors]
-            tables = [held.place(table) for table in way.kernel.pack(way.tactic, constants)]
+            tables = [held.upload(table) for table in way.kernel.pack(way.tactic, constants)]
             module = device.load((text or text_of(way)).encode())
             held.add(partial(device.unload, module))
             stream = device.stream()

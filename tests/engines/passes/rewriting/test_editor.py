@@ -120,7 +120,7 @@ def test_a_graph_that_reads_what_nothing_makes_is_refused_by_verify() -> None:
     graph = relu_of_conv()
     editor = GraphEditor(graph)
     editor.nodes.append(graph.nodes[1])
-    with pytest.raises(GraphError, match="reads 'conv', which nothing before it produces"):
+    with pytest.raises(GraphError, match="reads 'conv', which no node before it produces"):
         verify(editor.finish())
 
 

@@ -1,14 +1,14 @@
-"""Convolution and matrix product: one register-tiled kernel for every arithmetic and every GPU.
+"""Convolution and matrix product: one register-tiled kernel for all precisions and GPUs.
 
-    for block of pixels x couts:                        a block of threads; pixels of all items are one long row
-      for k in stages of `depth` bytes of K:            taps and their channels, one after the other
-        copy x[pixels][k], w[couts][k] to shared memory     `stages - 1` of them ahead of what is multiplied
-        for warp's tile: for 32 bytes of k:
-          acc[pixel, cout] += x * w                         all in registers
-      program, store
+    for block of pixels x couts:                        a thread block; the pixels of all items form one axis
+      for k in stages of `depth` bytes of K:            taps and their channels in sequence
+        copy x[pixels][k], w[couts][k] to shared memory     `stages - 1` of them ahead of the multiplication
+        for warp tile: for 32 bytes of k:
+          acc[pixel, cout] += x * w                         in registers
+      epilogue program, store
 
-INT8 is u8 x s8 in int32; halves are summed in float32; float32 by fma, in the order of K. Where a GPU has no product of
-a warp for a type (dp4a, fma), a thread makes the same sums that it would have had of one.
+INT8 is u8 x s8 in int32; float16 and bfloat16 accumulate in float32; float32 uses fma in the order of K. Without an mma
+for the type (dp4a, fma), a thread computes the sums that mma would have given it.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from engines.backends.cuda.codegen.copies import wait
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, special_register, wide
 from engines.backends.cuda.codegen.products import fence_grouped, sums_of
 from engines.backends.cuda.cost import Blocks, Card, contraction_seconds
 from engines.backends.cuda.kernels.access import (
@@ -29,7 +29,7 @@ from engines.backends.cuda.kernels.access import (
     run_program,
     store_channels,
     store_stored,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.contraction.copies import Copies
 from engines.backends.cuda.kernels.contraction.multiply import Sums, multiplier
@@ -42,13 +42,15 @@ from engines.codegen.types import FLOAT, I32
 from engines.lowering.problems.convolution import BlockedProduct, Contraction
 from engines.lowering.problems.problem import Array
 
-REGISTERS = 1 << 16     # of a multiprocessor
-MOST = 16               # channels of a thread that go through the program together
-FEW = 8                 # ... beside the sums of the largest parts by quads, which fill its registers
+REGISTERS = 1 << 16     # per multiprocessor
+MOST = 16               # channels per thread that go through the program at once
+FEW = 8                 # the same with quads, where the largest warp tiles fill the registers
 
 
 @solves(Contraction, BlockedProduct, PartialSums)
 class GpuContraction(GpuKernel[Contraction]):
+    """Kernel for convolutions, blocked products and split-K partial sums."""
+
     @cached_property
     def depth(self) -> Depth:
         return Depth(self.problem, self.aligned[0])
@@ -75,43 +77,45 @@ class GpuContraction(GpuKernel[Contraction]):
     def emit(self, module: GpuModule, name: str, tactic: Tile) -> None:
         _Writer(self, module, name, tactic).write()
 
-    def blocks_beside(self, tile: Tile) -> int:
-        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose. Of halves, and of
-        small parts of bytes on sm_75, it would spill to make room for a few more. So many have 168 registers a thread
-        (of these bytes one spills with 128), fewer where sums are few, or what there is at most.
+    def min_blocks(self, tile: Tile) -> int:
+        """Return the minimum of resident blocks that ptxas must allow (minctasm), or 0 to leave it to ptxas.
+
+        With float16, or small INT8 tiles on sm_75, ptxas would otherwise spill to fit a few more blocks. The bound
+        leaves 168 registers per thread (INT8 spills one at 128), fewer for few sums, and the maximum for the largest
+        tiles.
         """
         sums, bytes_ = math.prod(tile.part), self.problem.precision == "int8"
-        if tile.grouped or not self.gpu.multiplies_together(self.problem.precision) or (
+        if tile.grouped or not self.gpu.has_mma(self.problem.precision) or (
                 bytes_ and (self.gpu.int8_k != 16 or sums > 32 * 32)):
             return 0
         registers = 255 if sums > 64 * 32 else 168 if bytes_ or sums > 32 * 32 else 128
         return REGISTERS // (registers * tile.threads)
 
-    def channels_together(self, tile: Tile) -> int:
-        """Channels of a thread that are all there or all absent, and are stored at once."""
+    def channels_per_store(self, tile: Tile) -> int:
+        """Return how many channels of a thread are all valid or all invalid, and can be stored at once."""
         problem, (_, *others) = self.problem, self.aligned_views()
         of_group = [(view, base if problem.groups == 1 else problem.cout * view.size) for view, base in others]
         full = self.gpu.by_quads(problem.precision) and math.prod(tile.part) > 64 * 32
-        return together([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
+        return vector_width([*others, *of_group], problem.cout, min(tile.lanes, FEW if full else MOST))
 
 
 class _Writer:
-    """Writes the kernel: its parts in the order of the text above."""
+    """Emitter of the kernel, in the order of the module's pseudocode."""
 
     def __init__(self, kernel: GpuContraction, module: GpuModule, name: str, tile: Tile) -> None:
         self.kernel, self.tile, self.problem, self.gpu = kernel, tile, kernel.problem, kernel.gpu
         problem, depth = kernel.problem, kernel.depth
         count = len(problem.inputs) + 3 + (not depth.straight)
         self.f, (x, *others), self.rows = begin_kernel(module, name, tile.threads, count)
-        if blocks := kernel.blocks_beside(tile):
-            module.beside[name] = blocks
+        if blocks := kernel.min_blocks(tile):
+            module.min_blocks[name] = blocks
         self.operands, (weights, self.constants, *walk, self.y) = (others[:len(problem.operands)],
                                                                   others[len(problem.operands):])
-        thread = special(self.f, "tid.x")
+        thread = special_register(self.f, "tid.x")
         self.lane, self.warp = thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
-        self.pixel0 = special(self.f, "ctaid.x") * tile.pixels
-        block = special(self.f, "ctaid.y")
-        blocks = columns(problem, tile) // problem.groups // tile.couts         # of a group
+        self.pixel0 = special_register(self.f, "ctaid.x") * tile.pixels
+        block = special_register(self.f, "ctaid.y")
+        blocks = columns(problem, tile) // problem.groups // tile.couts         # per group
         self.column0 = block * tile.couts
         self.group = block.divided(blocks) if problem.groups > 1 else block.like(0)
         self.cout0 = block.remainder(blocks) * tile.couts if problem.groups > 1 else self.column0
@@ -150,14 +154,14 @@ class _Writer:
 
     # ---- sums -> y
     def _finish(self, acc: Sums) -> None:
-        """A thread has `lanes` neighbouring couts of two rows of each 16."""
+        """Run the epilogue and store: a thread has `lanes` neighbouring couts of two rows of each 16."""
         f, tile, problem = self.f, self.tile, self.problem
         rows, couts = tile.part
         warp_row, warp_column = self.warp.remainder(tile.warps[0]), self.warp.divided(tile.warps[0])
         of_lane, apart, t = sums_of(self.gpu, problem.precision, self.lane)
         first_cout = warp_column * couts + t * tile.lanes
         row = self.pixel0 + warp_row * rows + of_lane
-        step = self.kernel.channels_together(tile)
+        step = self.kernel.channels_per_store(tile)
         for first in range(0, tile.lanes, step):
             place = first_cout + first
             numbers = load_constants(f, self.constants, self.column0 + place, step, problem.program.constants,

@@ -1,13 +1,13 @@
-"""The copies of a contraction: chunks of x and of the weights from global to shared memory, a stage of K at a time.
+"""Copies of a contraction's input and weights from global to shared memory, one stage of K at a time.
 
-A thread copies one column of chunks, every `step`-th row of the stage: first those of the pixels, then of the couts.
-Chunks of a row are turned against each other (swizzled), so that eight rows of one chunk lie in eight groups of banks.
+A thread copies one column of 16-byte chunks, in every `step`-th row of the stage: first pixels, then couts. Chunks are
+swizzled within rows, so that one column of eight rows covers eight groups of banks.
 """
 from __future__ import annotations
 
 from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_async, copy_by_register, copy_chunk
 from engines.backends.cuda.codegen.gpu import Gpu
-from engines.backends.cuda.codegen.module import elements, shared, vector_of, where, wide
+from engines.backends.cuda.codegen.module import elements, number_if, shared, vector_of, wide
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.contraction.packing import Depth
 from engines.backends.cuda.kernels.contraction.tile import Tile
@@ -16,13 +16,16 @@ from engines.codegen.types import I32, I64, vector
 
 
 def swizzled(chunk: Value, row: Value, depth: int) -> Value:
-    """Where a row of a stage has its chunk."""
+    """Return the position of a chunk in a row of a stage."""
     turned = row & 7 if depth == 128 else row.binary("lshr", 1) & 3
     return chunk ^ turned
 
 
 class Copies:
-    """Writes them into a kernel. pixel0, cout0: the block's first; channel: bytes to its group's first in x."""
+    """Emitter of the copies.
+
+    `pixel0` and `cout0` are the block's first; `channel` is the offset in bytes of the group's first channel in x.
+    """
 
     def __init__(self, depth: Depth, tile: Tile, gpu: Gpu, x: Value, weights: Value, walk: Value | None,
                  thread: Value, pixel0: Value, cout0: Value, channel: Value, rows: Value) -> None:
@@ -34,7 +37,7 @@ class Copies:
         problem = depth.problem
         strides = [s * n for s, n in zip(problem.stride, problem.x.strides, strict=False)]
         for i in range(tile.pixels // tile.step):
-            # Behind the last pixel it is copied once more: sums of it are never stored.
+            # Rows past the end copy the last pixel; their sums are never stored.
             pixel = (pixel0 + (row + i * tile.step)).at_most(rows - 1)
             at = pixel_offset(pixel, problem.y.shape[:-1], strides, problem.x.item)
             self.pixels.append(x + at + channel)
@@ -42,13 +45,13 @@ class Copies:
         self.weights = weights + (wide(cout0 + row) * self.row_bytes + wide(self.column * CHUNK))
 
     def copy(self, turn: Value, stage: Value) -> None:
-        """Stage `turn` of K to the place in shared memory; past the end of K, zeros."""
+        """Copy stage `turn` of K to the offset `stage` of shared memory. Stages past the end of K are zeros."""
         tile, first = self.tile, shared(self.f) + (stage + self.to)
         at, taken = self._chunk(turn)
         for i, pixel in enumerate(self.pixels):
             self._copy_pixel(first + i * tile.step * tile.depth, pixel + at, taken)
         first = first + tile.pixels * tile.depth
-        whole = where(turn.below(self.depth.turns(tile)), CHUNK)
+        whole = number_if(turn.below(self.depth.turns(tile)), CHUNK)
         source = self.weights + wide(turn * tile.depth)
         for i in range(tile.couts // tile.step):
             copy_chunk(self.gpu, first + i * tile.step * tile.depth, source + i * tile.step * self.row_bytes, whole)
@@ -56,20 +59,20 @@ class Copies:
             commit(self.f)
 
     def _chunk(self, turn: Value) -> tuple[Value, Value]:
-        """Of this thread's column: bytes from a pixel, and how many are there."""
+        """Return the offset of this thread's chunk from its pixel, and the number of valid bytes."""
         f, depth = self.f, self.depth
         chunk = turn * (self.tile.depth // CHUNK) + self.column
         if self.walk is not None:
             pair = elements(f.load(vector(2, I32), self.walk + wide(chunk * 8), 8, "walk"))
             return f.cast("sext", pair[0], I64, "walk"), pair[1]
         last = len(depth.walk) - 1
-        taken = where(chunk.below(len(depth.walk)), CHUNK)
+        taken = number_if(chunk.below(len(depth.walk)), CHUNK)
         if depth.ragged:
             taken = f.select(chunk.compare("eq", last), taken.like(depth.bytes - last * CHUNK), taken, "taken")
         return wide(chunk * CHUNK), taken
 
     def _copy_pixel(self, to: Value, source: Value, taken: Value) -> None:
-        """`taken` bytes of a chunk of x, and zeros for the rest."""
+        """Copy `taken` bytes of a chunk of x, and fill the rest with zeros."""
         grain = self.depth.grain
         if self.gpu.async_copy and grain >= 4:
             for at in range(0, CHUNK, grain):
@@ -81,7 +84,7 @@ class Copies:
             self._copy_pieces(to, source, taken, grain)
 
     def _copy_pieces(self, to: Value, source: Value, taken: Value, grain: int) -> None:
-        """x is not aligned to chunks, or they are not whole: by pieces, of which those that are not there are zeros."""
+        """Copy a chunk in smaller pieces, for unaligned x or partial chunks. Missing pieces are zeros."""
         f = self.f
         size = min(grain, self.depth.size) if self.depth.ragged else grain
         type_ = f"i{8 * size}"
@@ -89,7 +92,7 @@ class Copies:
         with f.when_carrying(taken.compare("ne", 0), pieces):
             for i in pieces:
                 there = taken.compare("ugt", i * size)
-                # Where it is not there, the first piece is read in its place.
+                # A missing piece reads the first one instead, to stay in bounds.
                 at = f.select(there, f.constant(i * size, I64), f.constant(0, I64), "place")
                 piece = f.load(type_, source + at, size, "piece")
                 pieces[i] = f.select(there, piece, piece.like(0), "piece")
@@ -97,7 +100,7 @@ class Copies:
 
 
 def _between(taken: Value, at: int, size: int) -> Value:
-    """How many of the bytes at..at + size - 1 are among the first `taken`."""
+    """Return how many of the bytes at..at + size - 1 are among the first `taken`."""
     f = taken.f
     behind = f.call(I32, "llvm.umax.i32", taken, taken.like(at), hint="most") - at
     return behind.at_most(size)

@@ -1,4 +1,4 @@
-"""The inner step of a contraction: a stage in shared memory -> products of a lane, of a warp or of four warps."""
+"""Inner step of a contraction: multiplies a stage in shared memory by lanes, warps (mma) or four warps (wgmma)."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,20 +22,21 @@ from engines.backends.cuda.kernels.contraction.tile import Tile
 from engines.codegen.ir_builder import Value
 from engines.codegen.types import I32, vector
 
-# Of a warp's tile: (16 pixels, 8 couts, element of products.multiply's sums); products.sums_of says which a lane has.
+# Sums of a warp tile by (16 pixels, 8 couts, element of products.multiply's sums); see products.sums_of.
 Sums = dict[tuple[int, int, int], Value]
-Multiply = Callable[[Sums, Value], None]        # of the stage at that offset in shared memory
+Multiply = Callable[[Sums, Value], None]        # adds the stage at an offset of shared memory
 
 
 def multiplier(gpu: Gpu, precision: str, tile: Tile, lane: Value, warp: Value, stages: int) -> Multiply:
-    """What adds the products of a stage to a warp's sums. stages: of all of K."""
+    """Return a function that adds the products of a stage to a warp's sums. `stages` is their number for all of K."""
     way = (_Grouped if tile.grouped else _ByWarp if gpu.by_warp(precision) else
            _ByQuads if gpu.by_quads(precision) else _ByLane)
     return way(gpu, precision, tile, lane, warp, stages)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Multiplier:
+    """Base of the ways to multiply a stage."""
     gpu: Gpu
     precision: str
     tile: Tile
@@ -45,7 +46,7 @@ class _Way:
 
     @property
     def weights(self) -> int:
-        """Bytes from a stage's pixels to its weights."""
+        """Offset in bytes from a stage's pixels to its weights."""
         return self.tile.pixels * self.tile.depth
 
     @property
@@ -58,12 +59,12 @@ class _Way:
         return row * self.tile.depth + swizzled(chunk, row, self.tile.depth) * CHUNK
 
     def words(self, at: Value) -> list[Value]:
-        """A chunk, from its address."""
+        """Load a chunk as four words."""
         return elements(at.f.load(vector(4, I32), at, CHUNK, "words"))
 
 
-class _ByWarp(_Way):
-    """mma: each lane's words of x and of the weights come by ldmatrix."""
+class _ByWarp(_Multiplier):
+    """Multiplier with mma; ldmatrix loads the fragments of x and of the weights."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:
         tile, f = self.tile, stage.f
@@ -81,17 +82,17 @@ class _ByWarp(_Way):
                         acc.update({(m, n, e): value for e, value in enumerate(sums)})
 
     def _offsets(self) -> tuple[list[Value], list[Value]]:
-        """Where this lane finds its rows of the warp's first tiles of x and weights, for each STEP of a stage."""
+        """Return this lane's ldmatrix offsets for x and the weights, one per STEP bytes of a stage."""
         pixel, cout = self.corner
         x = self.offset(pixel + (self.lane & 15), self.lane.binary("lshr", 4))
         row = (self.lane & 7) + (self.lane.binary("lshr", 4) << 3)
         w = self.offset(cout + row, self.lane.binary("lshr", 3) & 1) + self.weights
-        steps = range(0, self.tile.depth, STEP)     # an offset's bits of the chunk are turned alike in all of them
+        steps = range(0, self.tile.depth, STEP)     # xor, as the swizzle does not depend on the step
         return [x ^ at for at in steps], [w ^ at for at in steps]
 
 
-class _ByQuads(_Way):
-    """mma.m8n8k4: each lane brings its chunk of a row and of a cout, two products of it."""
+class _ByQuads(_Multiplier):
+    """Multiplier with mma.m8n8k4: each lane loads its chunk of a row and of a cout for two products."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:
         rows, couts = self.tile.part
@@ -99,7 +100,7 @@ class _ByQuads(_Way):
         x_at, w_at = (self.offset(corner + row, first) for corner, row in zip(
             self.corner, quad_rows(self.lane), strict=True))
         depth = self.tile.depth
-        for at in range(0, depth, CHUNK):       # an offset's bits of the chunk are turned alike in all of them
+        for at in range(0, depth, CHUNK):       # xor, as the swizzle does not depend on the step
             x_first, w_first = (shared(stage.f) + (stage + (offset ^ at)) for offset in (x_at, w_at))
             x = [self.words(x_first + 16 * m * depth) for m in range(rows // 16)]
             for pair in range(couts // 16):
@@ -111,10 +112,10 @@ class _ByQuads(_Way):
                         acc.update(zip(keys, sums, strict=True))
 
 
-class _ByLane(_Way):
-    """dp4a and fma: a lane makes the sums that it would have of mma, from 16 bytes of its rows and couts at a time.
+class _ByLane(_Multiplier):
+    """Multiplier with dp4a or fma: a lane computes the sums that mma would give it, from 16 bytes of K at a time.
 
-    Eight lanes read one row, four one cout: a read is one turn of the banks.
+    Eight lanes read the same row and four the same cout, so a read needs one pass over the banks.
     """
 
     def __call__(self, acc: Sums, stage: Value) -> None:
@@ -123,7 +124,7 @@ class _ByLane(_Way):
             for number in range(chunks):
                 self._multiply(acc, stage, stage.like(number))
             return
-        # Without a loop over K the assembler would unpack the halves of all chunks first, and spill.
+        # Unrolled, ptxas would unpack the halves of all chunks first, and spill.
         for chunk in stage.f.loop("chunk", chunks, acc=acc):
             self._multiply(acc, stage, stage.f.cast("trunc", chunk, I32, "chunk"))
 
@@ -145,8 +146,8 @@ class _ByLane(_Way):
         return self.words(shared(stage.f) + (stage + self.offset(row, chunk) + base))
 
 
-class _Grouped(_Way):
-    """wgmma: four warps, 64 pixels by all couts, read from shared memory by the tensor cores themselves."""
+class _Grouped(_Multiplier):
+    """Multiplier with wgmma: four warps multiply 64 pixels by all couts; tensor cores read shared memory themselves."""
 
     def __call__(self, acc: Sums, stage: Value) -> None:
         tile, f = self.tile, stage.f

@@ -1,8 +1,8 @@
-"""The bytes of K of a contraction: in which order, where in x, and so how its weights lie in memory.
+"""Order of a contraction's K in chunks, and the matching layout of its weights.
 
-K is cut into chunks of 16 bytes: a tap's channels, or where pixels touch each other all taps of a kernel row, one run
-after the other, each filled up with zeros. Where the chunks of x do not follow each other, a table says how far each is
-from its pixel, and how many of its bytes there are; thus no byte is read but those of the convolution.
+K is cut into chunks of 16 bytes. A run of chunks is one tap's channels or, where pixels are adjacent in memory, all
+taps of a kernel row; each run is padded with zeros. If the chunks of x are not contiguous, a table has the offset of
+each from its pixel and its number of valid bytes, so that nothing outside the window is read.
 """
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from engines.lowering.problems.problem import STORED, Array
 
 @dataclass(frozen=True)
 class Depth:
-    """K of a contraction's groups; aligned: what x's address is a multiple of."""
+    """Chunks of a contraction's K per group. `aligned` is the alignment of x in bytes."""
     problem: Contraction
     aligned: int
 
     @property
     def size(self) -> int:
-        """Bytes of an element of x and of the weights."""
+        """Bytes per element of x and of the weights."""
         return self.problem.x.size
 
     @property
     def grain(self) -> int:
-        """What every chunk's address is a multiple of, up to CHUNK."""
+        """Alignment of every chunk's address, up to CHUNK."""
         x, groups = self.problem.x, self.problem.groups
         return math.gcd(CHUNK, self.aligned, *x.strides[:-1], x.item, self.problem.cin * self.size if groups > 1 else 0)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(offset, elements) of x's runs of neighbours, in the order of K."""
+        """Contiguous runs of x as (offset in bytes, elements), in the order of K."""
         problem, (*outer, columns) = self.problem, self.problem.taps
         steps = [d * stride for d, stride in zip(problem.dilation, problem.x.strides, strict=False)]
         if columns > 1 and problem.dilation[-1] == 1 and problem.groups == 1 and steps[-1] == problem.cin * self.size:
@@ -49,42 +49,42 @@ class Depth:
 
     @cached_property
     def walk(self) -> Array:
-        """For each chunk its offset from the pixel, and its bytes."""
+        """Offset from the pixel and valid bytes of each chunk, int32 [chunks][2]."""
         chunks = [(offset + at, min(count * self.size - at, CHUNK)) for offset, count in self.runs
                   for at in range(0, count * self.size, CHUNK)]
         return np.array(chunks, np.int32)
 
     @property
     def straight(self) -> bool:
-        """Whether the chunks follow each other in memory, all but the last whole."""
+        """True if all chunks are contiguous in memory, and all but the last are full."""
         return bool(np.all(self.walk[:, 0] == np.arange(len(self.walk)) * CHUNK)
                     and np.all(self.walk[:-1, 1] == CHUNK))
 
     @property
     def bytes(self) -> int:
-        """Of a straight run."""
+        """Valid bytes of all chunks."""
         return int(self.walk[:, 1].sum())
 
     @property
     def ragged(self) -> bool:
-        """Whether some chunk is not whole."""
+        """True if a chunk is not full."""
         return bool((self.walk[:, 1] < CHUNK).any())
 
     def turns(self, tile: Tile) -> int:
-        """Stages that it takes."""
+        """Return the number of stages for all of K."""
         return -(-len(self.walk) * CHUNK // tile.depth)
 
 
 def columns(problem: Contraction, tile: Tile) -> int:
-    """Couts of all groups, each group's filled up to whole tiles."""
+    """Return the number of couts of all groups, each group padded to whole tiles."""
     return problem.groups * -(-problem.cout // tile.couts) * tile.couts
 
 
 def order(problem: Contraction, tile: Tile) -> Array:
-    """The cout in its group that each row of the packed weights is.
+    """Return the cout, within its group, of each row of the packed weights.
 
-    The sums of a thread would be couts 2 t, 2 t + 1 of every 8; in this order they are neighbours, and a row of them is
-    one wide store.
+    mma gives a thread couts 2 t and 2 t + 1 of every 8; in this order they are neighbours, so that it can store them at
+    once.
     """
     width, row = tile.part[1], np.arange(tile.part[1])
     cout = row % 8 // 2 * tile.lanes + row // 8 * 2 + row % 2
@@ -93,7 +93,13 @@ def order(problem: Contraction, tile: Tile) -> Array:
 
 
 def pack(problem: Contraction, depth: Depth, tile: Tile, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-    """weights [columns in order][K], program constants float32 [constant][columns], and the walk if it is not straight.
+    """Return the packed constants.
+
+    Returns
+    -------
+    tuple of ndarray
+        Weights [columns in `order`][K], program constants float32 [constant][columns], and the table of chunks if they
+        are not contiguous.
     """
     rows = _source_rows(problem, tile)
     weights, real = _flat_weights(depth, problem.real_weights(constants)), rows < problem.groups * problem.cout
@@ -112,7 +118,7 @@ def pack(problem: Contraction, depth: Depth, tile: Tile, constants: Mapping[str,
 
 
 def _source_rows(problem: Contraction, tile: Tile, couts: Array | None = None) -> Array:
-    """The cout of all groups that each column is; one that there is not for what only fills up."""
+    """Return each column's index among the couts of all groups, or groups * cout for padding."""
     couts = order(problem, tile) if couts is None else couts
     group = np.arange(len(couts)) // (len(couts) // problem.groups)
     missing = problem.groups * problem.cout
@@ -120,7 +126,7 @@ def _source_rows(problem: Contraction, tile: Tile, couts: Array | None = None) -
 
 
 def _flat_weights(depth: Depth, weights: Any) -> Array:
-    """[cout][K], each run filled up to whole chunks."""
+    """Return the weights as [cout][K], with each run padded to whole chunks."""
     problem = depth.problem
     stored = np.asarray(weights, np.int8) if problem.precision == "int8" else store_meaning(
         STORED[problem.precision], np.asarray(weights, np.float32))

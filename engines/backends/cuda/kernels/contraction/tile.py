@@ -1,4 +1,4 @@
-"""How a contraction is cut: the pixels and couts of a block and of its warps, and how far its copies run ahead."""
+"""Tilings of a contraction: pixels and couts per block and per warp, and pipeline stages."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from engines.backends.cuda.kernels.kernel import Tactic
 
 @dataclass(frozen=True)
 class Tile(Tactic):
-    """A block of threads makes pixels x couts, each of its warps[0] x warps[1] warps a part."""
+    """Tiling of a thread block of pixels x couts into warps[0] x warps[1] warp tiles."""
     pixels: int
     couts: int
     warps: tuple[int, int]
-    depth: int = 64         # bytes of K in a stage: 64 or 128
+    depth: int = 64         # bytes of K per stage: 64 or 128
     stages: int = 4
-    grouped: bool = False   # four warps multiply 64 pixels together (wgmma); then warps[1] is 1 and depth 128
+    grouped: bool = False   # wgmma: four warps multiply 64 pixels; warps[1] is 1 and depth 128
 
     @property
     def threads(self) -> int:
@@ -25,12 +25,12 @@ class Tile(Tactic):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Pixels and couts of a warp."""
+        """Pixels and couts per warp."""
         return self.pixels // self.warps[0], self.couts // self.warps[1]
 
     @property
     def lanes(self) -> int:
-        """Neighbouring couts of one thread."""
+        """Neighbouring couts per thread."""
         return self.part[1] // 4
 
     @property
@@ -43,7 +43,7 @@ class Tile(Tactic):
 
     @property
     def step(self) -> int:
-        """Rows of a stage that the threads copy in one go, each a chunk."""
+        """Rows of a stage that the threads copy at once, one chunk each."""
         return self.threads // (self.depth // CHUNK)
 
     def __str__(self) -> str:
@@ -58,8 +58,8 @@ _GROUPED = ((128, 128), (128, 256), (128, 64), (256, 128), (64, 64), (64, 128), 
 
 
 def tiles(gpu: Gpu, precision: str, couts: int) -> Iterator[Tile]:
-    """Candidates for so many couts, the usual winner of a large layer first."""
-    shapes = _SHAPES if gpu.multiplies_together(precision) else _BY_LANE
+    """Yield the candidate tilings for a number of couts, the usual winner for large layers first."""
+    shapes = _SHAPES if gpu.has_mma(precision) else _BY_LANE
     for pixels, columns, warps in shapes:
         for depth, stages in ((64, 4), (128, 3)) if gpu.async_copy else ((64, 2),):
             tile = Tile(pixels, columns, warps, depth, stages)

@@ -1,9 +1,9 @@
-"""Cumulative sums and products along an axis: a thread for each line, in the order in which the reference rounds."""
+"""Cumulative sums and products along an axis: one thread per line, rounding in the order of the reference."""
 from __future__ import annotations
 
 import math
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -17,6 +17,8 @@ from engines.lowering.problems.view import View
 
 @solves(CumulativeSum)
 class CumulativeByThreads(GpuKernel[CumulativeSum]):
+    """Kernel with one thread per line."""
+
     def grid(self, tactic: Tactic) -> Grid:
         shape = self.problem.y.shape
         return Grid(math.prod(shape) // shape[self.problem.axis], THREADS, THREADS)
@@ -24,7 +26,7 @@ class CumulativeByThreads(GpuKernel[CumulativeSum]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, axis = self.problem, self.problem.axis
         f, (x, y), rows = begin_kernel(module, name, THREADS, 2)
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             source, target = (address + self._line(view, thread)
                               for view, address in ((problem.x, x), (problem.y, y)))
@@ -38,7 +40,7 @@ class CumulativeByThreads(GpuKernel[CumulativeSum]):
                 store(self.gpu, problem.y.dtype, found, target + i * problem.y.strides[axis], 0, 1)
 
     def _line(self, view: View, line: Value) -> Value:
-        """Bytes to the first element of the line-th of all items."""
+        """Return the byte offset of the line-th line, counting over all items."""
         shape, strides = (tuple(n for i, n in enumerate(numbers) if i != self.problem.axis)
                           for numbers in (view.shape, view.strides))
         return pixel_offset(line, shape, strides, view.item)

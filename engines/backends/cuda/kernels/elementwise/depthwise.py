@@ -1,8 +1,8 @@
-"""Depthwise convolution: a thread for a few channels of an output pixel, column by column of the taps.
+"""Depthwise convolution: one thread for a few channels of an output pixel, taps in column-major order.
 
     y[n, i, j, c] = program(sum over p, q of x[n, i * stride + p * dilation, j * stride + q * dilation, c] * w[c, p, q])
 
-INT8 in int32, floats by fma in float32. Pixels that neighbours read are at hand in the first-level cache.
+INT8 sums are int32, float sums use fma in float32. Pixels shared by neighbouring threads hit the L1 cache.
 """
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from engines.lowering.problems.view import View
 
 @solves(Depthwise)
 class DepthwiseByThreads(ProgramKernel[Depthwise]):
+    """Kernel with one thread for a few channels of a pixel."""
     tables = 2
 
     @property
@@ -33,7 +34,7 @@ class DepthwiseByThreads(ProgramKernel[Depthwise]):
 
     @property
     def weights(self) -> View:
-        """[taps][channels], column by column."""
+        """View of one tap's weights; the table is [taps in column-major order][channels]."""
         dtype = "int8" if self.problem.precision == "int8" else "float32"
         size = 1 if dtype == "int8" else 4
         return View(dtype, (self.problem.channels,), (size,), size * self.problem.channels)

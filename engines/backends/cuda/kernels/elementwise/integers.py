@@ -1,4 +1,4 @@
-"""One operation on integers, in 64 bits, an element a thread."""
+"""Elementwise integer operation in 64 bits, one element per thread."""
 from __future__ import annotations
 
 from functools import cached_property
@@ -14,6 +14,7 @@ from engines.lowering.problems.view import View, joined
 
 @solves(Integers)
 class IntegersOfThreads(ThreadKernel[Integers]):
+    """Kernel with one thread per element."""
     each = 1
 
     @cached_property
@@ -26,7 +27,7 @@ class IntegersOfThreads(ThreadKernel[Integers]):
 
 
 def _load(view: View, address: Value) -> Value:
-    """As an i64; a float is truncated."""
+    """Load an element as i64; floats are truncated."""
     f = address.f
     stored = f.load(ELEMENTS[view.dtype], address, view.size, "stored")
     if view.dtype == "float32":
@@ -37,7 +38,7 @@ def _load(view: View, address: Value) -> Value:
 
 
 def _store(view: View, value: Value, address: Value) -> None:
-    """Cut to the bits that it is stored in."""
+    """Truncate an i64 to the stored type and store it."""
     if view.dtype == "bool":
         value = truth(value.compare("ne", 0), value)
     element = ELEMENTS[view.dtype]

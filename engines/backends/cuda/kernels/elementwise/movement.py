@@ -1,10 +1,10 @@
-"""What only moves elements by an index: Take, Lookup, GatherElements; and the fill of halos.
+"""Gathers by an index (Take, Lookup, GatherElements), and the fill of halos.
 
     Take            y[n, o, i, :] = x[n, o, index[i], :]            the index is a packed constant
     Lookup          y[n, i, :] = table[index[n, i], :]              the table is a packed constant
     GatherElements  y[n, i, j] = x[n, i, index[n, i, j]]
 
-A negative index counts from the end; one beyond picks the last row or element.
+Negative indices count from the end; indices past the end are clamped to the last element.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.kernels.access import load_stored, offset_in, pixel_offset, store_stored
 from engines.backends.cuda.kernels.elementwise.threads import THREADS, ThreadKernel
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -28,11 +28,12 @@ from engines.lowering.problems.view import View
 
 @solves(Take)
 class TakeByThreads(ThreadKernel[Take]):
+    """Kernel with one thread for a few neighbouring elements."""
     tables = 1
 
     @property
     def inner(self) -> bool:
-        """Whether the index is of the innermost axis: then an element is a thread's."""
+        """True if the index is along the innermost axis, so that a thread takes one element."""
         return self.problem.axis == len(self.y.shape) - 1
 
     @cached_property
@@ -40,7 +41,7 @@ class TakeByThreads(ThreadKernel[Take]):
         return 1 if self.inner else super().each
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The index, all of it positive."""
+        """Return the index as int32, wrapped to non-negative values."""
         return (np.asarray(constants["index"], np.int64).astype(np.int32) % self.problem.x.shape[self.problem.axis],)
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -62,6 +63,7 @@ class TakeByThreads(ThreadKernel[Take]):
 
 @solves(Lookup)
 class LookupByThreads(ThreadKernel[Lookup]):
+    """Kernel with one thread for a few neighbouring elements of a row."""
     tables = 1
 
     @property
@@ -84,6 +86,7 @@ class LookupByThreads(ThreadKernel[Lookup]):
 
 @solves(GatherElements)
 class GatherByThreads(ThreadKernel[GatherElements]):
+    """Kernel with one thread per element."""
     each = 1
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -98,7 +101,7 @@ class GatherByThreads(ThreadKernel[GatherElements]):
 
 
 def _clamped(index: Value, extent: int) -> Value:
-    """As an i64 of what is there."""
+    """Return the index as i64, wrapped if negative and clamped to extent - 1."""
     f = index.f
     index = index if index.type == I64 else f.cast("sext", index, I64, "index")
     index = f.select(index.compare("slt", 0), index + extent, index, "index")
@@ -107,7 +110,7 @@ def _clamped(index: Value, extent: int) -> Value:
 
 @solves(HaloFill)
 class HaloByThreads(GpuKernel[HaloFill]):
-    """A byte a thread: halos are small."""
+    """Kernel with one thread per byte; halos are small."""
 
     @property
     def sizes(self) -> list[int]:
@@ -118,12 +121,12 @@ class HaloByThreads(GpuKernel[HaloFill]):
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         f, operands, rows = begin_kernel(module, name, THREADS, len(self.problem.runs))
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             item, byte = thread.divided(sum(self.sizes)), thread.remainder(sum(self.sizes))
             first = 0
             for view, size, address in zip(self.problem.runs, self.sizes, operands, strict=True):
-                place = byte - first        # of earlier runs it is beyond all sizes, for it is unsigned
+                place = byte - first        # unsigned: wraps to a large number for bytes of earlier runs
                 with f.when(place.below(size)):
                     at = pixel_offset(place, view.shape, view.strides, 0) + wide(item) * view.item
                     f.store(f.constant(self.problem.value, I8), address + at)

@@ -1,4 +1,4 @@
-"""The sums of the parts of a contraction's K, added up in order: a thread for a few neighbouring couts."""
+"""Sum of the slices of a split-K contraction, in order: one thread for a few neighbouring couts."""
 from __future__ import annotations
 
 from engines.backends.cuda.kernels.access import load_stored
@@ -12,6 +12,8 @@ from engines.lowering.epilogue.program import EpilogueProgram
 
 @solves(SumOfParts)
 class PartsByThread(ProgramKernel[SumOfParts]):
+    """Kernel with one thread for a few couts."""
+
     @property
     def program(self) -> EpilogueProgram:
         return self.problem.program

@@ -1,8 +1,8 @@
-"""A program on every element: pointwise chains, casts, copies with or without a program, transposes.
+"""Epilogue program on every element: pointwise chains, casts, copies and transposes.
 
     y[n, i, ..., c] = program(x0[n, i, ..., c], x1[n, i, ..., c], ...; constants[c])
 
-Neighbouring axes that all views step evenly across are one.
+Adjacent axes that are evenly strided in all views are merged.
 """
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from engines.lowering.problems.view import View, joined
 
 @solves(Pointwise, Permute)
 class Elements(ProgramKernel[Pointwise | Permute]):
+    """Kernel with one thread for a few neighbouring elements."""
+
     @property
     def program(self) -> EpilogueProgram:
         return self.problem.program
@@ -31,7 +33,7 @@ class Elements(ProgramKernel[Pointwise | Permute]):
 
     @property
     def raw(self) -> bool:
-        """The bytes are only moved."""
+        """True if bytes are only moved, without conversion to float."""
         return isinstance(self.problem, Permute) and self.problem.raw
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:

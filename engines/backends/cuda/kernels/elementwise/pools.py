@@ -1,9 +1,9 @@
-"""Pools of windows and of whole images: a thread for a few channels of an output pixel.
+"""Window and global pools: one thread for a few channels of an output pixel.
 
-    Pool          y[n, i, j, c] = program(max or mean of x's window)        column by column, as the reference sums
-    GlobalPool    y[n, c]       = program(max or sum over all pixels)       one after the other
+    Pool          y[n, i, j, c] = program(max or mean of x's window)        in column-major order, as the reference
+    GlobalPool    y[n, c]       = program(max or sum over all pixels)       in order
 
-Sums of bytes are exact in float32 as well: up to 2**24.
+Sums of bytes are exact in float32 up to 2**24.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Sums = dict[Any, Value]
 
 
 def _image_index(pixel: Value, shape: Sequence[int]) -> tuple[Value, ...]:
-    """Item, row and column of a pixel; of volumes, the plane before the row."""
+    """Return the item and the indices of a pixel (row and column; plane, row and column for volumes)."""
     outer, extent = math.prod(shape[1:]), math.prod(shape)
     rest = pixel.remainder(extent)
     inner = _image_index(rest, shape[1:])[1:] if len(shape) > 2 else (rest.remainder(outer),)
@@ -41,12 +41,15 @@ def _image_index(pixel: Value, shape: Sequence[int]) -> tuple[Value, ...]:
 
 @solves(Pool)
 class PoolByThreads(ProgramKernel[Pool]):
-    """How the image's border cuts a window is a table, for each axis: [first, last) of the taps, how many count."""
+    """Kernel with one thread for a few channels.
+
+    A table per axis has, for each output index, the valid taps [first, last) and the divisor's count.
+    """
     tables = 2
 
     @property
-    def blocks_beside(self) -> int:
-        """The assembler would spill to make room for a few more; six have 80 registers a thread."""
+    def min_blocks(self) -> int:
+        """Minimum of resident blocks: six leave 80 registers per thread, so that ptxas does not spill to fit more."""
         return 6
 
     @property
@@ -88,7 +91,7 @@ class PoolByThreads(ProgramKernel[Pool]):
         into.update({c: self.gpu.max(v, into[c]) if largest else into[c] + v for c, v in enumerate(values)})
 
     def _means(self, f: Function, sums: list[Value], taps: list[list[Value]]) -> list[Value]:
-        """Times 1 / count; what a padded tap adds, if it counts."""
+        """Divide sums by the number of taps, after adding the padded taps if these count."""
         inside = reduce(mul, (last - first for first, last, _ in taps))
         count = reduce(mul, (counted for *_, counted in taps)) if self.problem.count_include_pad else inside
         if self.problem.pad_value and self.problem.count_include_pad:
@@ -100,13 +103,15 @@ class PoolByThreads(ProgramKernel[Pool]):
 
 @solves(GlobalPool)
 class GlobalPoolByThreads(ProgramKernel[GlobalPool]):
+    """Kernel with one thread for a few channels of an item."""
+
     @property
     def program(self) -> EpilogueProgram:
         return self.problem.program
 
     @cached_property
     def views(self) -> tuple[View, ...]:
-        """y and the operands as one row of channels, which they are in memory."""
+        """View of x, then the operands and y as one row of channels."""
         x, *others = (*self.problem.inputs, *self.problem.outputs)
         return (x, *(View(view.dtype, (self.problem.channels,), (view.strides[-1] if view.shape else 0,), view.item)
                      for view in others))

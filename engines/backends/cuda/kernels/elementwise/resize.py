@@ -1,4 +1,4 @@
-"""Resizing by separable weights: a thread for a few channels of an output pixel.
+"""Resize by separable weights: one thread for a few channels of an output pixel.
 
     y[n, i, j, c] = program(sum over p of u[i, p] * (sum over q of v[j, q] * x[n, rows[i, p], columns[j, q], c]))
 """
@@ -19,11 +19,12 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.images import Resize
 from engines.lowering.problems.problem import Array
 
-Taps = list[tuple[Value, Value]]        # index, weight
+Taps = list[tuple[Value, Value]]        # (index, weight)
 
 
 @solves(Resize)
 class ResizeByThreads(ProgramKernel[Resize]):
+    """Kernel with one thread for a few channels of a pixel."""
     tables = 3
 
     @property
@@ -31,7 +32,7 @@ class ResizeByThreads(ProgramKernel[Resize]):
         return self.problem.program
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Of rows, then of columns: [outputs][taps] of pairs (index, the bits of the weight)."""
+        """Return the taps of rows, then of columns, as [outputs][taps] pairs (index, bits of the float32 weight)."""
         tables = (np.stack([np.asarray(index, np.int32), np.asarray(weight, np.float32).view(np.int32)], -1)
                   for index, weight in (constants["rows"], constants["columns"]))
         return (*tables, *super().pack(tactic, constants))
@@ -57,7 +58,7 @@ class ResizeByThreads(ProgramKernel[Resize]):
                 for n in range(count)]
 
     def _weighted(self, terms: Sequence[tuple[list[Value], Value]]) -> list[Value]:
-        """The sums of value * weight; a lone term has weight 1."""
+        """Return the sums of value * weight; a single term has weight 1."""
         (total, weight), *others = terms
         if others:
             total = [value * weight for value in total]

@@ -1,7 +1,7 @@
-"""What kernels without shared memory have in common: a thread for a few neighbouring elements along the innermost axis.
+"""Base of kernels without shared memory: one thread for a few neighbouring elements along the innermost axis.
 
-    for thread of all items:                    128 threads a block
-      `each` channels of a pixel of y:          as many as every view has in one piece of up to 16 bytes
+    for thread of all items:                    128 threads per block
+      `each` channels of a pixel of y:          as many as all views can access with up to 16 bytes
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.kernels.access import (
     WIDEST,
     load_channels,
@@ -21,7 +21,7 @@ from engines.backends.cuda.kernels.access import (
     offset_in,
     run_program,
     store_channels,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic
 from engines.codegen.ir_builder import Function, Value
@@ -35,7 +35,10 @@ P = TypeVar("P", bound=Problem)
 
 
 class ThreadKernel(GpuKernel[P]):
-    """y is what it writes; `views` are all that it walks with the same index, y the last of them."""
+    """Kernel with one thread for `each` elements of y.
+
+    `views` are the tensors that are accessed at the same index, y last.
+    """
 
     @cached_property
     def views(self) -> tuple[View, ...]:
@@ -47,51 +50,51 @@ class ThreadKernel(GpuKernel[P]):
 
     @property
     def vectors(self) -> Sequence[tuple[View, int]]:
-        """The views, with their alignments, of which a thread takes neighbouring elements at once."""
+        """Views, with alignments, that a thread accesses `each` elements at a time."""
         return list(zip(self.views, self.aligned, strict=True))
 
     @cached_property
     def each(self) -> int:
-        """Neighbouring elements of a thread."""
+        """Neighbouring elements per thread."""
         vectors = self.vectors
-        return together(vectors, self.y.shape[-1], WIDEST // max(view.size for view, _ in vectors))
+        return vector_width(vectors, self.y.shape[-1], WIDEST // max(view.size for view, _ in vectors))
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.y.shape) // self.each, THREADS, THREADS)
 
     @property
     def tables(self) -> int:
-        """Packed constants."""
+        """Number of packed constants."""
         return 0
 
     @property
-    def blocks_beside(self) -> int:
-        """Blocks of a multiprocessor that the assembler is asked to leave room for; 0: it may choose."""
+    def min_blocks(self) -> int:
+        """Minimum of resident blocks that ptxas must allow (minctasm), or 0 to leave it to ptxas."""
         return 0
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem = self.problem
         count = len(problem.inputs) + self.tables + len(problem.outputs)
         f, operands, rows = begin_kernel(module, name, THREADS, count)
-        if self.blocks_beside:
-            module.beside[name] = self.blocks_beside
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        if self.min_blocks:
+            module.min_blocks[name] = self.min_blocks
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             groups = self.y.shape[-1] // self.each
             self.write(f, operands, thread.divided(groups), thread.remainder(groups) * self.each)
 
     @abstractmethod
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
-        """The code of one thread: `each` channels from `channel` on, of the pixel-th row of channels of all items."""
+        """Emit the code of one thread: `each` channels from `channel` on, of the pixel-th row of channels."""
 
     def at(self, number: int, operands: Sequence[Value], pixel: Value, channel: Value) -> Value:
-        """The address in the number-th view, which is that operand's; -1 is y."""
+        """Return the address in the number-th view, which is also the operand's number; -1 is y."""
         view = self.views[number]
         return operands[number] + offset_in(view, pixel) + wide(channel) * view.strides[-1]
 
 
 class ProgramKernel(ThreadKernel[P]):
-    """A family whose elements go through an epilogue program: its subclasses say of which sums."""
+    """Kernel whose results go through an epilogue program."""
 
     @property
     @abstractmethod
@@ -103,7 +106,7 @@ class ProgramKernel(ThreadKernel[P]):
         return 1
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """float32 [constant][channels]"""
+        """Return the program's constants as float32 [constant][channels]."""
         table = np.zeros((max(self.program.constants, 1), self.y.shape[-1]), np.float32)
         for row, constant in zip(table, constants.get("program", ()), strict=False):
             row[:] = constant
@@ -111,8 +114,21 @@ class ProgramKernel(ThreadKernel[P]):
 
     def finish(self, operands: list[Value], pixel: Value, channel: Value, sums: Sequence[Value],
                sources: Sequence[int], table: int) -> None:
-        """The program on sums and what lies in the views of these numbers; table: the operand that is its
-        constants."""
+        """Run the program on sums and other views, and store the results.
+
+        Parameters
+        ----------
+        operands : list of Value
+            Addresses of the kernel's operands.
+        pixel, channel : Value
+            Position of the thread.
+        sums : sequence of Value
+            Accumulators, one per channel.
+        sources : sequence of int
+            Numbers of the views that are the program's other inputs.
+        table : int
+            Number of the operand that holds the program's constants.
+        """
         gpu, each = self.gpu, self.each
         others = [load_channels(gpu, self.views[n], self.at(n, operands, pixel, channel), each) for n in sources]
         numbers = load_constants(pixel.f, operands[table], channel, each, self.program.constants, self.y.shape[-1])
@@ -121,5 +137,5 @@ class ProgramKernel(ThreadKernel[P]):
 
 
 def row_of(view: View) -> View:
-    """The view, a scalar as a row of one element."""
+    """Return the view, with a scalar as a row of one element."""
     return view if view.shape else View(view.dtype, (1,), (view.size,), view.item)

@@ -1,7 +1,8 @@
-"""Attention: its tactics. On tensor cores where there are some for its type, keys in shared memory (shared_tiles.py) or
-read through the caches (query_tiles.py); or a warp or a block for each query (one_query.py), which has no limits.
+"""Attention kernel and its tactics.
 
-INT8 sums are exact (engines/lowering/problems/matmul.py).
+On tensor cores keys are in shared memory (shared_tiles.py) or read through the caches (query_tiles.py). The tactics of
+one_query.py, a warp or a block per query, work for all types and shapes. INT8 sums are exact
+(engines/lowering/problems/matmul.py).
 """
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul import one_query, query_tiles, shared_tiles
-from engines.backends.cuda.kernels.matmul.one_query import Cut, OneQuery, cut_of
+from engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
 from engines.backends.cuda.kernels.matmul.query_tiles import QUERIES, QueryTile, tiles_of
 from engines.backends.cuda.kernels.matmul.shared_tiles import SharedTile
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.problem import Array
 
-WARPS = 4               # of a block
-BESIDE = 2              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
-WAITING = 64            # bytes that a lane of a tile waits for at once, about
+WARPS = 4               # per block
+BESIDE = 2              # minimum of resident blocks; without it ptxas may spill to fit more
+WAITING = 64            # bytes in flight per lane of a tile, about
 
 
 @dataclass(frozen=True)
 class Way(Tactic):
-    """What a warp takes on."""
+    """Tactic, identified by its name."""
     name: str
 
     def __str__(self) -> str:
@@ -39,14 +40,16 @@ class Way(Tactic):
 SHARED_TILES, QUERY_TILES, QUERY, BLOCK = (
     Way("64 queries a block, keys in shared memory"), Way("16 queries a warp"), Way("a query a warp"),
     Way("a query a block"))
-# Of tiles, in INT8 or not: instructions for a score and multiply-adds to one beside them, counted in SASS; how often q
-# and k are multiplied, in INT8 by ones, too.
+# By tactic and INT8 or not, counted in SASS: instructions per score, multiply-adds per further instruction, and
+# products of q and k per score (INT8 needs products by ones, too).
 COUNTED = {(SHARED_TILES, True): (23, 15, 4), (SHARED_TILES, False): (7, 26, 1), (QUERY_TILES, True): (23, 8, 4),
            (QUERY_TILES, False): (7, 8, 2)}
 
 
 @solves(Attention)
 class GpuAttention(GpuKernel[Attention]):
+    """Kernel for attention with one of four tactics."""
+
     def tactics(self) -> Sequence[Way]:
         able = {SHARED_TILES: shared_tiles.suits(self.problem, self.gpu, self.aligned),
                 QUERY_TILES: query_tiles.suits(self.problem, self.gpu, self.aligned),
@@ -63,9 +66,9 @@ class GpuAttention(GpuKernel[Attention]):
         scores = tiles * rows * -(-problem.keys // keys) * keys
         (score, macs, times), depth, width = COUNTED[tactic, self.integers], problem.q.shape[-1], problem.v.shape[-1]
         threads = tiles * rows // QUERIES * WARP
-        return max(card.reading(problem.bytes * items, threads, WAITING),
-                   card.by_thread(scores * (score + (depth + width) // macs) // PLAIN, threads),
-                   card.together(problem.precision, scores * (times * depth + width), tiles))
+        return max(card.read_seconds(problem.bytes * items, threads, WAITING),
+                   card.scalar_seconds(scores * (score + (depth + width) // macs) // PLAIN, threads),
+                   card.tensor_core_seconds(problem.precision, scores * (times * depth + width), tiles))
 
     @property
     def integers(self) -> bool:
@@ -81,11 +84,11 @@ class GpuAttention(GpuKernel[Attention]):
         return Grid(self.problem.heads * self.problem.queries, WARPS // cut.warps, WARPS * WARP,
                     shared_bytes=cut.shared_bytes)
 
-    def _cut(self, tactic: Way) -> Cut:
-        return cut_of(self.problem, self.aligned, WARPS if tactic == BLOCK else 1)
+    def _cut(self, tactic: Way) -> LanePartition:
+        return partition_of(self.problem, self.aligned, WARPS if tactic == BLOCK else 1)
 
     def pack(self, tactic: Way, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Scale and zero points; the program's constants [constant][columns]."""
+        """Return scale and zero points, and the program's constants [constant][columns]."""
         columns = self.problem.y.shape[-1]
         table = np.zeros((max(self.problem.program.constants, 1), columns), np.float32)
         for row, constant in zip(table, constants["program"], strict=False):
@@ -94,22 +97,22 @@ class GpuAttention(GpuKernel[Attention]):
 
     def emit(self, module: GpuModule, name: str, tactic: Way) -> None:
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         warp = thread.binary("lshr", WARP.bit_length() - 1)
         if tactic == SHARED_TILES:
-            module.beside[name] = shared_tiles.blocks_beside(self.problem)
-            block = special(f, "ctaid.x")
+            module.min_blocks[name] = shared_tiles.min_blocks(self.problem)
+            block = special_register(f, "ctaid.x")
             SharedTile(self.problem, self.gpu, f, operands, block, thread).write(block.below(rows))
             return
-        module.beside[name] = BESIDE
-        row = special(f, "ctaid.x") * WARPS + warp
+        module.min_blocks[name] = BESIDE
+        row = special_register(f, "ctaid.x") * WARPS + warp
         if tactic == QUERY_TILES:
             tiles, tile = -(-self.problem.queries // QUERIES), row.at_most(rows - 1)
             QueryTile(self.problem, self.gpu, f, operands, tile.divided(tiles), tile.remainder(tiles) * QUERIES,
                       thread & WARP - 1).write(row.below(rows))
             return
         cut = self._cut(tactic)
-        block, thread = (special(f, "ctaid.x"), thread) if cut.warps > 1 else (row, thread & WARP - 1)
+        block, thread = (special_register(f, "ctaid.x"), thread) if cut.warps > 1 else (row, thread & WARP - 1)
         query = OneQuery(self.problem, self.gpu, cut, operands, block.at_most(rows - 1), thread, block.like(0),
                          self.problem.keys)
         *_, constants, y = operands

@@ -1,13 +1,13 @@
-"""Attention for a query at a time, of any type on any GPU: a warp for it, or a block; several keys beside each other.
+"""Attention one query at a time, for all types and GPUs: a warp or a block per query, several keys side by side.
 
-    lanes l of a key:   x[t] = scale * q . k[t] + mask[t]               each of some columns
-                        floats: the largest x so far; what was summed with the largest one before is made smaller
-                        y[e] += p[t] * v[t, e];  the sum of p           p = 2**(x - largest)
-    then all of a warp, and all warps of a block: their sums become one
+    lanes l of a key:   x[t] = scale * q . k[t] + mask[t]               each lane has some columns
+                        floats: running maximum of x; earlier sums are rescaled when it grows (online softmax)
+                        y[e] += p[t] * v[t, e];  sum of p               p = 2**(x - maximum)
+    then the sums are reduced over the warp, and over the warps of a block
 
-Of four keys a lane has 16 bytes of each row on their way at once, and k and v are read once: what a decoder asks, a
-query and thousands of keys, takes as long as memory needs. INT8 goes through the keys twice, for p is rounded to bytes
-by the largest of all (engines/lowering/problems/matmul.py); products are dp4a, of four columns and of four keys.
+A lane has 16 bytes of four keys in flight, and reads k and v once, so that decoding (one query, thousands of keys) runs
+at memory bandwidth. INT8 makes two passes over the keys, because p is rounded to bytes relative to the global maximum
+(engines/lowering/problems/matmul.py); products are dp4a over four columns and over four keys.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import across, barrier, elements, pick_bytes, shared, wide
+from engines.backends.cuda.codegen.module import barrier, elements, pick_bytes, shared, shuffle_xor, wide
 from engines.backends.cuda.codegen.products import dot
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import (
@@ -30,7 +30,7 @@ from engines.backends.cuda.kernels.access import (
     store_channels,
     store_stored,
     to_float,
-    together,
+    vector_width,
     words_of_bytes,
 )
 from engines.backends.cuda.kernels.matmul.powers import power
@@ -41,17 +41,17 @@ from engines.codegen.types import FLOAT, I32, vector
 from engines.lowering.problems.matmul import Attention
 from engines.lowering.problems.view import View
 
-# In INT8 or not, counted in SASS: instructions of a lane for a key, and for a column of k or v beside them.
+# INT8 or not, counted in SASS: a lane's instructions per key, and in addition per column of k or v.
 COUNTED = {True: (43, 1), False: (19, 2)}
-KEYS = 4                # of a group of lanes in a turn: INT8 multiplies four keys at once
+KEYS = 4                # per group of lanes and iteration; INT8 multiplies four keys at once
 WORD = 4                # bytes
 
-Columns = list[Value]   # of a lane: floats, or words of bytes
+Columns = list[Value]   # a lane's columns, as floats or as words of bytes
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How a row of k or v is shared: pieces of `each` neighbouring columns; whole: each is one piece of memory."""
+    """Partition of a row of k or v into chunks of `each` columns. `whole`: a chunk is one contiguous load."""
     view: View
     each: int
     whole: bool
@@ -62,61 +62,62 @@ class Chunks:
 
 
 def chunks_of(view: View, base: int) -> Chunks:
-    each = together([(view, base)], view.shape[-1], 16 // view.size)
+    """Partition the rows of a view. `base` is its alignment in bytes."""
+    each = vector_width([(view, base)], view.shape[-1], 16 // view.size)
     if view.dtype == "uint8" and each < WORD:
-        return Chunks(view, WORD, False)        # gathered to words, whose last may have columns that are not there
+        return Chunks(view, WORD, False)        # gathered bytewise; the last word may be partial
     return Chunks(view, each, True)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the lanes of a block share keys and columns."""
+class LanePartition:
+    """Partition of keys and columns among the lanes of a block."""
     k: Chunks
     v: Chunks
     warps: int
 
     @property
     def lanes(self) -> int:
-        """Of a key."""
+        """Lanes per key."""
         return min(WARP, 1 << (max(self.k.count, self.v.count) - 1).bit_length())
 
     @property
     def turn(self) -> int:
-        """Keys of a turn of the loops."""
+        """Keys per iteration."""
         return self.warps * WARP // self.lanes * KEYS
 
     @property
     def columns(self) -> int:
-        """Of y, with those that are not there."""
+        """Columns of y, including padding."""
         return -(-self.v.count // self.lanes) * self.lanes * self.v.each
 
     @property
     def shared_bytes(self) -> int:
-        """Of each warp its sums, their total, the largest."""
+        """Bytes of shared memory for each warp's sums, total of p and maximum."""
         return self.warps * (self.columns + 2) * WORD if self.warps > 1 else 0
 
 
-def cut_of(problem: Attention, aligned: Sequence[int], warps: int) -> Cut:
-    return Cut(chunks_of(problem.k, aligned[1]), chunks_of(problem.v, aligned[2]), warps)
+def partition_of(problem: Attention, aligned: Sequence[int], warps: int) -> LanePartition:
+    """Partition an attention for `warps` warps per query."""
+    return LanePartition(chunks_of(problem.k, aligned[1]), chunks_of(problem.v, aligned[2]), warps)
 
 
-def seconds(problem: Attention, cut: Cut, card: Card, rows: int, items: int, parts: int = 1) -> float:
-    """Of a launch for so many queries of all items, or parts of them, by the model."""
+def seconds(problem: Attention, cut: LanePartition, card: Card, rows: int, items: int, parts: int = 1) -> float:
+    """Return the estimated seconds of a launch for `rows` queries, over all heads, items and slices of keys."""
     turns, threads = -(-problem.keys // (parts * cut.turn)), rows * cut.warps * WARP
     integers, columns = problem.precision == "int8", sum(
         -(-chunks.count // cut.lanes) * chunks.each for chunks in (cut.k, cut.v))
     score, column = COUNTED[integers]
     macs = int(threads * turns * KEYS * (score + column * columns) / PLAIN)
-    return max(card.reading(problem.bytes * items, threads, KEYS * 16), card.by_thread(macs, threads))
+    return max(card.read_seconds(problem.bytes * items, threads, KEYS * 16), card.scalar_seconds(macs, threads))
 
 
 class OneQuery:
-    """Writes the kernel for the row-th query of all heads and items, and the keys from `begin` (an i32) up to `end`.
-    All of a block take part."""
+    """Emitter of the row-th query, over all heads and items, and the keys begin..end - 1. All threads take part."""
 
-    def __init__(self, problem: Attention, gpu: Gpu, cut: Cut, operands: Sequence[Value], row: Value, thread: Value,
-                 begin: Value, keys: int) -> None:
-        """operands: q, k, v, perhaps the mask, then the numbers. keys: from begin on, no more than that."""
+    def __init__(self, problem: Attention, gpu: Gpu, cut: LanePartition, operands: Sequence[Value], row: Value,
+                 thread: Value, begin: Value, keys: int) -> None:
+        """Begin the code of a query. `operands` are q, k, v, the mask if there is one, and the table of numbers."""
         self.problem, self.gpu, self.cut, self.f = problem, gpu, cut, row.f
         self.integers = problem.precision == "int8"
         inputs = len(problem.inputs)
@@ -124,14 +125,14 @@ class OneQuery:
         self.scale, *self.zeros = (self.f.load(FLOAT, numbers + 4 * n, 4, "number") for n in range(4))
         self.row, self.head = row, row.divided(problem.queries)
         self.thread, self.warp = thread, thread.divided(WARP)
-        self.lane = thread & cut.lanes - 1              # among those of a key
+        self.lane = thread & cut.lanes - 1              # among the lanes of a key
         self.begin, self.end = begin, (begin + keys).at_most(problem.keys)
         self.turns, self.ragged = -(-keys // cut.turn), bool(keys % cut.turn or problem.keys % keys)
         self.q = self._query()
 
-    # ---- the passes over the keys
+    # ---- passes over the keys
     def peak(self) -> Value:
-        """The largest score, in every lane."""
+        """Return the maximum score, in every lane."""
         peak = {"": self.f.constant(-math.inf, FLOAT)}
         for keys in self._keys("peak", peak=peak):
             for x in self._scores(keys):
@@ -140,7 +141,7 @@ class OneQuery:
         return self._of_all_warps(found) if self.cut.warps > 1 else found
 
     def bytes_below(self, peak: Value) -> tuple[Value, Columns]:
-        """INT8: the sum of p, and the sums of p * v of the lane's columns; where `first` is, those of all keys."""
+        """Return, for INT8, the sum of p and the lane's sums of p * v. They are complete where `first` is true."""
         zero, top = self.f.constant(0, I32), softmax_shift(peak)
         sums = dict.fromkeys(range(-1, self._columns), zero)
         for keys in self._keys("sums", sums=sums):
@@ -148,13 +149,13 @@ class OneQuery:
             values = [self._row(self.cut.v, 2, key) for key in keys]
             word, = words_of_bytes([self.gpu.bits(power(self.gpu, self.problem, x, top)) for x in scores])
             sums[-1] = dot(self.gpu, "int8", sums[-1], word, zero.like(ONES))
-            for n, column in enumerate(column for words in zip(*values, strict=True) for column in _across(words)):
+            for n, column in enumerate(column for words in zip(*values, strict=True) for column in _transposed(words)):
                 sums[n] = dot(self.gpu, "int8", sums[n], word, column)
         total, *columns = (self._over_groups(lambda a, b: a + b, value) for value in sums.values())
         return self._over_warps(total, columns)
 
     def floats(self) -> tuple[Value, Value, Columns]:
-        """The largest score, and the same sums."""
+        """Return the maximum score, the sum of p and the lane's sums of p * v."""
         zero = self.f.constant(0, FLOAT)
         peak, sums = {"": zero.like(-math.inf)}, dict.fromkeys(range(-1, self._columns), zero)
         for keys in self._keys("keys", peak=peak, sums=sums):
@@ -187,7 +188,7 @@ class OneQuery:
         return result
 
     def _keys(self, name: str, **carried: dict[Any, Value]) -> Iterator[list[Value]]:
-        """The keys of the lane's group, KEYS of them in a turn; behind the last, any."""
+        """Yield KEYS keys of the lane's group per iteration. They may be past the end."""
         f, cut = self.f, self.cut
         first = self.begin + self.thread.divided(cut.lanes)
         for turn in f.loop(name, self.turns, **carried):
@@ -196,23 +197,23 @@ class OneQuery:
 
     # ---- scores
     def _query(self) -> list[Columns]:
-        """Of the lane's chunks; 0 where it has none."""
+        """Load q's columns for the lane's chunks; missing ones are 0."""
         q, f = self.problem.q, self.f
         at, zero = self.inputs[0] + offset_in(q, self.row), self.zeros[0]
         found = []
         for chunk in self._chunks(self.cut.k):
             columns = [chunk * self.cut.k.each + n for n in range(self.cut.k.each)]
-            there = [column.below(q.shape[-1]) for column in columns]
+            valid = [column.below(q.shape[-1]) for column in columns]
             stored = [load_stored(q, at + wide(column.at_most(q.shape[-1] - 1)) * q.strides[-1], 1)[0]
                       for column in columns]
             if self.integers:
                 bits = [f.select(test, f.cast("zext", byte, I32, "byte"), chunk.like(0), "byte")
-                        for test, byte in zip(there, stored, strict=True)]
+                        for test, byte in zip(valid, stored, strict=True)]
                 found.append([*words_of_bytes(bits), *words_of_bytes([
-                    f.select(test, chunk.like(1), chunk.like(0), "one") for test in there])])
+                    f.select(test, chunk.like(1), chunk.like(0), "one") for test in valid])])
                 continue
             found.append([f.select(test, self._float(q, x, zero), zero.like(0), "q")
-                          for test, x in zip(there, stored, strict=True)])
+                          for test, x in zip(valid, stored, strict=True)])
         return found
 
     def _float(self, view: View, stored: Value, zero: Value) -> Value:
@@ -240,7 +241,7 @@ class OneQuery:
                 before = total
                 for a, b in zip(q, columns, strict=True):
                     total = gpu.fma(a, b, total)
-                if self.cut.k.count % self.cut.lanes:       # 0 times infinity would be no number
+                if self.cut.k.count % self.cut.lanes:       # 0 * inf would be NaN
                     total = f.select(chunk.below(self.cut.k.count), total, before, "total")
             value = self._over_lanes(total)
         if mask is None:
@@ -255,16 +256,15 @@ class OneQuery:
     # ---- rows
     @property
     def _columns(self) -> int:
-        """Of y that a lane has."""
+        """Columns of y that a lane accumulates."""
         return len(self._chunks(self.cut.v)) * self.cut.v.each
 
     def _chunks(self, chunks: Chunks) -> list[Value]:
-        """Those of the lane."""
+        """Return the numbers of the lane's chunks."""
         return [self.lane + first for first in range(0, chunks.count, self.cut.lanes)]
 
     def _row(self, chunks: Chunks, number: int, key: Value) -> Columns:
-        """The lane's columns of k or v: floats, or words of bytes less MIDDLE; of a key or a chunk behind the last, the
-        last."""
+        """Load the lane's columns of a row of k or v, as floats or words of bytes minus MIDDLE. Indices are clamped."""
         view, zero = chunks.view, self.zeros[number]
         row = self._of_head(number, view) + wide(key.at_most(self.problem.keys - 1)) * view.strides[-2]
         result = []
@@ -293,11 +293,11 @@ class OneQuery:
         return _over(value, combine, self.cut.lanes, WARP)
 
     def _of_warp(self, warp: Value) -> Value:
-        """Its sums in shared memory, [column], then their total and its largest score."""
+        """Return the address of a warp's sums in shared memory: [column], total, maximum."""
         return shared(self.f) + warp * ((self.cut.columns + 2) * WORD)
 
     def _of_all_warps(self, peak: Value) -> Value:
-        """The largest of theirs, in every lane."""
+        """Return the maximum over all warps, in every lane."""
         place = (self.cut.columns + 1) * WORD
         with self.f.when((self.thread & WARP - 1).compare("eq", 0)):
             self.f.store(peak, self._of_warp(self.warp) + place, WORD)
@@ -306,7 +306,7 @@ class OneQuery:
                               for warp in map(self.warp.like, range(self.cut.warps))])
 
     def _over_warps(self, total: Value, columns: Columns) -> tuple[Value, Columns]:
-        """Their sums, in every lane."""
+        """Return the sums over all warps, in every lane."""
         cut, f = self.cut, self.f
         if cut.warps == 1:
             return total, columns
@@ -328,7 +328,7 @@ class OneQuery:
                                     for n in range(len(part))]
 
     def _pieces(self, columns: Columns) -> list[tuple[Value, Columns]]:
-        """The lane's columns by chunks, each with its first."""
+        """Return the lane's columns by chunk, each with the number of its first column."""
         each = self.cut.v.each
         return [(chunk * each, columns[n * each:(n + 1) * each])
                 for n, chunk in enumerate(self._chunks(self.cut.v))]
@@ -336,45 +336,45 @@ class OneQuery:
     # ---- y
     @property
     def first(self) -> Value:
-        """Whether this lane stores: those of the first key."""
+        """True (i1) in the lanes that store: those of the first key."""
         return self.thread.below(self.cut.lanes)
 
     def store(self, y: Value, base: int, constants: Value, peak: Value, total: Value, columns: Columns,
-              there: Value) -> None:
-        """base: what y's address is a multiple of."""
+              valid: Value) -> None:
+        """Normalise the sums, run the program and store y, whose alignment is `base` bytes."""
         problem, f, gpu, width = self.problem, self.f, self.gpu, self.problem.y.shape[-1]
         part = softmax_scale(peak, gpu.to_float(total) if self.integers else total)
-        step = together([(problem.y, base)], width, self.cut.v.each)
+        step = vector_width([(problem.y, base)], width, self.cut.v.each)
         for place, some in self._pieces(columns):
             for n in range(0, len(some), step):
                 column = place + n
-                with f.when(there & self.first & column.below(width)):
+                with f.when(valid & self.first & column.below(width)):
                     means = [mean_of(gpu, problem, x, part, is_unmasked(peak), self.zeros[2]) for x in some[n:n + step]]
                     numbers = load_constants(f, constants, column, step, problem.program.constants, width)
                     results = run_program(gpu, problem.program, means, [], numbers)
                     at = y + offset_in(problem.y, self.row) + wide(column) * problem.y.strides[-1]
                     store_channels(gpu, problem.y, results, at)
 
-    def store_sums(self, view: View, base: int, to: Value, row: Value, columns: Columns, there: Value) -> None:
-        """The sums themselves, in that row of the view."""
+    def store_sums(self, view: View, base: int, to: Value, row: Value, columns: Columns, valid: Value) -> None:
+        """Store the sums without normalisation in a row of `view`."""
         width = view.shape[-1]
-        step = together([(view, base)], width, self.cut.v.each)
+        step = vector_width([(view, base)], width, self.cut.v.each)
         for place, some in self._pieces(columns):
             for n in range(0, len(some), step):
-                with self.f.when(there & self.first & (place + n).below(width)):
+                with self.f.when(valid & self.first & (place + n).below(width)):
                     at = to + (wide(row) * width + wide(place + n)) * view.size
                     store_stored(view, some[n:n + step], at)
 
 
 def _over(value: Value, combine: Callable[[Value, Value], Value], first: int, end: int) -> Value:
-    """Of lanes whose numbers differ in these bits."""
+    """Reduce over the lanes whose numbers differ in the bits first, 2 * first, ... below end."""
     while first < end:
-        value, first = combine(value, across(value, first)), 2 * first
+        value, first = combine(value, shuffle_xor(value, first)), 2 * first
     return value
 
 
-def _across(words: Sequence[Value]) -> list[Value]:
-    """Four words of four bytes, the other way round."""
+def _transposed(words: Sequence[Value]) -> list[Value]:
+    """Transpose four words of four bytes."""
     a, b, c, d = words
     ab, cd, ab_high, cd_high = (pick_bytes(*pair, order) for order in (0x5140, 0x7362) for pair in ((a, b), (c, d)))
     return [pick_bytes(low, high, order) for low, high in ((ab, cd), (ab_high, cd_high))

@@ -1,13 +1,16 @@
-"""An attention of few queries in several problems, for machines with more processors than it has queries: parts of its
-keys, then what they come to (Dao et al., Flash-Decoding for long-context inference, 2023).
+"""Attention with few queries as several problems, each over a slice of the keys, and their combination.
 
-    AttentionPeaks      m[s, g] = max over the g-th part of all t of x[s, t]                    INT8 alone
+    AttentionPeaks      m[s, g] = max over the g-th slice of t of x[s, t]                       INT8 only
     AttentionSums       l[s, g] = sum over these t of p[s, t];    a[s, g] = sum of p[s, t] * v[t]
-                        p[s, t] = 2**(x[s, t] - m[s, g]), m another result; in INT8 of the largest of all parts, rounded
+                        p[s, t] = 2**(x[s, t] - m[s, g]), m a further result; in INT8 m is the global maximum, p rounded
     JoinedAttention     y[s] = program(sum over g of r[s, g] * a[s, g] / sum over g of r[s, g] * l[s, g])
-                        r[s, g] = 2**(m[s, g] - the largest of them); in INT8 1
+                        r[s, g] = 2**(m[s, g] - max of m); in INT8 1
 
-INT8: sums of bytes are int32, and so those of one. Floats are summed in an order of their own.
+INT8 sums are int32 and thus equal the unsplit ones; floats are added in another order.
+
+References
+----------
+Dao et al., "Flash-Decoding for long-context inference", 2023.
 """
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from engines.lowering.problems.view import FLOATS, View, dense_view
 
 @dataclass(frozen=True)
 class _OfParts(Problem):
-    """`whole` with its keys in `parts`; where these are several results, they are dense: [..., S, part]."""
+    """Part of the attention `whole`, whose keys are divided into `parts` slices. Intermediate results are dense."""
     whole: Attention
     parts: int
     computes_on = (*FLOATS, "int32")
@@ -38,7 +41,7 @@ class _OfParts(Problem):
 
     @property
     def keys(self) -> int:
-        """Of a part; the last may have fewer."""
+        """Keys per slice; the last may have fewer."""
         return -(-self.whole.keys // self.parts)
 
     @property
@@ -51,15 +54,17 @@ class _OfParts(Problem):
 
     @property
     def sums(self) -> View:
-        """[..., S, part, E]"""
+        """View of the sums, [..., S, slice, E]."""
         return dense_view(self.totals.dtype, (*self.peaks.shape, self.whole.y.shape[-1]))
 
     def of_parts(self, x: Array, axis: int = -1) -> list[Array]:
+        """Split an axis of keys into slices."""
         return np.split(x, range(self.keys, self.whole.keys, self.keys), axis)
 
 
 @dataclass(frozen=True)
 class AttentionPeaks(_OfParts):
+    """Maximum score of each slice."""
     family = "attention_peaks"
     writes = ("peaks",)
 
@@ -74,6 +79,7 @@ class AttentionPeaks(_OfParts):
 
 @dataclass(frozen=True)
 class AttentionSums(_OfParts):
+    """Sums of p and of p * v of each slice."""
     family = "attention_sums"
 
     @property
@@ -107,6 +113,7 @@ class AttentionSums(_OfParts):
 
 @dataclass(frozen=True)
 class JoinedAttention(_OfParts):
+    """Combination of the slices' sums, normalisation and epilogue."""
     family = "joined_attention"
     reads = ("sums", "totals", "peaks")
 

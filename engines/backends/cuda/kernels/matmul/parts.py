@@ -1,6 +1,4 @@
-"""Attention by parts of its keys: a block for a part of a query's; a thread for a few neighbouring columns of what they
-come to.
-"""
+"""Split attention: one block per query and slice of keys, and a combination with one thread per few columns."""
 from __future__ import annotations
 
 import math
@@ -10,13 +8,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.cost import LAUNCH, Card
 from engines.backends.cuda.kernels.access import load_stored
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.matmul import one_query
-from engines.backends.cuda.kernels.matmul.one_query import Cut, OneQuery, cut_of
+from engines.backends.cuda.kernels.matmul.one_query import LanePartition, OneQuery, partition_of
 from engines.backends.cuda.kernels.matmul.partial_attention import AttentionPeaks, AttentionSums, JoinedAttention
 from engines.backends.cuda.kernels.matmul.powers import power
 from engines.backends.cuda.kernels.matmul.query_tiles import mean_of
@@ -27,23 +25,23 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
+WARPS = 4               # per block
 
 P = TypeVar("P", bound=AttentionPeaks | AttentionSums)
 
 
 class _ByParts(GpuKernel[P]):
-    """A block for each part of each query of all heads and items, in the order of its results."""
+    """Kernel with one block per query and slice, over all heads and items."""
 
     @cached_property
-    def cut(self) -> Cut:
-        return cut_of(self.problem.whole, self.aligned, WARPS)
+    def cut(self) -> LanePartition:
+        return partition_of(self.problem.whole, self.aligned, WARPS)
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.peaks.shape), 1, WARPS * WARP, shared_bytes=self.cut.shared_bytes)
 
     def cost(self, tactic: Tactic, card: Card, items: int) -> float:
-        """In INT8 the peaks are half of what a whole one does, the sums the other."""
+        """Estimate a launch; in INT8 peaks and sums each take half of the whole attention."""
         rows = math.prod(self.problem.peaks.shape) * items
         whole = one_query.seconds(self.problem.whole, self.cut, card, rows, items, self.problem.parts) - LAUNCH
         return whole / (2 if self.problem.integers else 1) + LAUNCH
@@ -54,7 +52,7 @@ class _ByParts(GpuKernel[P]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, inputs = self.problem, len(self.problem.inputs)
         _, operands, rows = begin_kernel(module, name, WARPS * WARP, inputs + 1 + len(problem.outputs))
-        block, thread = special(rows.f, "ctaid.x"), special(rows.f, "tid.x")
+        block, thread = special_register(rows.f, "ctaid.x"), special_register(rows.f, "tid.x")
         row = block.at_most(rows - 1)
         query = OneQuery(problem.whole, self.gpu, self.cut,
                          [*operands[:len(problem.whole.inputs)], operands[inputs]], row.divided(problem.parts), thread,
@@ -62,35 +60,41 @@ class _ByParts(GpuKernel[P]):
         self.write(query, row, operands[inputs - 1], operands[inputs + 1:], block.below(rows))
 
     @abstractmethod
-    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
-        """last: of its inputs."""
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], valid: Value) -> None:
+        """Emit the code after the query's setup. `last` is the address of the last input."""
 
-    def store(self, query: OneQuery, value: Value, row: Value, there: Value, to: Value) -> None:
-        with query.f.when(there & query.thread.compare("eq", 0)):
+    def store(self, query: OneQuery, value: Value, row: Value, valid: Value, to: Value) -> None:
+        """Store a value of the row by the first thread."""
+        with query.f.when(valid & query.thread.compare("eq", 0)):
             query.f.store(value, to + wide(row) * 4, 4)
 
 
 @solves(AttentionPeaks)
 class PeaksOfParts(_ByParts[AttentionPeaks]):
-    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
-        self.store(query, query.peak(), row, there, results[0])
+    """Kernel of the slices' maxima."""
+
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], valid: Value) -> None:
+        self.store(query, query.peak(), row, valid, results[0])
 
 
 @solves(AttentionSums)
 class SumsOfParts(_ByParts[AttentionSums]):
-    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], there: Value) -> None:
+    """Kernel of the slices' sums."""
+
+    def write(self, query: OneQuery, row: Value, last: Value, results: Sequence[Value], valid: Value) -> None:
         sums, totals, *peaks = results
         if self.problem.integers:
             total, columns = query.bytes_below(_largest(self.gpu, self.problem.parts, last, query.row))
         else:
             peak, total, columns = query.floats()
-            self.store(query, peak, row, there, peaks[0])
-        self.store(query, total, row, there, totals)
-        query.store_sums(self.problem.sums, self.aligned[len(self.problem.inputs)], sums, row, columns, there)
+            self.store(query, peak, row, valid, peaks[0])
+        self.store(query, total, row, valid, totals)
+        query.store_sums(self.problem.sums, self.aligned[len(self.problem.inputs)], sums, row, columns, valid)
 
 
 @solves(JoinedAttention)
 class JoinedByThread(ProgramKernel[JoinedAttention]):
+    """Kernel that combines the slices, one thread for a few columns."""
     tables = 2
 
     @property
@@ -103,7 +107,7 @@ class JoinedByThread(ProgramKernel[JoinedAttention]):
         return [(sums, base), y]
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Scale and zero points, then the program's constants."""
+        """Return scale and zero points, then the program's constants."""
         return (self.problem.whole.numbers(constants), *super().pack(tactic, constants))
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -128,7 +132,7 @@ class JoinedByThread(ProgramKernel[JoinedAttention]):
 
 
 def _largest(gpu: Gpu, parts: int, peaks: Value, query: Value) -> Value:
-    """Of a query's parts."""
+    """Return the maximum over a query's slices."""
     f, peak = query.f, {"": query.f.constant(-math.inf, FLOAT)}
     for part in f.loop("peak", parts, peak=peak):
         at = peaks + (wide(query * parts) + part) * 4

@@ -1,10 +1,9 @@
-"""The product of two run-time tensors: on tensor cores where there are some for its type (product_tiles.py); else a
-thread for a few neighbouring outputs, over all of K.
+"""Product of two run-time tensors: on tensor cores if possible, else one thread for a few outputs over all of K.
 
     y[n, ..., m, o] = program(sum over k of (a[n, ..., m, k] - za) * (b[n, ..., k, o] - zb))
 
-INT8 in int32, exact; floats by fma in float32. Large ones go through shared memory (shared_products.py), the others
-are read through the caches.
+INT8 is exact in int32; floats use fma in float32. On tensor cores large products go through shared memory
+(shared_products.py), others read through the caches (product_tiles.py).
 """
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.cost import PLAIN, Card
 from engines.backends.cuda.kernels.access import offset_in, pixel_offset, to_float
 from engines.backends.cuda.kernels.elementwise.threads import ProgramKernel
@@ -30,25 +29,30 @@ from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
-BESIDE = 3              # blocks of a multiprocessor; told none, the assembler may spill a little to make room for more
-MACS, SHARED_MACS = 8, 15       # counted in SASS: multiply-adds to one instruction, of tiles and out of shared memory
+WARPS = 4               # per block
+BESIDE = 3              # minimum of resident blocks; without it ptxas may spill to fit more
+MACS, SHARED_MACS = 8, 15       # multiply-adds per SASS instruction, by tiles and from shared memory
 
 
 @dataclass(frozen=True)
 class ByTiles(Tactic):
+    """Tactic of product_tiles.py."""
+
     def __str__(self) -> str:
         return "16 x 32 a warp"
 
 
 @dataclass(frozen=True)
 class ByBlocks(Tactic):
+    """Tactic of shared_products.py."""
+
     def __str__(self) -> str:
         return "64 x 64 a block, in shared memory"
 
 
 @solves(Product)
 class GpuProduct(ProgramKernel[Product]):
+    """Kernel for products, with three tactics."""
     tables = 2
 
     def tactics(self) -> Sequence[Tactic]:
@@ -66,7 +70,7 @@ class GpuProduct(ProgramKernel[Product]):
             instructions, threads = problem.macs * items // MACS, tiles_of(problem) * items * WARP
         else:
             return super().cost(tactic, card, items)
-        return max(card.moving(problem.bytes * items), card.by_thread(instructions // PLAIN, threads))
+        return max(card.copy_seconds(problem.bytes * items), card.scalar_seconds(instructions // PLAIN, threads))
 
     def grid(self, tactic: Tactic) -> Grid:
         if isinstance(tactic, ByBlocks):
@@ -77,17 +81,17 @@ class GpuProduct(ProgramKernel[Product]):
         return super().grid(tactic)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
-        module.beside[name] = BESIDE
+        module.min_blocks[name] = BESIDE
         if not isinstance(tactic, ByTiles | ByBlocks):
             super().emit(module, name, tactic)
             return
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, len(self.problem.inputs) + 3)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         if isinstance(tactic, ByBlocks):
-            block = special(f, "ctaid.x")
+            block = special_register(f, "ctaid.x")
             SharedProduct(self.problem, self.gpu, self.aligned, operands, block, thread).write(block.below(rows))
             return
-        tile = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        tile = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         place = ProductTile(self.problem, self.gpu, self.aligned, operands, tile.at_most(rows - 1), thread & WARP - 1)
         place.write(tile.below(rows))
 
@@ -100,7 +104,7 @@ class GpuProduct(ProgramKernel[Product]):
         return list(super().vectors)[2:]
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """The zero points, then the program's constants."""
+        """Return the zero points, then the program's constants."""
         return (np.asarray(constants["numbers"], np.float32), *super().pack(tactic, constants))
 
     def write(self, f: Function, operands: list[Value], pixel: Value, channel: Value) -> None:
@@ -124,7 +128,7 @@ class GpuProduct(ProgramKernel[Product]):
 
 
 def load_factor(gpu: Gpu, view: View, address: Value, zero: Value | int, integers: bool) -> Value:
-    """An element less its zero point, as it is multiplied: an i32, or a float."""
+    """Load an element minus its zero point, as i32 if `integers`, else as float32."""
     f = address.f
     stored = f.load(ELEMENTS[view.dtype], address, view.size, "stored")
     if integers:
@@ -133,5 +137,5 @@ def load_factor(gpu: Gpu, view: View, address: Value, zero: Value | int, integer
 
 
 def added(gpu: Gpu, acc: Value, a: Value, b: Value) -> Value:
-    """acc + a * b"""
+    """Return acc + a * b."""
     return acc + a * b if acc.type == I32 else gpu.fma(a, b, acc)

@@ -1,14 +1,14 @@
-"""The product of two run-time tensors on tensor cores: a warp for 16 rows by 32 columns of y, all in its registers.
+"""Product of two run-time tensors on tensor cores: a warp computes 16 rows by 32 columns of y in registers.
 
     for 32 bytes of k:      sums[row, column] += a * b
     y = program(sums)
 
-A lane reads its parts of both (engines/backends/cuda/codegen/fragments.py) through the caches: words of four bytes
-where k is contiguous, else element by element. INT8: b less 128 is signed, and with u = b - 128, v = zb - 128
+A lane loads its fragments (engines/backends/cuda/codegen/fragments.py) through the caches: words of four bytes if k is
+contiguous, else single elements. In INT8, b - 128 is signed; with u = b - 128 and v = zb - 128
 
     sum of (a - za) * (b - zb) = sum of a * u  -  v * sum of a  -  za * sum of u  +  K * za * v
 
-whose two other sums are products by ones.
+where the sums of a and of u are products by ones.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engines.backends.cuda.kernels.access import (
     pixel_offset,
     run_program,
     store_channels,
-    together,
+    vector_width,
 )
 from engines.backends.cuda.kernels.matmul.query_tiles import FLIP, ONES, Sums, words_of_column
 from engines.codegen.ir_builder import Value
@@ -35,32 +35,31 @@ from engines.lowering.problems.matmul import MIDDLE, Product
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
-ROWS, COLUMNS = TILE, 32        # of a warp
+ROWS, COLUMNS = TILE, 32        # per warp
 
 
 def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
-    """Whether a, and b if k is contiguous there, can be read by words."""
+    """Return True if a, and b if its k is contiguous, can be read in words."""
     a, b = problem.a, problem.b
     words = [(a.strides[-1], a.strides[:-1], a.item, aligned[0])]
     if b.strides[-1] != b.size:
         words.append((b.strides[-2], (*b.strides[:-2], b.strides[-1]), b.item, aligned[1]))
-    return (gpu.multiplies_together(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
+    return (gpu.has_mma(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
             and problem.depth * a.size % 4 == 0
             and all(step == a.size and math.gcd(4, base, item, *others) == 4 for step, others, item, base in words))
 
 
 def tiles_of(problem: Product) -> int:
-    """Of an item."""
+    """Return the number of tiles per item."""
     return math.prod(problem.lead) * -(-problem.y.shape[-2] // ROWS) * -(-problem.y.shape[-1] // COLUMNS)
 
 
 class ProductTile:
-    """Writes the kernel for one tile. All of a warp take part; rows and columns behind the last are the last once more,
-    and are not stored."""
+    """Emitter of one tile. All lanes of the warp take part; rows and columns past the end repeat the last one."""
 
     def __init__(self, problem: Product, gpu: Gpu, aligned: Sequence[int], operands: list[Value], tile: Value,
                  lane: Value, size: tuple[int, int] = (ROWS, COLUMNS)) -> None:
-        """size: of a tile, in rows and columns."""
+        """Begin the code of a tile of `size` rows and columns."""
         f = tile.f
         self.problem, self.gpu, self.f, self.integers = problem, gpu, f, problem.precision == "int8"
         self.stored = list(zip((*problem.operands, problem.y), aligned[2:], strict=True))
@@ -73,7 +72,7 @@ class ProductTile:
         self.at_a, self.at_b = (address + pixel_offset(self.matrix, view.shape[:-2], view.strides[:-2], view.item)
                                 for address, view in ((a, problem.a), (b, problem.b)))
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         problem, f, (height, width) = self.problem, self.f, self.problem.y.shape[-2:]
         rows = [self.at_a + wide((self.row0 + row).at_most(height - 1)) * problem.a.strides[-2]
                 for row in self.lanes.rows]
@@ -91,16 +90,16 @@ class ProductTile:
                     self._multiply(of_b, pair, [ones, ones], b)
             if self.integers:
                 of_a.update(enumerate(self.lanes.multiply([*of_a.values()], words, [ones])))
-        self._store(self._whole(acc, of_b, of_a), self.row0, self.column0, there)
+        self._store(self._whole(acc, of_b, of_a), self.row0, self.column0, valid)
 
     def _nothing(self) -> tuple[Sums, Sums, dict[int, Value]]:
-        """Sums of a * u; of u and of a, in INT8."""
+        """Return zero sums of a * u and, for INT8, of u and of a."""
         zero = self.f.constant(0, I32 if self.integers else FLOAT)
         acc = {(n, e): zero for n in range(COLUMNS // COUTS) for e in range(4)}
         return acc, dict(acc) if self.integers else {}, dict.fromkeys(range(4), zero) if self.integers else {}
 
     def _whole(self, acc: Sums, of_b: Sums, of_a: dict[int, Value]) -> Sums:
-        """The sums that are meant, of the three."""
+        """Combine the three sums into the product."""
         if not self.integers:
             return acc
         za, v = self.gpu.round(self.zeros[0]), self.gpu.round(self.zeros[1]) - MIDDLE
@@ -113,8 +112,10 @@ class ProductTile:
         acc.update(zip(keys, self.lanes.multiply([acc[key] for key in keys], a, b), strict=True))
 
     def _places(self, first: Value) -> tuple[list[Value], list[Value]]:
-        """Of a lane's words from a byte of k on: their bytes, within k, and ones; zeros where the word is behind the
-        last k."""
+        """Return byte offsets within k, and words of ones, for a lane's words from byte `first` of k on.
+
+        Past the end of k both are zeros.
+        """
         f, size = self.f, self.problem.depth * self.problem.a.size
         one = f.constant(ONES, I32)
         places = [first + byte for byte in self.lanes.bytes]
@@ -125,7 +126,7 @@ class ProductTile:
                 [f.select(test, one, one.like(0), "ones") for test in inside])
 
     def _word(self, start: Value, place: Value, one: Value) -> Value:
-        """Of a; 0 where there is none, so that it does not matter what b has there."""
+        """Load a word of a, or 0 past the end of k, so that b's values there do not matter."""
         word = self.f.load(I32, start + wide(place), 4, "word")
         if self.problem.depth * self.problem.a.size % STEP == 0:
             return word
@@ -142,20 +143,20 @@ class ProductTile:
 
     # ---- y
     def _runs(self) -> list[tuple[Value, list[tuple[int, int]]]]:
-        """The columns of y that a lane has side by side: the first, and which sums (n, c) those of a row are."""
+        """Return the runs of neighbouring columns of a lane: the first column, and the sums (n, c) of each row."""
         return [(self.lanes.t * 2 + n * COUTS, [(n, 0), (n, 1)]) for n in range(COLUMNS // COUTS)]
 
-    def _store(self, acc: Sums, row0: Value, column0: Value, there: Value) -> None:
+    def _store(self, acc: Sums, row0: Value, column0: Value, valid: Value) -> None:
         problem, f, gpu = self.problem, self.f, self.gpu
         height, width = problem.y.shape[-2:]
         for row in (0, 1):
             index = row0 + (self.lanes.row + row * self.lanes.apart)
             pixel = self.matrix * height + index
             for begin, run in self._runs():
-                each = together(self.stored, width, len(run))
+                each = vector_width(self.stored, width, len(run))
                 for first in range(0, len(run), each):
                     column = column0 + begin + first
-                    with f.when(there & index.below(height) & column.below(width)):
+                    with f.when(valid & index.below(height) & column.below(width)):
                         sums = [acc[n, 2 * row + c] for n, c in run[first:first + each]]
                         numbers = load_constants(f, self.constants, column, each, problem.program.constants, width)
                         others = [load_channels(gpu, view, self._at(view, address, pixel, column), each)

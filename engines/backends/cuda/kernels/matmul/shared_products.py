@@ -1,13 +1,12 @@
-"""The product of two run-time tensors on tensor cores, out of shared memory: a block for 64 rows by 64 columns of y, a
-warp for 32 by 32 of them.
+"""Product of two run-time tensors on tensor cores from shared memory: 64 x 64 of y per block, 32 x 32 per warp.
 
-    for 64 bytes of k after 64 bytes of k, while the next ones are copied:
+    for each 64 bytes of k, while later ones are copied:
         sums[row, column] += a * b
 
-a lies there by rows of k; so does b where its k is contiguous, else by columns, and then it comes transposed
-(ldmatrix.trans) by units of two bytes. Of bytes a lane so has two neighbouring columns, where it is to have one of
-COUTS and one of the next (`_runs`), of the k that stand beside each other in a: those rows are asked for (two of eight
-of them share their banks). A row is followed by 16 bytes that nobody reads: eight rows lie in eight groups of banks.
+a is stored in rows of k. So is b if its k is contiguous; otherwise b is stored in rows of columns and transposed by
+ldmatrix.trans in units of two bytes. With bytes a lane then gets two neighbouring columns, instead of one of COUTS and
+one of the next (`_runs`), for the k that are adjacent in a: these rows are addressed (two of each eight share banks).
+Rows are padded by 16 bytes, so that eight rows cover eight groups of banks.
 """
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
 from engines.backends.cuda.codegen.fragments import TILE, Words
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, pick_bytes, shared, where, wide
+from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles
 from engines.backends.cuda.kernels.access import alignment
 from engines.backends.cuda.kernels.matmul.product_tiles import COLUMNS, ProductTile
@@ -28,15 +27,15 @@ from engines.lowering.problems.matmul import Product
 from engines.lowering.problems.problem import STORED
 from engines.lowering.problems.view import View
 
-BLOCK = 64                      # rows, and columns
-ROWS = 32                       # of a warp
-WARPS, STAGES, DEPTH = 4, 3, 64     # DEPTH: bytes of k of a stage
+BLOCK = 64                      # rows and columns per block
+ROWS = 32                       # per warp
+WARPS, STAGES, DEPTH = 4, 3, 64     # DEPTH: bytes of k per stage
 THREADS = WARPS * WARP
-PITCH = DEPTH + CHUNK           # bytes from a row of k to the next in shared memory
+PITCH = DEPTH + CHUNK           # bytes between rows of k in shared memory
 
 
 def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
-    """Whether both can be copied by whole chunks, and there are rows for a second tile."""
+    """Return True if both factors can be copied in whole chunks, and y has rows for a second tile."""
     a, b = problem.a, problem.b
     if not (gpu.by_warp(problem.precision) and {a.dtype, b.dtype} == {STORED[problem.precision]}
             and problem.y.shape[-2] > TILE and a.strides[-1] == a.size):
@@ -52,16 +51,17 @@ def suits(problem: Product, gpu: Gpu, aligned: Sequence[int]) -> bool:
 
 
 def by_columns(b: View) -> bool:
-    """Whether a row of b has neighbouring columns."""
+    """Return True if a row of b is contiguous along its columns."""
     return b.strides[-1] == b.size
 
 
 def blocks_of(problem: Product) -> int:
-    """Of an item."""
+    """Return the number of blocks per item."""
     return math.prod(problem.lead) * math.prod(-(-extent // BLOCK) for extent in problem.y.shape[-2:])
 
 
 def shared_bytes(problem: Product) -> int:
+    """Return the bytes of shared memory per block."""
     return STAGES * (BLOCK * PITCH + _rows_of_b(problem.b) * _pitch_of_b(problem.b))
 
 
@@ -74,7 +74,7 @@ def _pitch_of_b(b: View) -> int:
 
 
 class SharedProduct(ProductTile):
-    """Writes the part of a warp. All of a block take part."""
+    """Emitter of a warp's part of a block. All threads of the block take part."""
 
     def __init__(self, problem: Product, gpu: Gpu, aligned: Sequence[int], operands: list[Value], block: Value,
                  thread: Value) -> None:
@@ -82,12 +82,12 @@ class SharedProduct(ProductTile):
         super().__init__(problem, gpu, aligned, operands, block, self.lane, (BLOCK, BLOCK))
         self.warp_row, self.warp_column = (warp & 1) * ROWS, warp.divided(2) * COLUMNS
         self.stage_bytes = shared_bytes(problem) // STAGES
-        self.across = by_columns(problem.b)
+        self.transposed = by_columns(problem.b)
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         f, gpu = self.f, self.gpu
         of_rows = [self._nothing() for _ in range(0, ROWS, TILE)]
-        of_b = of_rows[0][1]            # of every row alike
+        of_b = of_rows[0][1]            # shared by all rows
         carried = {f"rows{m}": acc for m, (acc, _, _) in enumerate(of_rows)}
         sums = {f"a{m}": of_a for m, (_, _, of_a) in enumerate(of_rows)}
         stage = {"read": f.constant(0, I32), "write": f.constant((STAGES - 1) * self.stage_bytes, I32)}
@@ -116,21 +116,21 @@ class SharedProduct(ProductTile):
             wait(f, 0)
         for m, (acc, _, of_a) in enumerate(of_rows):
             self._store(self._whole(acc, of_b, of_a), self.row0 + self.warp_row + m * TILE,
-                        self.column0 + self.warp_column, there)
+                        self.column0 + self.warp_column, valid)
 
     def _next(self, stage: Value) -> Value:
         after = stage + self.stage_bytes
         return self.f.select(after.compare("eq", STAGES * self.stage_bytes), after.like(0), after, "stage")
 
-    # ---- to shared memory
+    # ---- copies to shared memory
     def _copy(self, first: Value, stage: Value) -> None:
-        """The bytes of k from the first on; zeros behind the last."""
+        """Copy a stage of k from byte `first` on; past the end of k it is zeros."""
         problem, (height, width) = self.problem, self.problem.y.shape[-2:]
         a, b, size = problem.a, problem.b, problem.depth * problem.a.size
         to_b = stage + BLOCK * PITCH
         self._copy_rows(BLOCK, DEPTH, lambda row, byte: (
             self.at_a + wide((self.row0 + row).at_most(height - 1)) * a.strides[-2], (first + byte), size), stage)
-        if self.across:
+        if self.transposed:
             self._copy_rows(_rows_of_b(b), BLOCK * b.size, lambda row, byte: self._columns(
                 first.divided(b.size) + row, self.column0 * b.size + byte), to_b)
         else:
@@ -140,25 +140,27 @@ class SharedProduct(ProductTile):
             commit(self.f)
 
     def _columns(self, k: Value, byte: Value) -> tuple[Value, Value, int]:
-        """A source of b by columns: of a k behind the last there is no byte."""
+        """Return the source of a row of b, with no valid bytes if k is past the end."""
         b, size = self.problem.b, self.problem.b.shape[-1] * self.problem.b.size
         place = self.f.select(k.below(self.problem.depth), byte, byte.like(size), "byte")
         return self.at_b + wide(k.at_most(self.problem.depth - 1)) * b.strides[-2], place, size
 
     def _copy_rows(self, rows: int, size: int, source: Callable[[Value, Value], tuple[Value, Value, int]],
                    to: Value) -> None:
-        """Rows of so many bytes. source: of a row and a byte of it, where the tensor's row begins, which byte of that
-        it is, and how many there are; zeros stand for the others."""
+        """Copy `rows` rows of `size` bytes to shared memory, with zeros for invalid bytes.
+
+        `source` maps a row and a byte to the start of the tensor's row, the byte in it, and its number of valid bytes.
+        """
         chunks = size // CHUNK
         for i in range(rows * chunks // THREADS):
             row, byte = self.thread.divided(chunks) + i * (THREADS // chunks), self.thread.remainder(chunks) * CHUNK
             start, place, end = source(row, byte)
-            there = place.below(end)
-            at = self.f.select(there, place, place.like(0), "place")
+            valid = place.below(end)
+            at = self.f.select(valid, place, place.like(0), "place")
             copy_chunk(self.gpu, shared(self.f) + (to + (row * (size + CHUNK) + byte)), start + wide(at),
-                       where(there, CHUNK))
+                       number_if(valid, CHUNK))
 
-    # ---- from shared memory
+    # ---- fragments from shared memory
     def _words_of_a(self, stage: Value, step: int, m: int) -> Words:
         lane = self.lane
         at = stage + ((self.warp_row + (lane & 15)) * PITCH + lane.binary("lshr", 4) * CHUNK)
@@ -168,7 +170,7 @@ class SharedProduct(ProductTile):
     def _words_of_b(self, stage: Value, step: int, pair: int) -> Words:
         lane, b = self.lane, self.problem.b
         first = stage + BLOCK * PITCH
-        if not self.across:
+        if not self.transposed:
             row = self.warp_column + (lane & 7) + (lane.binary("lshr", 4) << 3)
             at = first + (row * PITCH + (lane.binary("lshr", 3) & 1) * CHUNK)
             tile = load_tiles(shared(self.f) + at + (pair * TILE * PITCH + step))
@@ -177,16 +179,16 @@ class SharedProduct(ProductTile):
         pitch, column = _pitch_of_b(b), self.warp_column * b.size
         if not self.integers:
             at = first + ((lane & 15) * pitch + lane.binary("lshr", 4) * CHUNK + column)
-            tile = load_tiles(shared(self.f) + at + (step // b.size * pitch + pair * TILE * b.size), across=True)
+            tile = load_tiles(shared(self.f) + at + (step // b.size * pitch + pair * TILE * b.size), transposed=True)
             return [tile[:2], tile[2:]]
         k = (lane & 1) + (lane.binary("lshr", 2) & 2) + ((lane & 6) << 1) + (lane & 16)
         at = first + (k * pitch + column)
-        tile = load_tiles(shared(self.f) + at + (step * pitch + pair * TILE), across=True)
+        tile = load_tiles(shared(self.f) + at + (step * pitch + pair * TILE), transposed=True)
         first_8, next_8, third_8, last_8 = (word ^ FLIP for word in tile)
         return [[pick_bytes(first_8, next_8, order), pick_bytes(third_8, last_8, order)] for order in (0x6420, 0x7531)]
 
     def _runs(self) -> list[tuple[Value, list[tuple[int, int]]]]:
-        if not (self.integers and self.across):
+        if not (self.integers and self.transposed):
             return super()._runs()
         return [(self.lanes.t * 4 + pair * TILE, [(2 * pair + n, c) for c in (0, 1) for n in (0, 1)])
                 for pair in range(COLUMNS // TILE)]

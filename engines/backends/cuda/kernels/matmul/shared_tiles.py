@@ -1,16 +1,16 @@
-"""Attention on tensor cores whose keys lie in shared memory: a block for 64 queries of a head, a warp for 16 of them.
+"""Attention on tensor cores with keys in shared memory: 64 queries of a head per block, 16 per warp.
 
-    for 64 keys after 64 keys, while the next ones are copied:
+    for each 64 keys, while the next ones are copied:
         x[query, key] = scale * q . k + mask
-        floats: the largest x so far; what was summed with the largest one before is made smaller by as much
-        p = 2**(x - largest);    y[query, column] += p * v
+        floats: running maximum of x; earlier sums are rescaled when it grows
+        p = 2**(x - maximum);    y[query, column] += p * v
 
-Four warps read what they have copied together. Floats need the scores once (as in FlashAttention-2); in INT8, where p
-is rounded to bytes, by the largest of all, they are made twice, as in query_tiles.py.
+Four warps share the copied keys. Floats need one pass, as in FlashAttention-2 (Dao, 2023). INT8 needs two, as in
+query_tiles.py, because p is rounded to bytes relative to the global maximum.
 
-A row of k or v is followed by 16 bytes that nobody reads: eight rows lie in eight groups of banks. v comes transposed
-from shared memory (ldmatrix.trans), by units of two bytes: of bytes a lane so has two neighbouring columns, where it is
-to have one of COUTS and one of the next; it has them in that order (`_column`).
+Rows of k and v are padded by 16 bytes, so that eight rows cover eight groups of banks. v is transposed by
+ldmatrix.trans in units of two bytes; with bytes a lane then gets two neighbouring columns, instead of one of COUTS and
+one of the next, and keeps that order (`_column`).
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from engines.backends.cuda.codegen.copies import CHUNK, commit, copy_chunk, wait
 from engines.backends.cuda.codegen.fragments import TILE, Words
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import barrier, pick_bytes, shared, where, wide
+from engines.backends.cuda.codegen.module import barrier, number_if, pick_bytes, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles
 from engines.backends.cuda.kernels.access import alignment
 from engines.backends.cuda.kernels.matmul import query_tiles
@@ -36,13 +36,13 @@ from engines.lowering.problems.view import View
 WARPS, STAGES = 4, 2
 THREADS = WARPS * WARP
 BLOCK = WARPS * QUERIES         # queries
-KEYS = 64                       # of a stage
-FEW, MOST = 64, 96              # registers of a lane for its queries and sums: with so few three blocks fit on a
-                                # multiprocessor, with the most two, and nothing spills
+KEYS = 64                       # per stage
+FEW, MOST = 64, 96              # a lane's registers for queries and sums: up to FEW, three blocks fit on a
+                                # multiprocessor without spills; up to MOST, two
 
 
 def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
-    """Whether k and v can be copied by chunks and read by whole tiles, there is room, and a second warp has queries."""
+    """Return True if k and v can be copied in chunks and read in tiles, fit in memory, and occupy a second warp."""
     _, *others = zip(problem.inputs[:3], aligned, strict=False)
     return query_tiles.suits(problem, gpu, aligned) and gpu.by_warp(problem.precision) and (
         problem.queries > QUERIES and shared_bytes(problem) <= gpu.shared and _registers(problem) <= MOST) and all(
@@ -51,16 +51,17 @@ def suits(problem: Attention, gpu: Gpu, aligned: Sequence[int]) -> bool:
 
 
 def blocks_of(problem: Attention) -> int:
-    """Of an item."""
+    """Return the number of blocks per item."""
     return problem.heads * -(-problem.queries // BLOCK)
 
 
 def shared_bytes(problem: Attention) -> int:
+    """Return the bytes of shared memory per block."""
     return STAGES * KEYS * (_pitch(problem.k) + _pitch(problem.v))
 
 
-def blocks_beside(problem: Attention) -> int:
-    """Of a multiprocessor, by what the assembler may use of its registers."""
+def min_blocks(problem: Attention) -> int:
+    """Return the number of resident blocks that the registers allow."""
     return 3 if _registers(problem) <= FEW else 2
 
 
@@ -69,12 +70,12 @@ def _registers(problem: Attention) -> int:
 
 
 def _pitch(view: View) -> int:
-    """Bytes from a row to the next in shared memory."""
+    """Return the bytes between rows in shared memory."""
     return view.shape[-1] * view.size + CHUNK
 
 
 class SharedTile(QueryTile):
-    """Writes the part of a warp. All of a block take part."""
+    """Emitter of a warp's part of a block. All threads of the block take part."""
 
     def __init__(self, problem: Attention, gpu: Gpu, f: Function, operands: list[Value], block: Value,
                  thread: Value) -> None:
@@ -85,11 +86,11 @@ class SharedTile(QueryTile):
         self.turn = KEYS
         self.stage_bytes = shared_bytes(problem) // STAGES
         self.values_at = KEYS * _pitch(problem.k)
-        self.stage = f.constant(0, I32)         # that is read: its place in shared memory
+        self.stage = f.constant(0, I32)         # offset in shared memory of the stage that is read
 
-    def write(self, there: Value) -> None:
+    def write(self, valid: Value) -> None:
         if self.integers:
-            super().write(there)
+            super().write(valid)
             return
         peaks, (totals, acc) = self._nothing_seen(), self._nothing_summed()
         for blocks in self._stages("stage", True, peak=peaks, total=totals, acc=acc):
@@ -97,10 +98,10 @@ class SharedTile(QueryTile):
             tops = self._raised(peaks, scores, totals, acc)
             for block, found in zip(blocks, scores, strict=True):
                 self._add(totals, acc, found, tops, block)
-        self._finish(peaks, totals, acc, there)
+        self._finish(peaks, totals, acc, valid)
 
     def _raised(self, peaks: Rows, scores: Sequence[Scores], totals: Rows, acc: Sums) -> Rows:
-        """What is taken off the scores, once the largest of them are among the peaks; the sums are made to fit."""
+        """Update the maxima by new scores, rescale the sums, and return the values to subtract from scores."""
         tops = {}
         for row, before in peaks.items():
             peak = reduce(self.gpu.larger, [x for found in scores for (of, _), x in found.items() if of == row])
@@ -116,7 +117,7 @@ class SharedTile(QueryTile):
             yield from blocks
 
     def _stages(self, name: str, mixes: bool, **carried: dict[Any, Value]) -> Iterator[list[Block]]:
-        """One after the other, the next one on its way."""
+        """Yield the blocks of each stage, while the next stage is copied."""
         f, gpu = self.f, self.gpu
         stage = {"read": f.constant(0, I32), "write": f.constant(self.stage_bytes, I32)}
         self._copy(f.constant(0, I32), stage["read"], mixes)
@@ -134,15 +135,18 @@ class SharedTile(QueryTile):
         barrier(f)
 
     def _copy(self, first: Value, stage: Value, mixes: bool) -> None:
-        """The keys from the first on; behind the last, the last once more, or nothing where it begins there."""
+        """Copy a stage of keys from `first` on.
+
+        Keys past the end repeat the last one; stages past the end are zeros.
+        """
         problem = self.problem
-        taken = where(first.below(problem.keys), CHUNK)
+        taken = number_if(first.below(problem.keys), CHUNK)
         for number, view, at in ((1, problem.k, 0), (2, problem.v, self.values_at))[:1 + mixes]:
             chunks, start = view.shape[-1] * view.size // CHUNK, self._of_head(number, view)
             for i in range(KEYS * chunks // THREADS):
                 place = self.thread + i * THREADS
                 row, column = place.divided(chunks), place.remainder(chunks)
-                if THREADS % chunks == 0:       # said so that nothing is divided again for each i
+                if THREADS % chunks == 0:       # the same numbers without a division per i
                     row, column = self.thread.divided(chunks) + i * (THREADS // chunks), self.thread.remainder(chunks)
                 key = (first + row).at_most(problem.keys - 1)
                 to = shared(self.f) + (stage + (row * _pitch(view) + column * CHUNK + at))
@@ -151,7 +155,7 @@ class SharedTile(QueryTile):
             commit(self.f)
 
     def _keys(self, block: Block, number: int) -> list[Words]:
-        """Tiles of ldmatrix: eight keys, a half of STEP bytes; its other half; eight more keys."""
+        """Load the keys by ldmatrix: eight keys and half of STEP bytes, the other half, then eight more keys."""
         pitch = _pitch(self.problem.k)
         row = (self.lane & 7) + (self.lane.binary("lshr", 4) << 3)
         half = self.lane.binary("lshr", 3) & 1
@@ -165,7 +169,7 @@ class SharedTile(QueryTile):
         row, half = (lane, lane.like(0)) if self.integers else (lane & 15, lane.binary("lshr", 4))
         at = shared(self.f) + (self.stage + (row * pitch + half * CHUNK + self.values_at))
         for pair in range(view.shape[-1] // TILE):
-            tile = load_tiles(at + (block.row * pitch + pair * TILE * view.size), across=True)
+            tile = load_tiles(at + (block.row * pitch + pair * TILE * view.size), transposed=True)
             if not self.integers:
                 yield [tile[:2], tile[2:]]
                 continue

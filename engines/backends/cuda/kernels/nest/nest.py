@@ -1,9 +1,9 @@
-"""Nests of any loops: threads for each element of the outer loops, which go through the inner ones.
+"""Loop nests: one thread, a warp or a block per element of the outer loops.
 
-    threads of an element: its outer indices; for each pass: for the inner loops: accumulators += term; y = result
+    threads of an element: outer indices; for each pass: for the inner loops: accumulators += term; y = result
 
-One thread an element: neighbours along the innermost outer loop are neighbouring threads. A warp or a block an element,
-where the inner loops are long: neighbours along an inner one are (together.py).
+With one thread, neighbouring threads are neighbours along the innermost outer loop. A warp or a block per element suits
+long inner loops: its threads are neighbours along an inner loop (together.py).
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register, wide
 from engines.backends.cuda.cost import ISSUE, LAUNCH, THREADS, Card
 from engines.backends.cuda.kernels.elementwise.threads import THREADS as BLOCK
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
@@ -25,15 +25,15 @@ from engines.lowering.nest.program import ITEM
 from engines.lowering.problems.nest import Nest
 from engines.lowering.problems.view import View
 
-SEVERAL = (32, 512)             # threads of an element, if not one
-FEW = 8                         # of those, one has a turn of the inner loops at least
-WAIT, SECTOR = 30, 32           # cycles of a turn beside its operations; bytes that come from memory at least
-EXCHANGE = 100                  # cycles of a reduction of a warp; of a block as many again for each warp's share
+SEVERAL = (32, 512)             # threads per element other than one
+FEW = 8                         # at most this many threads share one iteration of the inner loops
+WAIT, SECTOR = 30, 32           # overhead of an iteration in cycles; bytes of a memory transaction
+EXCHANGE = 100                  # cycles of a warp reduction
 
 
 @dataclass(frozen=True)
 class Sharers(Tactic):
-    """threads: of an element."""
+    """Tactic: the number of threads per element."""
     threads: int = 1
 
     def __str__(self) -> str:
@@ -42,6 +42,8 @@ class Sharers(Tactic):
 
 @solves(Nest)
 class NestByThreads(GpuKernel[Nest]):
+    """Kernel for nests with dense results."""
+
     def tactics(self) -> Sequence[Sharers]:
         turns = math.prod(self.problem.reduced)
         return [Sharers(), *(Sharers(threads) for threads in SEVERAL if FEW * turns >= threads)]
@@ -55,13 +57,15 @@ class NestByThreads(GpuKernel[Nest]):
 
     @staticmethod
     def _warps(tactic: Sharers) -> int:
-        """Of the threads of an element, if it is more than one warp."""
+        """Return the warps per element, or 0 if one warp or less."""
         return tactic.threads // WARP if tactic.threads > WARP else 0
 
-    # ---- what it costs
+    # ---- cost
     def shared_loops(self, tactic: Sharers) -> dict[int, int]:
-        """Inner loop -> how many threads share its turns: that with the most neighbours to read takes lanes, another
-        the warps, if it is long enough."""
+        """Map inner loops to the threads that share their iterations.
+
+        The loop with the best-coalesced reads takes the lanes; another one takes the warps if it is long enough.
+        """
         problem, first = self.problem, len(self.problem.loops)
         if tactic.threads == 1:
             return {}
@@ -74,7 +78,7 @@ class NestByThreads(GpuKernel[Nest]):
         return {along: WARP, max(others, key=extents.__getitem__): tactic.threads // WARP}
 
     def _read(self, loop: int) -> int:
-        """Bytes that come for a turn of all sources, where neighbouring threads are neighbours along the loop."""
+        """Return the bytes read per iteration from all sources, with neighbouring threads along the loop."""
         return sum(_brought(view, view.strides[loop]) for view in self._reads())
 
     def _reads(self) -> list[View]:
@@ -97,7 +101,7 @@ class NestByThreads(GpuKernel[Nest]):
         rows, _ = self.grid(tactic).blocks(items)
         exchanged = EXCHANGE * passes * (bool(sharing) + self._warps(tactic) / 8) * -(-rows // card.multiprocessors)
         seconds = by_turns(card, mine, len(program.operations), rows * self.grid(tactic).threads)
-        return max(card.moving(problem.bytes * items), moved / card.l2 + LAUNCH, seconds + exchanged / card.hertz)
+        return max(card.copy_seconds(problem.bytes * items), moved / card.l2 + LAUNCH, seconds + exchanged / card.hertz)
 
     # ---- code
     def emit(self, module: GpuModule, name: str, tactic: Sharers) -> None:
@@ -105,11 +109,11 @@ class NestByThreads(GpuKernel[Nest]):
         views, grid = (*problem.sources, *problem.targets), self.grid(tactic)
         f, addresses, rows = begin_kernel(module, name, grid.threads, len(views))
         loops = Loops(problem.program, problem.sources, (*outer, *problem.reduced), len(outer), Cut())
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         code = self._code(f, loops, tactic, thread)
-        row = special(f, "ctaid.x") * grid.row_step + thread.divided(tactic.threads)
+        row = special_register(f, "ctaid.x") * grid.row_step + thread.divided(tactic.threads)
         wanted = problem.program.needed(problem.program.results)
-        with f.when(row.below(rows)):           # the threads of an element are in it together
+        with f.when(row.below(rows)):           # uniform among the threads of an element
             item, indices = unravelled(row, outer)
             bases = [address + item * view.item for address, view in zip(addresses, views, strict=True)]
             split = len(problem.sources)
@@ -131,14 +135,14 @@ class NestByThreads(GpuKernel[Nest]):
 
 
 def by_turns(card: Card, turns: int, operations: int, threads: int) -> float:
-    """Seconds of a launch whose threads take so many turns of so many operations each."""
+    """Return the seconds of a launch whose threads run `turns` iterations of `operations` operations each."""
     busy = turns * threads * operations / ISSUE / card.multiprocessors
     waits = max(threads / (THREADS * card.multiprocessors), 1) * turns * (WAIT + operations)
     return max(busy, waits) / card.hertz + LAUNCH
 
 
 def _shares(threads: Mapping[int, int], thread: Value) -> dict[int, Share]:
-    """Of each loop: the first has the lowest bits of the thread's number."""
+    """Return each loop's share of iterations; the first loop has the lowest bits of the thread's number."""
     shares, rest = {}, thread
     for loop, count in threads.items():
         shares[loop] = Share(wide(rest & count - 1), count)
@@ -147,12 +151,12 @@ def _shares(threads: Mapping[int, int], thread: Value) -> dict[int, Share]:
 
 
 def _brought(view: View, stride: int) -> int:
-    """Bytes for each of neighbouring threads that read so far from each other."""
+    """Return the bytes of memory traffic per thread for neighbouring threads that read `stride` bytes apart."""
     return min(max(abs(stride), 0), SECTOR) if stride else 1
 
 
 def unravelled(number: Value, shape: Sequence[int]) -> tuple[Value, list[Value]]:
-    """The item and the indices of an element among those of all items (an i32), in row-major order; each an i64."""
+    """Return the item and the indices (i64) of an element, given its row-major number (i32) over all items."""
     indices: list[Value] = []
     for extent in reversed(shape):
         indices.insert(0, wide(number.remainder(extent)))

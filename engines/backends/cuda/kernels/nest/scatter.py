@@ -1,16 +1,16 @@
-"""Scatters: a thread copies its elements of x, then goes through all updates that may meet them, in order.
+"""Scatters: a thread copies its elements of x, then applies in order all updates that may hit them.
 
-    thread: y = x for its elements; for the loops: if y[place] is its own: y[place] = y[place] and value, combined
+    thread: y = x for its elements; for the loops: if y[place] is its own: y[place] = combine(y[place], value)
 
-Loops whose turns never meet in an element (engines/codegen/nest/results.py) cut y into parts. Where these are few,
-several threads share the elements of one, in turns: each finds the place of every update of the part.
+Loops whose iterations never hit the same element (engines/codegen/nest/results.py) divide y into parts. If there are
+few, several threads share a part, and each evaluates the target of every update of the part.
 """
 from __future__ import annotations
 
 import math
 from functools import cached_property
 
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import Card
 from engines.backends.cuda.kernels.access import pixel_offset
 from engines.backends.cuda.kernels.elementwise.threads import THREADS
@@ -24,50 +24,52 @@ from engines.codegen.types import I32, I64
 from engines.lowering.nest.program import ITEM
 from engines.lowering.problems.nest import Scatter
 
-ENOUGH = 1 << 10        # threads for an item
+ENOUGH = 1 << 10        # threads per item that are worth using
 
 
 @solves(Scatter)
 class ScatterByThreads(GpuKernel[Scatter]):
+    """Kernel with one or several threads per part of y."""
+
     @cached_property
     def independent_loops(self) -> dict[int, int]:
         return independent_loops(self.problem)
 
     @property
     def parts(self) -> list[int]:
-        """How many there are along each loop apart."""
+        """Extents of the loops that divide y into parts."""
         return [self.problem.loops[loop] for loop in self.independent_loops]
 
     @cached_property
     def free(self) -> list[int]:
-        """The axes of y that lie within a part."""
+        """Axes of y within a part."""
         return [axis for axis in range(len(self.problem.y.shape)) if axis not in self.independent_loops.values()]
 
     @cached_property
     def shape(self) -> list[int]:
-        """Of a part."""
+        """Shape of a part."""
         return [self.problem.y.shape[axis] for axis in self.free]
 
     @cached_property
     def sharers(self) -> int:
-        """Threads of a part; each has every so many-th element."""
+        """Threads per part; each owns every sharers-th element."""
         return min(math.prod(self.shape), max(ENOUGH // math.prod(self.parts), 1))
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.parts) * self.sharers, THREADS, THREADS)
 
     def cost(self, tactic: Tactic, card: Card, items: int) -> float:
-        """A thread takes the updates of its part one after the other."""
+        """Estimate a launch whose threads run all updates of their part in sequence."""
         problem, threads = self.problem, items * math.prod(self.parts) * self.sharers
         turns = math.prod(problem.loops) // math.prod(self.parts)
-        return max(card.moving(problem.bytes * items),
+        return max(card.copy_seconds(problem.bytes * items),
                    by_turns(card, turns, len(problem.program.operations), threads))
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem = self.problem
         views = (*problem.sources, problem.y)
         f, addresses, rows = begin_kernel(module, name, THREADS, len(views))
-        thread = special(f, "ctaid.x") * THREADS + special(f, "tid.x")
+        thread = special_register(f, "ctaid.x") * THREADS + special_register(f, "tid.x")
         with f.when(thread.below(rows)):
             item, (*indices, mine) = unravelled(thread, [*self.parts, self.sharers])
             *sources, y = (address + item * view.item for address, view in zip(addresses, views, strict=True))
@@ -83,7 +85,7 @@ class ScatterByThreads(GpuKernel[Scatter]):
             code.over(frame, rest, wanted, lambda inside: self._update(code, inside, y, mine))
 
     def _copy(self, f: Function, x: Value, y: Value, along: dict[int, Value], mine: Value) -> None:
-        """The thread's elements of x."""
+        """Copy the thread's elements of x."""
         source, target = self.problem.sources[0], self.problem.y
         for loop, index in along.items():
             axis = self.independent_loops[loop]

@@ -1,9 +1,9 @@
-"""The loops of a nest of which several threads have the inner turns together, and what their reductions add up to.
+"""Loops of a nest whose iterations are shared by several threads, and the reductions across them.
 
-    thread: the turns of `shares`: of a loop every so many-th; then, of each reduction, that of all threads
+    thread: its share of each loop's iterations, then the reduction over all threads
 
-Threads of a warp exchange what they found, lanes 16, 8, 4, 2 and 1 apart; then each warp's is put into shared memory,
-and all of them read those in order. Floats are so summed in an order that the tactic decides, the same in every run.
+Lanes of a warp reduce by shuffles over 16, 8, 4, 2 and 1 lanes; then each warp's result goes to shared memory, and all
+warps read these in order. The tactic thus fixes the order of additions, which is the same in every run.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import across, barrier, shared
+from engines.backends.cuda.codegen.module import barrier, shared, shuffle_xor
 from engines.codegen.ir_builder import Function, Value
 from engines.codegen.nest.loops import Code, Copy, Parts
 from engines.codegen.nest.order import Loops
@@ -19,17 +19,17 @@ from engines.codegen.nest.values import LaneValue
 from engines.codegen.types import I1, I32, I64
 from engines.codegen.words import Primitives
 
-SLOT = 16               # bytes of shared memory for what a warp found, and where
+SLOT = 16               # bytes of shared memory for a warp's value and its index
 
 
 class Share(NamedTuple):
-    """Every `step`-th turn of a loop, from `first` on."""
+    """Iterations first, first + step, ... of a loop."""
     first: Value
     step: int
 
 
 class CodeTogether(Code):
-    """Writes them. warps: of the threads of an element."""
+    """Nest emitter with shared loops. `warps` is the number of warps per element."""
 
     def __init__(self, f: Function, machine: Primitives, loops: Loops, shares: Mapping[int, Share], warps: int,
                  thread: Value) -> None:
@@ -50,7 +50,7 @@ class CodeTogether(Code):
         pair = acc[one, place], acc.get((one, place, "where"))
         for distance in (16, 8, 4, 2, 1):
             pair = self._merged(how, kind, pair, (
-                across(pair[0], distance), None if pair[1] is None else across(pair[1], distance)))
+                shuffle_xor(pair[0], distance), None if pair[1] is None else shuffle_xor(pair[1], distance)))
         if self.warps > 1:
             pair = self._of_warps(how, kind, pair)
         return pair[0] if pair[1] is None else pair[1]
@@ -58,7 +58,7 @@ class CodeTogether(Code):
     def _of_warps(self, how: str, kind: str, pair: tuple[Value, Value | None]) -> tuple[Value, Value | None]:
         f, (value, where) = self.f, pair
         here = shared(f) + self.thread.divided(WARP) * SLOT
-        barrier(f)          # what was found before has been read
+        barrier(f)          # the previous results have been read
         with f.when((self.thread & WARP - 1).compare("eq", 0)):
             f.store(f.cast("zext", value, I32, "bit") if value.type == I1 else value, here, 8)
             if where is not None:

@@ -1,7 +1,8 @@
-"""Weights of a recurrent layer that fit nowhere: each thread has a unit, whose weights it reads through the caches in
-every step, once for all items of the block.
+"""Recurrent products with weights read through the caches: a thread has a unit, for all items of the block.
 
     for k: for gate: weight = R[gate, k, unit]; for item: sum[gate, item] += weight * state[k, item]
+
+The weights are read in every step. This is for layers too large for registers and shared memory.
 """
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ from engines.codegen.types import FLOAT, I8, I16, I32, vector
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
-BESIDE = 48             # registers of a thread beside those of its items
+BESIDE = 48             # registers per thread in addition to those of its items
 
 
 @dataclass(frozen=True)
 class ThroughCaches(Sharing):
+    """Tactic with one unit per thread and `items` items per block."""
     items: int
 
     def __str__(self) -> str:
@@ -48,13 +50,13 @@ class ThroughCaches(Sharing):
 
     def work(self, problem: Recurrence) -> Work:
         cell, hidden = problem.cells[0], problem.hidden
-        each = cell.gates * (self.items + PLAIN - 1)        # the weight's load; its products
+        each = cell.gates * (self.items + PLAIN - 1)        # load of the weight, and its products
         registers = BESIDE + self.items * (3 * cell.gates + cell.kept)
         return Work(each * hidden + update(problem) * self.items, 0, 0,
                     SIZES[problem.precision] * cell.gates * hidden ** 2, 0, registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
-        """[D][G][k][unit]"""
+        """Return the weights as [D][G][k][unit]."""
         return np.ascontiguousarray(weights.reshape(len(weights), -1, problem.hidden, problem.hidden).swapaxes(2, 3))
 
     def products(self, seat: Seat) -> StepProducts:
@@ -62,7 +64,10 @@ class ThroughCaches(Sharing):
 
 
 class _Products(StepProducts):
-    """A row is [unit][item], then zeros: the compiler may load four numbers where three are needed."""
+    """Emitter of the products.
+
+    A row of states is [unit][item], padded with zeros for loads of four where three remain.
+    """
 
     def __init__(self, seat: Seat, tactic: ThroughCaches) -> None:
         super().__init__(seat)

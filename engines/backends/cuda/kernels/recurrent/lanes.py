@@ -1,8 +1,8 @@
-"""Recurrent weights that stay with the threads of a block: the lanes of a unit share its products.
+"""Recurrent products with resident weights: the lanes of a unit share its products.
 
-The lanes of a unit share its k, 16 bytes after 16 bytes, and each has its weights from the first step to the last, in
-registers and then in shared memory; what they make is added across the lanes. Bytes are multiplied by dp4a. Weights of
-16 bits are 256 times a signed byte and an unsigned one, and each is multiplied by two of the state at once (dp2a).
+Each lane of a unit keeps its share of k, in pieces of 16 bytes, from the first step to the last, in registers and then
+in shared memory; products are reduced across the lanes. Bytes are multiplied by dp4a. A 16-bit weight is 256 times a
+signed byte plus an unsigned byte, each multiplied by two 16-bit states at once (dp2a).
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import across, elements, shared, wide
+from engines.backends.cuda.codegen.module import elements, shared, shuffle_xor, wide
 from engines.backends.cuda.codegen.products import dot, dot_pair, dot_signed
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
@@ -32,17 +32,19 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
 ONES = 0x01010101
-BESIDE = 72             # registers of a thread beside its weights
+BESIDE = 72             # registers per thread in addition to its weights
 
 
 @dataclass(frozen=True)
 class Kept(Sharing):
-    """parts: lanes of a unit. registers: pieces of weights that a thread has in registers; the others are in shared
-    memory."""
+    """Tactic with `parts` lanes per unit and `registers` pieces of weights per thread in registers.
+
+    The remaining pieces are in shared memory.
+    """
     parts: int
     registers: int
     items = 1
-    serial = 2              # most are of one update
+    serial = 2              # most instructions depend on the previous one
 
     def __str__(self) -> str:
         return f"{self.parts} lanes a unit, {self.registers} pieces in registers"
@@ -73,7 +75,7 @@ class Kept(Sharing):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The weights of a direction as the lanes of a unit share them."""
+    """Partition of a direction's weights among the lanes of a unit."""
     problem: Recurrence
     parts: int
 
@@ -83,7 +85,7 @@ class Pieces:
 
     @property
     def of_gate(self) -> int:
-        """Of a lane; k is filled up by zeros."""
+        """Pieces per lane and gate; k is padded with zeros."""
         return -(-self.problem.hidden * self.size // (PIECE * self.parts))
 
     @property
@@ -92,15 +94,15 @@ class Pieces:
 
     @property
     def row_bytes(self) -> int:
-        """Of a state."""
+        """Bytes of a state."""
         return self.of_gate * self.parts * PIECE
 
     def pack(self, weights: Array) -> Array:
-        """[D, G unit, k] -> [D][G, piece of a lane][unit][lane][16 bytes]"""
+        """Rearrange [D, G unit, k] into [D][G, piece of a lane][unit][lane][16 bytes]."""
         problem, each = self.problem, PIECE // self.size
         fill = self.row_bytes // self.size - problem.hidden
         filled = np.pad(weights, [(0, 0), (0, 0), (0, fill)])
-        if problem.precision == "int16":        # of four, the high bytes and then the low ones
+        if problem.precision == "int16":        # per four weights: high bytes, then low bytes
             four = filled.reshape(*filled.shape[:2], -1, 1, 4).astype(np.int16)
             filled = np.concatenate([four >> 8, four & 255], -2).astype(np.uint8)
         lanes = np.ascontiguousarray(filled).view(np.uint8).reshape(
@@ -109,7 +111,7 @@ class Pieces:
 
 
 class _Products(StepProducts):
-    """The first lane of a unit stores its results. Those behind the last unit work for it once more."""
+    """Emitter of the products. The first lane of a unit stores its results; lanes past the last unit repeat it."""
 
     def __init__(self, seat: Seat, tactic: Kept) -> None:
         super().__init__(seat)
@@ -118,11 +120,11 @@ class _Products(StepProducts):
         surely, first = seat.threads == seat.problem.hidden * tactic.parts, self.part.compare("eq", 0)
         self.places, self.of_item = [seat.place(unit, unit.like(0), first, surely)], [[0]]
         self.kept: list[list[Value]] = []
-        self.totals: dict[int, Value] = {}      # of a gate's weights, where states have a zero point
+        self.totals: dict[int, Value] = {}      # sums of a gate's weights, if states have a zero point
 
     @property
     def _beyond(self) -> Value:
-        """Where the thread's pieces in shared memory begin."""
+        """Address of the thread's pieces in shared memory."""
         return shared(self.f) + self.seat.thread * PIECE
 
     def begin(self, rows: Value, count: int) -> None:
@@ -189,5 +191,5 @@ class _Products(StepProducts):
     def _added_up(self, value: Value) -> Value:
         distance = self.tactic.parts // 2
         while distance:
-            value, distance = value + across(value, distance), distance // 2
+            value, distance = value + shuffle_xor(value, distance), distance // 2
         return value

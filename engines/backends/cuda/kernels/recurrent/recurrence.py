@@ -1,12 +1,12 @@
-"""Recurrent cells from step to step: a block for some items and a direction, which goes through all of their steps.
+"""Recurrent layers: one block per group of items and direction runs all time steps.
 
     for t in time: for stage of the cell:
-      sum[gate] = sum over k of state[k] * R[gate, k, unit]      the state from shared memory
+      sum[gate] = sum over k of state[k] * R[gate, k, unit]      states in shared memory
       for update in stage.updates: state[slot] = program(...)    in registers (steps.py)
-    h goes to y
+    store h to y
 
-Where the weights of a direction fit into the registers and the shared memory of a block they are read once (lanes.py);
-else, through the caches, in every step (caches.py).
+Weights of a direction that fit into a block's registers and shared memory are read once (lanes.py, warps.py); others
+are read through the caches in every step (caches.py).
 """
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from typing import Any
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, special_register
 from engines.backends.cuda.cost import ISSUE, L2_PORT, LAUNCH, REGISTERS, SHARED_RATE, THREADS, Card
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, solves
 from engines.backends.cuda.kernels.recurrent.caches import ThroughCaches
 from engines.backends.cuda.kernels.recurrent.lanes import BESIDE, Kept, Pieces
 from engines.backends.cuda.kernels.recurrent.sharing import Sharing
-from engines.backends.cuda.kernels.recurrent.steps import Direction, Rows
+from engines.backends.cuda.kernels.recurrent.steps import Direction, StateRows
 from engines.backends.cuda.kernels.recurrent.warps import tilings
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence
 
-MOST_UNITS = 1024       # threads of a block
+MOST_UNITS = 1024       # maximum threads per block
 PARTS = (8, 4, 16, 2, 1)
-ITEMS = (1, 4, 8)       # that read weights through the caches together
+ITEMS = (1, 4, 8)       # items per block that share weights read through the caches
 MOST = 248              # registers of a thread
-FOUR_WARPS = 4 * WARP   # of which registers are given to as many threads
-PRODUCT, SCHEDULERS = 16 * 8 * 32, 4    # multiply-adds of one of a warp, which has a part of a multiprocessor's cores
-WAIT = 500              # cycles of a step in which nothing is issued: states in shared memory, exchanges, the update
+FOUR_WARPS = 4 * WARP   # granularity of register allocation, in threads
+PRODUCT, SCHEDULERS = 16 * 8 * 32, 4    # multiply-adds of an mma; partitions of a multiprocessor
+WAIT = 500              # stall cycles per step: shared memory, shuffles, dependent instructions of the update
 
 
 @solves(Recurrence)
 class RecurrenceByBlock(GpuKernel[Recurrence]):
+    """Kernel for recurrent layers."""
+
     @property
     def refusal(self) -> str:
         return "" if self.problem.hidden <= MOST_UNITS else f"a recurrent layer of more than {MOST_UNITS} units"
@@ -53,7 +55,10 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
                 *filter(self._fits, [*dict.fromkeys(tiled), *map(ThroughCaches, ITEMS)])]
 
     def _kept(self, parts: int) -> Kept | None:
-        """What of the weights has room in registers; None: the rest has none in shared memory."""
+        """Return the tactic of lanes.py with as many pieces in registers as fit.
+
+        Returns None if the remaining ones exceed shared memory.
+        """
         threads = Kept(parts, 0).threads(self.problem)
         if threads > MOST_UNITS or parts > 1 and Pieces(self.problem, parts // 2).of_gate == 1:
             return None
@@ -61,7 +66,7 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         return tactic if self._fits(tactic) else None
 
     def _registers(self, threads: int) -> int:
-        """Of a thread of a block."""
+        """Return the registers per thread for a block of `threads` threads."""
         return min(REGISTERS // (-(-threads // FOUR_WARPS) * FOUR_WARPS), MOST)
 
     def _fits(self, tactic: Sharing) -> bool:
@@ -72,11 +77,11 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
     def grid(self, tactic: Sharing) -> Grid:
         return Grid(1, tactic.items, tactic.threads(self.problem), self.directions, 1, self.rows(tactic).end)
 
-    def rows(self, tactic: Sharing) -> Rows:
-        """Where a block has its states."""
+    def rows(self, tactic: Sharing) -> StateRows:
+        """Return the layout of a block's states in shared memory."""
         sources = sorted({0, *(stage.source for cell in self.problem.cells for stage in cell.stages)})
         searching = tactic.threads(self.problem) // WARP * tactic.items if self.problem.rounds else 0
-        return Rows(tactic.kept_bytes(self.problem), tactic.row_bytes(self.problem), sources, searching)
+        return StateRows(tactic.kept_bytes(self.problem), tactic.row_bytes(self.problem), sources, searching)
 
     def cost(self, tactic: Sharing, card: Card, items: int) -> float:
         problem, grid, work = self.problem, self.grid(tactic), tactic.work(self.problem)
@@ -84,17 +89,23 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         turns = -(-blocks // card.multiprocessors)
         from_l2 = min(card.l2 / card.hertz / min(blocks, card.multiprocessors), L2_PORT)        # bytes a cycle
         moved = work.shared / SHARED_RATE + work.through / from_l2
-        beside = max(1, min(REGISTERS // (work.registers * grid.threads), THREADS // grid.threads,
-                            card.shared // grid.shared_bytes, turns))
-        products = work.products * PRODUCT / card.products["int8"]      # of a warp, on all of a multiprocessor
+        resident = max(1, min(REGISTERS // (work.registers * grid.threads), THREADS // grid.threads,
+                              card.shared // grid.shared_bytes, turns))
+        products = work.products * PRODUCT / card.products["int8"]      # cycles per warp on a whole multiprocessor
         busy = max(work.instructions * grid.threads / ISSUE, moved, products * grid.threads / WARP)
-        step = max(busy * beside, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
-        cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // beside)
-        return max(card.moving(problem.bytes * items), cycles / card.hertz + LAUNCH)
+        step = max(busy * resident, moved + work.instructions * tactic.serial + products * SCHEDULERS + WAIT)
+        cycles = work.before * turns / from_l2 + problem.steps * step * -(-turns // resident)
+        return max(card.copy_seconds(problem.bytes * items), cycles / card.hertz + LAUNCH)
 
     def pack(self, tactic: Sharing, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Weights as the tactic's threads read them; units [constant][D][unit], scales [G][D][unit], first states
-        [given][D unit]"""
+        """Return the packed constants.
+
+        Returns
+        -------
+        tuple of ndarray
+            Weights in the tactic's layout, then float32 tables: unit constants [constant][D][unit], scales [G][D][unit]
+            and initial states [given][D unit].
+        """
         problem = self.problem
         others = (constants["units"], problem.scales_by_gate(constants), problem.first_constants(constants))
         return (tactic.pack(problem, np.asarray(constants["weights"])),
@@ -104,8 +115,8 @@ class RecurrenceByBlock(GpuKernel[Recurrence]):
         problem = self.problem
         count = len(problem.inputs) + 4 + len(problem.outputs)
         f, operands, items = begin_kernel(module, name, self.grid(tactic).threads, count)
-        module.beside[name] = 1         # told none, the assembler spills kilobytes to make room for two blocks
-        direction = special(f, "ctaid.y")
+        module.min_blocks[name] = 1         # else ptxas spills kilobytes to fit two blocks
+        direction = special_register(f, "ctaid.y")
         for d in range(self.directions):
             with f.when(direction.compare("eq", d)):
                 Direction(problem, self.gpu, f, operands, items, d, tactic, self.rows(tactic)).write()

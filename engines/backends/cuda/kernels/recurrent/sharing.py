@@ -1,4 +1,4 @@
-"""How the threads of a block share the items, units and weights of a direction: what every way of it says of itself.
+"""Interface of the ways to distribute items, units and weights of a recurrent direction over a block's threads.
 
     sum[gate] = sum over k of state[k] * R[gate, k, unit]       for each place of a thread: a unit of an item
 """
@@ -17,36 +17,46 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Recurrence, Stage
 
 SIZES = {"int8": 1, "int16": 2, "fp32": 4}
-PIECE = 16              # bytes of weights or of a state that a thread takes at once
+PIECE = 16              # bytes of weights or states per load
 ACTIVATION = 36         # instructions, counted in SASS
 
-Sums = dict[int, list[Value]]       # by gate, of each place
+Sums = dict[int, list[Value]]       # gate -> sum of each place
 
 
 def update(problem: Recurrence) -> int:
-    """Instructions of a place and step beside its products: an activation of each gate, and of what an LSTM keeps."""
+    """Return the instructions per place and step other than products: activations of the gates and of c of an LSTM."""
     return ACTIVATION * (problem.cells[0].gates + problem.cells[0].kept - 1)
 
 
 def whole(count: int, of: int) -> int:
-    """The next multiple."""
+    """Round `count` up to a multiple of `of`."""
     return -(-count // of) * of
 
 
 class Work(NamedTuple):
-    """What a step takes of a block, roughly."""
-    instructions: float     # of a thread
-    products: int           # of a warp, by tensor cores
+    """Estimated resources of a step of a block."""
+    instructions: float     # per thread
+    products: int           # mma per warp
     shared: float           # bytes from shared memory
-    through: float          # ... through the caches
-    before: float           # ... before the first step
-    registers: int          # of a thread
+    through: float          # bytes through the caches
+    before: float           # bytes read before the first step
+    registers: int          # per thread
 
 
 class Sharing(Tactic, ABC):
-    """items: of a block, which has the weights once for all. lanes: those of a warp with the same items, as the bits in
-    which their numbers differ. ahead: x is loaded a step before it is needed. serial: cycles from one instruction of a
-    thread to the next, fewer where many of them do not wait for each other."""
+    """Tactic of a recurrent layer.
+
+    Attributes
+    ----------
+    items : int
+        Items per block; all share the weights.
+    lanes : sequence of int
+        Lanes of a warp that have the same items, as the bits in which their numbers differ.
+    ahead : bool
+        Load x one step ahead.
+    serial : int
+        Cycles between a thread's instructions; more if they depend on each other.
+    """
     items: int
     lanes: Sequence[int] = (16, 8, 4, 2, 1)
     ahead = True
@@ -54,32 +64,36 @@ class Sharing(Tactic, ABC):
 
     @abstractmethod
     def threads(self, problem: Recurrence) -> int:
-        """Of a block."""
+        """Return the threads per block."""
 
     @abstractmethod
     def row_bytes(self, problem: Recurrence) -> int:
-        """Of a state of all items, as products read it from shared memory."""
+        """Return the bytes of shared memory of one state of all items."""
 
     def kept_bytes(self, problem: Recurrence) -> int:
-        """Of weights in shared memory."""
+        """Return the bytes of weights in shared memory."""
         return 0
 
     @abstractmethod
     def work(self, problem: Recurrence) -> Work:
+        """Return the estimated resources of a step."""
         ...
 
     @abstractmethod
     def pack(self, problem: Recurrence, weights: Array) -> Array:
-        """[D, G unit, k] as its threads read them."""
+        """Rearrange the weights [D, G unit, k] into the layout that the threads read."""
 
     @abstractmethod
     def products(self, seat: Seat) -> StepProducts:
-        """What writes them."""
+        """Return the emitter of the products."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A thread of a block whose items begin at `first`. items: of the batch; None: the block's are surely there."""
+    """Thread of a block whose items begin at `first`.
+
+    `items` is the batch size; None: all items of the block are valid.
+    """
     gpu: Gpu
     f: Function
     problem: Recurrence
@@ -91,8 +105,11 @@ class Seat:
     weights: Value
 
     def place(self, unit: Value, column: Value, stores: Value | None = None, surely: bool = False) -> Place:
-        """Of the block's item `column`. Behind the last unit, where it is not surely below, and the last item those are
-        computed once more. stores: whether this thread does."""
+        """Return the place of a unit of the block's item `column`.
+
+        Units and items past the end repeat the last one; `surely` asserts that the unit is valid. `stores` (i1) selects
+        the threads that store.
+        """
         always = self.f.constant(1, I1) if stores is None else stores
         puts = always if surely else always & unit.below(self.problem.hidden)
         unit = unit if surely else unit.at_most(self.problem.hidden - 1)
@@ -102,22 +119,29 @@ class Seat:
         return Place(unit, column, number.at_most(self.items - 1), puts, puts & number.below(self.items))
 
     def item(self, column: int) -> Value:
-        """The block's item of that number, or the last."""
+        """Return the number of the block's item `column` in the batch, at most the last."""
         return self.first + column if self.items is None else (self.first + column).at_most(self.items - 1)
 
 
 class Place(NamedTuple):
+    """Unit of an item that a thread updates."""
     unit: Value
-    column: Value       # among the block's items
-    item: Value         # of the batch
-    puts: Value         # whether its states are this thread's to put into shared memory
-    there: Value        # ... and its results to store
+    column: Value       # number among the block's items
+    item: Value         # number in the batch
+    puts: Value         # i1: this thread stores its state in shared memory
+    valid: Value        # i1: this thread stores its results
 
 
 class StepProducts(ABC):
-    """What the threads of a block need for the sums of a unit. A row has a state as products read it.
+    """Emitter of the recurrent products of a step. A row of shared memory holds one state of all items.
 
-    places: of this thread; of_item: which of them are of one item."""
+    Attributes
+    ----------
+    places : sequence of Place
+        Places of this thread.
+    of_item : sequence of sequence of int
+        Numbers of the places of each item.
+    """
     places: Sequence[Place]
     of_item: Sequence[Sequence[int]]
 
@@ -128,10 +152,10 @@ class StepProducts(ABC):
 
     @abstractmethod
     def begin(self, rows: Value, count: int) -> None:
-        """Before the first state is put into one of so many rows: all threads take part."""
+        """Load the weights and clear `count` rows. All threads take part."""
 
     def clear(self, rows: Value, size: int) -> None:
-        """So many bytes of shared memory, behind the last unit, too, become zeros."""
+        """Zero `size` bytes of shared memory."""
         nothing = Value(self.f, vector(4, I32), "zeroinitializer")
         for first in range(0, size // PIECE, self.seat.threads):
             place = self.seat.thread + first
@@ -140,11 +164,16 @@ class StepProducts(ABC):
 
     @abstractmethod
     def put(self, row: Value, place: Place, state: Value, zero: Value | None) -> None:
-        """The place's state, a float or an i32. zero: what 0 is among the bytes of a state that was rounded to its own
-        range; the state is without it."""
+        """Store a place's state, a float or an i32 without zero point.
+
+        `zero` is the zero point to add if the state was quantised to its own range.
+        """
 
     @abstractmethod
     def sums(self, stage: Stage, row: Value, zeros: Sequence[Value]) -> Sums:
-        """Of all k. zeros: of each place, where states were rounded to their own range."""
+        """Return the sums over all k.
+
+        `zeros` are the places' zero points if states were quantised to their own range.
+        """
 
 

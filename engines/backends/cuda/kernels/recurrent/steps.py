@@ -1,9 +1,8 @@
-"""The steps of one direction, as a block goes through them with some items: each thread has places (sharing.py).
+"""Time steps of one direction, run by a block for its items; each thread updates its places (sharing.py).
 
-What a later product reads of a state goes to shared memory: h into one of two rows by turns, so that a step needs one
-barrier for it; others after their stage. Integer states are rounded there; where the model itself rounds h to its own
-range, the block finds that range first. A block of several items goes on until the longest ends; the states of the
-others stay as they are.
+States that later products read go to shared memory: h alternates between two rows, so that a step needs one barrier for
+it; other states follow their stage. Integer states are rounded there; if the model quantises h to its own range, the
+block first reduces that range. A block of several items runs until the longest ends; finished items keep their states.
 """
 from __future__ import annotations
 
@@ -13,7 +12,15 @@ from functools import reduce
 from typing import Any
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import across, barrier, elements, shared, special, vector_of, wide
+from engines.backends.cuda.codegen.module import (
+    barrier,
+    elements,
+    shared,
+    shuffle_xor,
+    special_register,
+    vector_of,
+    wide,
+)
 from engines.backends.cuda.kernels.access import load_channels, store_channels
 from engines.backends.cuda.kernels.recurrent.sharing import Seat, Sharing, whole
 from engines.codegen.ir_builder import Function, Value
@@ -22,15 +29,18 @@ from engines.lowering.epilogue.program import EpilogueProgram
 from engines.lowering.problems.recurrence import QUANTIZED_STATES, Cell, Recurrence, Stage
 from engines.lowering.problems.view import View
 
-Key = tuple[int, int]           # a place of the thread; a slot, or a gate
+Key = tuple[int, int]           # (place of the thread, slot or gate)
 States = dict[Key, Value]
-Carried = dict[Any, Value]      # "row": where that of h is; where the model rounds, ("zero", item) and ("step", item)
+Carried = dict[Any, Value]      # "row": offset of h; with quantised h ("zero", item) and ("step", item)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Shared memory behind `begin`: a row for each state that products read, h's second one, and so many extremes, if
-    they are looked for: of each warp and item."""
+class StateRows:
+    """Layout of states in shared memory from `begin` on.
+
+    There is a row for each state that products read, a second one for h, then `searching` pairs of extremes of each
+    warp and item if ranges are needed.
+    """
     begin: int
     row: int
     sources: Sequence[int]
@@ -49,21 +59,22 @@ class Rows:
         return self.extremes + self.searching * 8
 
     def of(self, slot: int) -> int:
+        """Return the offset of a slot's row."""
         return self.begin + self.sources.index(slot) * self.row
 
 
 class Direction:
-    """Writes them. items: of the batch, of which the block's begin at `first`."""
+    """Emitter of a direction's steps. `items` is the batch size."""
 
     def __init__(self, problem: Recurrence, gpu: Gpu, f: Function, operands: list[Value], items: Value, d: int,
-                 sharing: Sharing, rows: Rows) -> None:
+                 sharing: Sharing, rows: StateRows) -> None:
         self.problem, self.gpu, self.f, self.d, self.rows, self.sharing = problem, gpu, f, d, rows, sharing
         self.cell: Cell = problem.cells[d]
         self.exact = QUANTIZED_STATES.get(problem.precision)
-        self.thread, self.threads = special(f, "tid.x"), sharing.threads(problem)
+        self.thread, self.threads = special_register(f, "tid.x"), sharing.threads(problem)
         inputs = len(problem.inputs)
         weights, *self.tables = operands[inputs:inputs + 4]
-        self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special(f, "ctaid.x") * sharing.items,
+        self.seat = Seat(gpu, f, problem, d, self.threads, self.thread, special_register(f, "ctaid.x") * sharing.items,
                          items if sharing.items > 1 else None, weights)
         self.products = sharing.products(self.seat)
         self.places, self.of_item = self.products.places, self.products.of_item
@@ -81,14 +92,14 @@ class Direction:
         self.longest = self._longest(*lengths) if lengths and sharing.items > 1 else self.ends[0]
 
     def _by_item(self, address: Value, view: View) -> list[Value]:
-        """Where the thread's items lie."""
+        """Return the address of each of the thread's items."""
         return [address + wide(self.places[first].item) * view.item for first, *_ in self.of_item]
 
     def _length(self, address: Value) -> Value:
         return wide(self.f.load(I32, address, 4, "length")).at_most(self.problem.steps)
 
     def _longest(self, address: Value, view: View) -> Value:
-        """Of the block's items."""
+        """Return the longest sequence among the block's items."""
         ends = [self._length(address + wide(self.seat.item(column)) * view.item)
                 for column in range(self.sharing.items)]
         return reduce(lambda a, b: self.f.call(I64, "llvm.umax.i64", a, b, hint="longest"), ends)
@@ -119,11 +130,11 @@ class Direction:
         for slot, (view, addresses) in enumerate(zip(problem.last, self.last, strict=True)):
             for n, place in enumerate(self.places):
                 if view and addresses:
-                    with f.when(place.there):
+                    with f.when(place.valid):
                         store_channels(self.gpu, view, [states[n, slot]], self._place(addresses, view, n))
 
     def _time(self, turn: Value, item: int) -> Value:
-        """Of the turn of an item; of one behind the last, any that there is."""
+        """Return the time index of a step of an item, clamped to valid steps."""
         backwards = self.problem.backwards[self.d]
         return (self.ends[item] - 1 - turn if backwards else turn).at_most(self.problem.steps - 1)
 
@@ -134,7 +145,7 @@ class Direction:
 
     # ---- a step
     def _step(self, turn: Value, x: States, states: States, carried: Carried) -> States:
-        """All states after it; 0 stays the old h for products and updates of the step."""
+        """Return all states after a step. Products and updates read the old h throughout."""
         old, new, numbers = dict(states), states, range(len(self.places))
         for stage in self.cell.stages:
             row = self._row(stage.source)
@@ -158,7 +169,7 @@ class Direction:
         return {"x": x, "sum": sums, "gate": full, "state": states}[kind][n, index]
 
     def _products(self, stage: Stage, row: Value, turn: Value, x: States, carried: Carried) -> tuple[States, States]:
-        """The sums as real numbers, and with x."""
+        """Return the products as real numbers, without and with x."""
         sums, full, rounds = {}, {}, self.problem.rounds
         zeros = [carried["zero", self.item_of[n]] for n in range(len(self.places))] if rounds else []
         found = self.products.sums(stage, row, zeros)
@@ -197,7 +208,7 @@ class Direction:
         return shared(self.f) + self.rows.of(slot)
 
     def _share(self, states: States, slot: int, row: Value) -> Carried:
-        """What the next products read of it."""
+        """Store a state in shared memory for the next products."""
         found: Carried = {}
         values = [states[n, slot] for n in range(len(self.places))]
         if self.problem.rounds:
@@ -210,7 +221,10 @@ class Direction:
         return found
 
     def _by_own_range(self, states: Sequence[Value]) -> tuple[list[Value], Carried]:
-        """Integers, and of each item that of 0 among 256 steps, and the step: problems.recurrence.by_own_range."""
+        """Quantise states to their own range of 256 steps, as problems.recurrence.by_own_range.
+
+        Returns the integers, and the zero point and the step of each item.
+        """
         f, gpu, found = self.f, self.gpu, Carried()
         values = list(states)
         for item, (low, high) in enumerate(self._extremes(states)):
@@ -224,7 +238,7 @@ class Direction:
         return values, found
 
     def _extremes(self, states: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Of each of the thread's items, in the whole block."""
+        """Return the minimum and maximum of each of the thread's items over the block, with 0 included."""
         f, gpu, lanes = self.f, self.gpu, self.sharing.lanes
         columns = [self.places[first].column for first, *_ in self.of_item]
         places = [shared(f) + (column * 8 + self.rows.extremes) for column in columns]
@@ -234,7 +248,7 @@ class Direction:
             low, high = (reduce(better, [states[n] for n in numbers[1:]], better(states[numbers[0]], 0.0))
                          for better in (gpu.min, gpu.max))
             for distance in lanes:
-                low, high = gpu.min(low, across(low, distance)), gpu.max(high, across(high, distance))
+                low, high = gpu.min(low, shuffle_xor(low, distance)), gpu.max(high, shuffle_xor(high, distance))
             found.append((low, high))
         with f.when((self.thread & sum(lanes)).compare("eq", 0)):
             for place, pair in zip(places, found, strict=True):
@@ -250,34 +264,34 @@ class Direction:
     def _to_y(self, turn: Value, states: States) -> None:
         for n, place in enumerate(self.places):
             item = self.item_of[n]
-            there = place.there
+            valid = place.valid
             if self.longest is not self.ends[0]:
-                there = there & turn.below(self.ends[item])
-            self._store_y(n, self._time(turn, item), states[n, 0], there)
+                valid = valid & turn.below(self.ends[item])
+            self._store_y(n, self._time(turn, item), states[n, 0], valid)
 
     def _behind(self) -> None:
-        """Zeros behind the ends of items."""
+        """Store zeros after the ends of the items."""
         steps = self.f.constant(self.problem.steps, I64)
         for item, numbers in enumerate(self.of_item):
             for t in self.f.range("behind", self.ends[item], steps):
                 for n in numbers:
-                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].there)
+                    self._store_y(n, t, self.f.constant(0, FLOAT), self.places[n].valid)
 
-    def _store_y(self, n: int, t: Value, h: Value, there: Value) -> None:
+    def _store_y(self, n: int, t: Value, h: Value, valid: Value) -> None:
         view = self.problem.y
         if view and self.y:
             result = self._program(self.problem.program, h, [], self.problem.numbers)
-            with self.f.when(there):
+            with self.f.when(valid):
                 store_channels(self.gpu, view, [result], self._place(self.y, view, n) + t * view.strides[0])
 
-    # ---- what is a place's
+    # ---- addresses of a place
     def _place(self, addresses: Sequence[Value], view: View, n: int) -> Value:
-        """Of its unit, in a tensor whose innermost axis is [D H]."""
+        """Return the address of a place's unit in a tensor whose innermost axis is [D H]."""
         unit = self.places[n].unit + self.d * self.problem.hidden
         return addresses[self.item_of[n]] + wide(unit) * view.strides[-1]
 
     def _of_unit(self, table: Value, n: int, row: int) -> Value:
-        """In float32 [row][D unit]."""
+        """Load the place's number from a float32 table [row][D unit]."""
         width = len(self.problem.cells) * self.problem.hidden
         at = table + wide(self.places[n].unit + (row * width + self.d * self.problem.hidden)) * 4
         return self.f.load(FLOAT, at, 4, "number")

@@ -1,11 +1,11 @@
-"""Recurrent weights of bytes on tensor cores: a warp has tiles of 16 units, of which it multiplies all gates by the
-states of 8 items at once; the sums of a unit's gates, and so its update, are in one lane.
+"""Recurrent products of INT8 and INT16 on tensor cores: a warp multiplies tiles of 16 units by 8 items for all gates.
 
     sums[gate][unit, item] += R[gate][unit, k] * state[item, k]         mma, 32 bytes of k at a time
 
-Weights lie as lanes need them: from the first step to the last in registers, then in shared memory; what has no room
-there comes through the caches in every step, once for all items. Weights and states of 16 bits are 256 times a signed
-byte and an unsigned one; what their products add up to is made from the highest down, exact as all sums that wrap are:
+The sums of all gates of a unit, and thus its update, are in one lane. Weights are stored as fragments: resident in
+registers, then in shared memory; the rest is read through the caches in every step, once for all items. 16-bit weights
+and states are 256 times a signed byte plus an unsigned byte; their products are added from the highest byte down, which
+is exact modulo 2**32:
 
     ((high * high) * 256 + high * low + low * high) * 256 + low * low
 """
@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP, Gpu
-from engines.backends.cuda.codegen.module import again, elements, shared, wide
+from engines.backends.cuda.codegen.module import elements, opaque_address, shared, wide
 from engines.backends.cuda.codegen.products import STEP, load_tiles, multiply_bytes
 from engines.backends.cuda.kernels.recurrent.sharing import (
     PIECE,
@@ -37,33 +37,37 @@ from engines.codegen.types import I8, I32, vector
 from engines.lowering.problems.problem import Array
 from engines.lowering.problems.recurrence import Recurrence, Stage
 
-UNITS, ITEMS = 16, 8    # of a product
-TURN = 2 * STEP         # bytes of k that are taken at once
+UNITS, ITEMS = 16, 8    # per product
+TURN = 2 * STEP         # bytes of k per iteration
 ONES = 0x01010101
-BESIDE = 56             # registers of a thread beside those of its places
-AT_EDGE = 32            # more, where units are missing in the last warp
-TOGETHER = (8, 16)      # items of a block: of more a lane's places spill
-MOST_TILED = {"int8": 512, "int16": 128}        # units; more of 16 bits leave a thread 170 registers, and it spills
-BY_ONE = 16             # warps of a block, if a tile each is enough; else they have two
+BESIDE = 56             # registers per thread in addition to those of its places
+AT_EDGE = 32            # further registers if the last warp is partial
+TOGETHER = (8, 16)      # items per block; with more, a lane's places spill
+MOST_TILED = {"int8": 512, "int16": 128}        # units; beyond them threads spill
+BY_ONE = 16             # warps per block up to which a warp has one tile; else two
 
-# By precision, one after the other: what is multiplied together, types of weights and states, then which byte of each.
+# Passes of a precision, each a list of products: (types of weight and state, byte of the weight, byte of the state).
 Products = Sequence[tuple[str, int, int]]
 WHOLE: Sequence[Products] = ([("s8", 0, 0)],)
 ROUNDED: Sequence[Products] = ([("s8.u8", 0, 0)],)
 HALVES: Sequence[Products] = ([("s8", 0, 0)], [("s8.u8", 0, 1), ("u8.s8", 1, 0)], [("u8", 1, 1)])
 
 Piece = Sequence[Value]
-Acc = dict[tuple[int, int, int, int], Value]    # gate, tile, eight items, sum of a lane
-States = Callable[[int | Value, int], list[list[Piece]]]        # of a turn and a byte: [eight items][half of the turn]
+Acc = dict[tuple[int, int, int, int], Value]    # (gate, tile, group of eight items, the lane's sum)
+States = Callable[[int | Value, int], list[list[Piece]]]        # (iteration, byte) -> [eight items][half of it]
 
 
 def passes(problem: Recurrence) -> Sequence[Products]:
+    """Return the passes of products, from the highest byte down."""
     return HALVES if problem.precision == "int16" else ROUNDED if problem.rounds else WHOLE
 
 
 @dataclass(frozen=True)
 class Tiled(Sharing):
-    """tiles: of a warp. registers: pieces that a lane has in registers. resident: turns whose weights stay."""
+    """Tactic with `tiles` tiles per warp.
+
+    `registers` pieces per lane are in registers; the weights of `resident` iterations stay in the block.
+    """
     items: int
     tiles: int
     registers: int = 0
@@ -80,11 +84,21 @@ class Tiled(Sharing):
         return -(-problem.hidden // TURN)
 
     def pieces(self, problem: Recurrence) -> int:
-        """Of a lane and a turn."""
+        """Return the pieces per lane and iteration."""
         return problem.cells[0].gates * self.tiles * SIZES[problem.precision] * (TURN // STEP)
 
     def settled(self, problem: Recurrence, registers: int, room: int) -> Tiled:
-        """With as many weights as there is room for, in registers of a thread and bytes of shared memory."""
+        """Return the tactic with as many resident weights as fit.
+
+        Parameters
+        ----------
+        problem : Recurrence
+            Problem to solve.
+        registers : int
+            Registers per thread.
+        room : int
+            Bytes of shared memory.
+        """
         each, threads = self.pieces(problem), self.threads(problem)
         mine = max(registers - self.work(problem).registers, 0) // 4
         beyond = max(room - self._rows(problem), 0) // (threads * PIECE)
@@ -92,19 +106,19 @@ class Tiled(Sharing):
         return replace(self, registers=min(mine, resident * each), resident=resident)
 
     def _rows(self, problem: Recurrence) -> int:
-        """Shared memory beside weights: at most three states, two of them h."""
+        """Return the bytes of shared memory for at most three states, two of them h, and for the extremes."""
         return 3 * self.row_bytes(problem) + 8 * self.items * self.threads(problem) // WARP
 
-    # ---- of a block
+    # ---- resources of a block
     def threads(self, problem: Recurrence) -> int:
         return -(-problem.hidden // (UNITS * self.tiles)) * WARP
 
     def is_full(self, problem: Recurrence) -> bool:
-        """Whether all places are units'."""
+        """Return True if every place belongs to a unit."""
         return problem.hidden % (UNITS * self.tiles) == 0
 
     def pitch(self, problem: Recurrence) -> int:
-        """Bytes from an item to the next in shared memory: a chunk more, so that eight are in eight groups of banks."""
+        """Return the bytes between items in shared memory, padded so that eight items cover eight groups of banks."""
         return self.turns(problem) * TURN + PIECE
 
     def row_bytes(self, problem: Recurrence) -> int:
@@ -117,19 +131,22 @@ class Tiled(Sharing):
         cell, turns, threads = problem.cells[0], self.turns(problem), self.threads(problem)
         ways, places = sum(map(len, passes(problem))), 4 * self.tiles * self.items // ITEMS
         products = ways * cell.gates * turns * (TURN // STEP) * self.tiles * self.items // ITEMS
-        each, loads = self.pieces(problem), SIZES[problem.precision]       # a byte of 16 bits is multiplied twice
+        each, loads = self.pieces(problem), SIZES[problem.precision]   # each byte of 16-bit weights is multiplied twice
         states = SIZES[problem.precision] * turns * self.items // ITEMS
         through = loads * (turns - self.resident) * each
         instructions = (products + loads * (self.resident * each - self.registers) + through + states
                         + update(problem) * places)
-        beside = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
-        registers = beside + places * (cell.gates + cell.kept + 3) + 4 * self.registers
+        base = BESIDE + (0 if self.is_full(problem) else AT_EDGE)
+        registers = base + places * (cell.gates + cell.kept + 3) + 4 * self.registers
         return Work(instructions, products, loads * self.kept_bytes(problem) + states * PIECE * threads,
                     through * threads * PIECE, self.resident * each * threads * PIECE, registers)
 
     def pack(self, problem: Recurrence, weights: Array) -> Array:
-        """[D, G unit, k] -> [D][warp][turn][half of it][gate][tile][byte][lane][16 bytes]; behind the last unit that
-        once more, behind the last k zeros."""
+        """Rearrange [D, G unit, k] into fragments.
+
+        The layout is [D][warp][iteration][half of it][gate][tile][byte][lane][16 bytes]. Units past the end repeat the
+        last one; k is padded with zeros.
+        """
         count, hidden, warps = len(weights), problem.hidden, self.threads(problem) // WARP
         units, depth = warps * self.tiles * UNITS, self.turns(problem) * TURN
         filled = weights.reshape(count, -1, hidden, hidden)
@@ -145,14 +162,17 @@ class Tiled(Sharing):
 
 
 def tilings(problem: Recurrence, gpu: Gpu) -> Iterator[Tiled]:
-    """All that may be worth it, of so far no weights kept."""
+    """Yield the tilings to consider, without resident weights."""
     if gpu.by_warp("int8") and problem.hidden <= MOST_TILED.get(problem.precision, 0):
         for items in TOGETHER:
             yield Tiled(items, 1 if problem.hidden <= BY_ONE * UNITS else 2)
 
 
 class _Products(StepProducts):
-    """Lane 4 g + t has units g and g + 8 of each tile, of each eight items 2 t and 2 t + 1."""
+    """Emitter of the products.
+
+    Lane 4 g + t has units g and g + 8 of a tile, and items 2 t and 2 t + 1 of each eight.
+    """
 
     def __init__(self, seat: Seat, tactic: Tiled) -> None:
         super().__init__(seat)
@@ -170,12 +190,12 @@ class _Products(StepProducts):
         of_warp = self.turns * self.pieces * WARP * PIECE
         first = wide(self.warp * of_warp + self.lane * PIECE) + seat.direction * (seat.threads // WARP) * of_warp
         self.mine, self.kept = seat.weights + first, list[Piece]()
-        self.totals: Acc = {}           # of weights, where states have a zero point
-        # Of ldmatrix: an item for each of eight lanes, a quarter of a turn for each eight.
+        self.totals: Acc = {}           # sums of weights, if states have a zero point
+        # Address for ldmatrix: lanes of a group of eight take an item each, and groups take quarters of an iteration.
         self.row = (self.lane & 7) * self.pitch + self.lane.binary("lshr", 3) * PIECE
 
     def _numbers(self) -> list[tuple[int, int, int]]:
-        """Of the lane's places: tile, eight items, sum."""
+        """Return tile, group of eight items and sum of each of the lane's places."""
         return [(tile, n, e) for tile in range(self.tactic.tiles) for n in range(self.eights) for e in range(4)]
 
     def _keys(self, gates: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -204,7 +224,7 @@ class _Products(StepProducts):
         return elements(self._through(first, n))
 
     def _beyond(self, n: int) -> Value:
-        """Where the thread's n-th piece is in shared memory."""
+        """Return the address of the thread's n-th piece in shared memory."""
         at = (n - self.tactic.registers) * self.seat.threads * PIECE
         return shared(self.f) + (self.seat.thread * PIECE + at)
 
@@ -237,7 +257,7 @@ class _Products(StepProducts):
 
     def _multiplied(self, gates: Sequence[int], states: States) -> Acc:
         f, resident = self.f, self.tactic.resident
-        acc, mine = {key: self.zero for key in self._keys(gates)}, again(self.mine)
+        acc, mine = {key: self.zero for key in self._keys(gates)}, opaque_address(self.mine)
         for number, products in enumerate(passes(self.problem)):
             if number:
                 acc = {key: value << 8 for key, value in acc.items()}

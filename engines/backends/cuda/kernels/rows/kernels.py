@@ -1,4 +1,4 @@
-"""Softmax, norms, local response normalisation, reductions: each as the passes over one row."""
+"""Softmax, norms, local response normalisation and reductions, each as passes over a row."""
 from __future__ import annotations
 
 from engines.backends.cuda.kernels.kernel import solves
@@ -10,26 +10,30 @@ from engines.lowering.problems.rows import Lrn, Norm, Reduce, Softmax
 
 @solves(Softmax)
 class SoftmaxByWarp(RowByWarp[Softmax]):
+    """Softmax with a warp per row."""
+
     def write_row(self, row: Row) -> None:
         softmax(row, self.gpu, self.problem.log)
 
 
 @solves(Norm)
 class NormByWarp(RowByWarp[Norm]):
+    """Layer, RMS and similar norms with a warp per row."""
+
     def write_row(self, row: Row) -> None:
         norm(row, self.gpu, self.problem)
 
 
 @solves(Lrn)
 class LrnByWarp(RowByWarp[Lrn]):
-    """A lane reads its element's neighbours once more."""
+    """Local response normalisation with a warp per row; a lane rereads its element's neighbours."""
 
     def write_row(self, row: Row) -> None:
         lrn, f = self.problem, row.f
         before = (lrn.size - 1) // 2
 
         def square(index: Value) -> Value:
-            inside = index.below(lrn.width)         # before the first it is beyond the last, for it is unsigned
+            inside = index.below(lrn.width)         # unsigned: indices before the first wrap past the last
             value = row.x_at(f.select(inside, index, index.like(0), "index"))
             return f.select(inside, value * value, value.like(0), "square")
 
@@ -44,5 +48,7 @@ class LrnByWarp(RowByWarp[Lrn]):
 
 @solves(Reduce)
 class ReduceByWarp(RowByWarp[Reduce]):
+    """Reduction with a warp per row."""
+
     def write_row(self, row: Row) -> None:
         row.store_one(row.reduce(self.problem.kind, row.x))

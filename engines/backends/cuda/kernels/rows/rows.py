@@ -1,10 +1,10 @@
-"""What kernels along the innermost axis have in common: a warp for each row.
+"""Base of kernels along the innermost axis, with a warp per row.
 
-    lane l has the elements i with i % 32 == l; those with i % 64 < 32 make one partial result, the others a second
+    lane l has the elements i with i % 32 == l; those with i % 64 < 32 form one partial result, the others a second
     both are combined, then those of lanes 16, 8, 4, 2 and 1 apart
 
-That is the order in which every machine reduces a row (engines/lowering/problems/rows.py), so results are equal bit for
-bit. The elements of a row of up to KEPT stay in registers from one pass to the next.
+All targets reduce rows in this order (engines/lowering/problems/rows.py), so results are equal bit for bit. Rows of up
+to KEPT elements stay in registers between passes.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
 from engines.backends.cuda.kernels.access import (
     load_channels,
     load_constants,
@@ -33,22 +33,22 @@ from engines.lowering.problems.problem import Array
 from engines.lowering.problems.rows import NEUTRAL, PARTIALS, RowProblem
 from engines.lowering.problems.view import View
 
-WARPS = 4               # of a block
-KEPT = 1 << 10          # elements of a row: 32 registers of a lane
+WARPS = 4               # per block
+KEPT = 1 << 10          # elements per row: 32 registers per lane
 
 P = TypeVar("P", bound=RowProblem)
 
 
 @dataclass(frozen=True)
 class At:
-    """A lane's element of a row."""
+    """Element of a row that a lane holds."""
     index: Value
-    inside: Value | None        # an i1; None: it surely is
-    key: int = -1               # of a row that is kept, which of the lane's elements
+    inside: Value | None        # i1: it is within the row; None: it always is
+    key: int = -1               # in kept rows, its number among the lane's elements
 
 
 class Row:
-    """A row in a warp's hands."""
+    """Row processed by a warp."""
 
     def __init__(self, kernel: OverRows[Any], operands: Sequence[Value], pixel: Value, lane: Value) -> None:
         self.kernel, self.gpu, self.f, self.lane = kernel, kernel.gpu, pixel.f, lane
@@ -61,7 +61,7 @@ class Row:
         self._kept: dict[int, Value] = {}
 
     def elements(self, **carried: dict[Any, Value]) -> Iterator[At]:
-        """Each of the lane's, in order: kept rows unrolled, wide ones in a loop that carries registers."""
+        """Yield the lane's elements in order, unrolled for kept rows, else in a loop that carries registers."""
         width = self.problem.width
         if width <= KEPT:
             for key, first in enumerate(range(0, width, WARP)):
@@ -74,7 +74,7 @@ class Row:
                 yield At(start + half, (start + half).below(width))
 
     def x(self, at: At) -> Value:
-        """The element, by way of the prologue; of none that is there, the row's first."""
+        """Return an element after the prologue; past the end, the row's first element."""
         if at.key in self._kept:
             return self._kept[at.key]
         value = self.x_at(at.index if at.inside is None else self.f.select(at.inside, at.index, at.index.like(0)))
@@ -83,12 +83,12 @@ class Row:
         return value
 
     def x_at(self, index: Value) -> Value:
-        """Any element of the row."""
+        """Return the element at any index after the prologue."""
         problem = self.problem
         return self._program(problem.prologue, [], range(len(problem.sources)), index, self._tables[0], problem.width)
 
     def reduce(self, kind: str, value: Callable[[At], Value]) -> Value:
-        """The sum, max or min of a value of every element; all lanes have it."""
+        """Return, in all lanes, the sum, max or min of `value` over all elements."""
         halves = dict.fromkeys((0, 1), self.f.constant(NEUTRAL[kind], FLOAT))
         for number, at in enumerate(self.elements(halves=halves)):
             here = value(at)
@@ -97,21 +97,21 @@ class Row:
             halves[number % 2] = self.combined(kind, halves[number % 2], here)
         result = self.combined(kind, halves[0], halves[1])
         for distance in (16, 8, 4, 2, 1):
-            result = self.combined(kind, result, across(result, distance))
+            result = self.combined(kind, result, shuffle_xor(result, distance))
         return result
 
     def combined(self, kind: str, a: Value, b: Value) -> Value:
-        """What a reduction makes of two."""
+        """Combine two operands of a reduction."""
         return a + b if kind == "sum" else self.gpu.max(a, b) if kind == "max" else self.gpu.min(a, b)
 
     def store(self, value: Callable[[At], Value]) -> None:
-        """What the program makes of a value of every element."""
+        """Run the program on `value` of every element and store the results."""
         for at in self.elements():
             with self.f.when(at.inside or self.f.constant(1, I1)):
                 self._store(value(at), at.index)
 
     def store_one(self, value: Value) -> None:
-        """The row's only result."""
+        """Run the program on the row's single result and store it."""
         with self.f.when(self.lane.compare("eq", 0)):
             self._store(value, self.lane)
 
@@ -131,21 +131,21 @@ class Row:
 
 
 class OverRows(GpuKernel[P]):
-    """A row of the grid is one of the problem's."""
+    """Kernel whose grid rows are the rows of the problem."""
 
     @property
     def rows_of_item(self) -> int:
         return math.prod(self.problem.sources[0].shape[:-1])
 
     def pack(self, tactic: Tactic, constants: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Of the prologue, then of the program: float32 [constant][width]"""
+        """Return the constants of the prologue and of the program, float32 [constant][width]."""
         problem = self.problem
         return tuple(_table(constants.get(name, ()), width) for name, width in (
             ("prologue", problem.width), ("program", problem.constants_width)))
 
 
 class RowByWarp(OverRows[P]):
-    """A family is what it does with a row."""
+    """Kernel with a warp per row. Subclasses emit the code of a row."""
 
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(self.rows_of_item, WARPS, WARPS * WARP)
@@ -153,9 +153,9 @@ class RowByWarp(OverRows[P]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         count = len(self.problem.inputs) + 3
         f, operands, rows = begin_kernel(module, name, WARPS * WARP, count)
-        thread = special(f, "tid.x")
-        row = special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
-        with f.when(row.below(rows)):       # the lanes of a warp are in it together
+        thread = special_register(f, "tid.x")
+        row = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        with f.when(row.below(rows)):       # uniform within a warp
             self.write_row(Row(self, operands, row, thread & WARP - 1))
 
     @abstractmethod

@@ -1,12 +1,11 @@
-"""The best boxes of each class, none of which covers a better one: one block for all classes.
+"""Non-maximum suppression: one block for all batches and classes.
 
     for batch, class:
-        alive = whether its score is above `least`, of each box; a thread has the boxes i with i % THREADS == its number
-        `most` times: box = the first of the highest keys of all that are alive; taken, and no longer alive
-                      alive = alive and not covered by it
+        alive[box] = score > `least`; a thread has the boxes i with i % THREADS == its number
+        `most` times: box = the first alive box with the highest key; select it and remove it from alive
+                      alive = alive and not covered by the box
 
-A box that one taken before covers is not looked at again, so this takes the boxes of the operator's reference, which
-asks each in turn.
+Removing covered boxes at once selects the same boxes as the operator's reference, which tests each box in turn.
 """
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, barrier, begin_kernel, shared, special_register, wide
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.top_k import NOWHERE, Found, before, chosen, first_of_warp
 from engines.codegen.boxes import Box, box_of, covers
@@ -24,16 +23,19 @@ from engines.codegen.keys import key_of, lowest_of
 from engines.codegen.types import FLOAT, I32, I64
 from engines.lowering.problems.selection import Suppression
 
-WARPS = 32              # of the block
+WARPS = 32              # per block
 THREADS = WARPS * WARP
-BITS = 32               # of a word of what is alive
+BITS = 32               # boxes per word of the alive mask
 LOWEST = lowest_of(32)
 
 
 @solves(Suppression)
 class SuppressionByBlock(GpuKernel[Suppression]):
-    """Shared memory: the best key and place of each warp, then words of what is alive, of each thread its own. There
-    are few: lowering takes no more than 2**18 boxes, 8 words of a thread."""
+    """Kernel with a single block.
+
+    Shared memory has each warp's best key and place, then the threads' words of the alive mask. Lowering limits boxes
+    to 2**18, which is 8 words per thread.
+    """
 
     @property
     def boxes(self) -> int:
@@ -41,11 +43,12 @@ class SuppressionByBlock(GpuKernel[Suppression]):
 
     @property
     def each(self) -> int:
-        """Boxes of a thread."""
+        """Boxes per thread."""
         return -(-self.boxes // THREADS)
 
     @property
     def words(self) -> int:
+        """Words of the alive mask per thread."""
         return -(-self.each // BITS)
 
     def grid(self, tactic: Tactic) -> Grid:
@@ -54,7 +57,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, (batches, classes, _) = self.problem, self.problem.scores.shape
         f, (boxes, scores, most, overlap, least, rows, count), _ = begin_kernel(module, name, THREADS, 7)
-        thread = special(f, "tid.x")
+        thread = special_register(f, "tid.x")
         wanted: Value = f.load(I64, most, 8, "most")
         wanted = f.call(I64, "llvm.smax.i64", wanted, wanted.like(0), hint="most").at_most(problem.limit)
         share, floor = (f.load(FLOAT, number, 4, "number") for number in (overlap, least))
@@ -85,7 +88,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
             rows.f.store(number, rows + row * view.strides[0] + column * view.strides[1], 8)
 
     def _begin(self, scores: Value, least: Value, thread: Value) -> None:
-        """All whose scores are above `least` are alive; above -inf are all, those that are no numbers too."""
+        """Mark boxes with a score above `least` as alive; -inf marks all, including NaN scores."""
         f, every = thread.f, least.compare("oeq", -np.inf)
         for first, at in self._words(thread):
             state = {"alive": f.constant(0, I32)}
@@ -97,7 +100,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
             f.store(state["alive"], at, 4)
 
     def _best(self, scores: Value, thread: Value) -> Found:
-        """The first of the highest keys of what is alive, in all threads; nowhere if nothing is."""
+        """Return, in all threads, the first alive box with the highest key, or NOWHERE."""
         f, lane, warp = thread.f, thread & WARP - 1, thread.binary("lshr", WARP.bit_length() - 1)
         best = {"key": f.constant(LOWEST, I32), "place": f.constant(NOWHERE, I32)}
         for first, at in self._words(thread, best=best):
@@ -109,7 +112,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
                     one = {"key": key, "place": box}
                     best.update(chosen(before(one, best), one, best))
         best = first_of_warp(best)
-        barrier(f)          # the last turn's have been read
+        barrier(f)          # the previous results have been read
         with f.when(lane.compare("eq", 0)):
             for row, value in enumerate(best.values()):
                 f.store(value, shared(f) + (4 * WARPS * row + warp * 4), 4)
@@ -118,7 +121,7 @@ class SuppressionByBlock(GpuKernel[Suppression]):
                               for row, name in enumerate(best)})
 
     def _cover(self, boxes: Value, place: Value, overlap: Value, thread: Value) -> None:
-        """What the box at that place covers, and the box itself, is no longer alive."""
+        """Remove the box at `place` and the boxes that it covers from the alive mask."""
         f, taken = thread.f, self._box(boxes, place)
         for first, at in self._words(thread):
             state = {"alive": f.load(I32, at, 4, "alive")}
@@ -129,14 +132,14 @@ class SuppressionByBlock(GpuKernel[Suppression]):
             f.store(state["alive"], at, 4)
 
     def _words(self, thread: Value, **carried: Found) -> Iterator[tuple[Value, Value]]:
-        """Of each word of the thread: the box of its lowest bit, and its address."""
+        """Yield the box of the lowest bit, and the address, of each of the thread's words."""
         f = thread.f
         for turn in f.loop("word", self.words, **carried):
             word = f.cast("trunc", turn, I32, "word")
             yield word * (BITS * THREADS) + thread, shared(f) + ((word * THREADS + thread) * 4 + 8 * WARPS)
 
     def _boxes(self, first: Value, **carried: Found) -> Iterator[tuple[Value, Value]]:
-        """The boxes of a word, each with its bit."""
+        """Yield the boxes of a word, each with its bit."""
         f = first.f
         for turn in f.loop("bit", min(self.each, BITS), **carried):
             bit = f.cast("trunc", turn, I32, "bit")

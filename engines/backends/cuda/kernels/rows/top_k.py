@@ -1,15 +1,15 @@
-"""The k largest or smallest of a row: a warp finds one after the other, by their keys (engines/codegen/keys.py).
+"""Top-k of a row: a warp finds one element after the other by integer keys (engines/codegen/keys.py).
 
-    k times: of the elements that come behind the last one found, in order of key and then of place, the first
+    k times: the first element, ordered by key and then by index, after the one found before
 
-k passes over the row take longer than a sort where k is large; of what networks ask for it is small.
+k passes are slower than a sort for large k, but k is small in networks.
 """
 from __future__ import annotations
 
 import math
 
 from engines.backends.cuda.codegen.gpu import WARP
-from engines.backends.cuda.codegen.module import GpuModule, across, begin_kernel, special, wide
+from engines.backends.cuda.codegen.module import GpuModule, begin_kernel, shuffle_xor, special_register, wide
 from engines.backends.cuda.kernels.access import offset_in
 from engines.backends.cuda.kernels.kernel import GpuKernel, Grid, Tactic, solves
 from engines.backends.cuda.kernels.rows.rows import WARPS
@@ -19,21 +19,24 @@ from engines.codegen.nest.values import load
 from engines.codegen.types import ELEMENTS, I32
 from engines.lowering.problems.elementwise import TopK
 
-NOWHERE = 0x7FFFFFFF        # the place of no element, behind all others
+NOWHERE = 0x7FFFFFFF        # index of no element, after all others
 
-Found = dict[str, Value]        # "key", "place"
+Found = dict[str, Value]        # "key" and "place" of an element
 
 
 @solves(TopK)
 class TopKByWarp(GpuKernel[TopK]):
+    """Kernel with a warp per row."""
+
     def grid(self, tactic: Tactic) -> Grid:
         return Grid(math.prod(self.problem.x.shape[:-1]), WARPS, WARPS * WARP)
 
     def emit(self, module: GpuModule, name: str, tactic: Tactic) -> None:
         problem, outputs = self.problem, self.problem.outputs
         f, (x, *targets), rows = begin_kernel(module, name, WARPS * WARP, 1 + len(outputs))
-        thread = special(f, "tid.x")
-        lane, row = thread & WARP - 1, special(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
+        thread = special_register(f, "tid.x")
+        lane = thread & WARP - 1
+        row = special_register(f, "ctaid.x") * WARPS + thread.binary("lshr", WARP.bit_length() - 1)
         bits, step = 64 if problem.x.dtype in TopK.wide else 32, problem.x.strides[-1]
         with f.when(row.below(rows)):
             source = x + offset_in(problem.x, row)
@@ -49,7 +52,7 @@ class TopKByWarp(GpuKernel[TopK]):
                         f.store(value, target + turn * outputs[0].strides[-1], problem.x.size)
 
     def _next(self, source: Value, lane: Value, found: Found) -> Found:
-        """The first element behind the one found."""
+        """Return the first element after `found`."""
         f, x = lane.f, self.problem.x
         key = found["key"]
         best = {"key": key.like(lowest_of(int(key.type[1:]))), "place": f.constant(NOWHERE, I32)}
@@ -63,19 +66,19 @@ class TopKByWarp(GpuKernel[TopK]):
 
 
 def first_of_warp(found: Found) -> Found:
-    """Of what its lanes have found."""
+    """Return the first of all lanes' elements."""
     for distance in (16, 8, 4, 2, 1):
-        other = {name: across(value, distance) for name, value in found.items()}
+        other = {name: shuffle_xor(value, distance) for name, value in found.items()}
         found = chosen(before(other, found), other, found)
     return found
 
 
 def chosen(test: Value, a: Found, b: Found) -> Found:
-    """a where the test holds, else b."""
+    """Select a if the test holds, else b."""
     return {name: test.f.select(test, a[name], b[name], name) for name in a}
 
 
 def before(a: Found, b: Found) -> Value:
-    """Whether a comes before b: by its key, of equals by its place."""
+    """Return true (i1) if a comes before b, by key and then by index."""
     return a["key"].compare("sgt", b["key"]) | (
         a["key"].compare("eq", b["key"]) & a["place"].compare("slt", b["place"]))
