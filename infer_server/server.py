@@ -50,10 +50,10 @@ from infer_server.repository.building import Compiler
 from infer_server.repository.kinds.local import TensorMemory
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
-from infer_server.repository.places import LocalFolder, Place
 from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import LOADS, Repository
+from infer_server.repository.roots import LocalFolder, RepositoryRoot
 from infer_server.serving import Inferences
 from infer_server.workers import in_daemon_thread, wait_until
 from protos.version import NAME
@@ -124,7 +124,7 @@ class Ports:
     metrics: int
 
 
-def places_of(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[Place]:
+def repository_roots(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[RepositoryRoot]:
     """The places of models, by folder or by address. Raises RepositoryError: an address cannot be read here."""
     store = store or user_cache() / "models"
     return [RemoteFolder(str(each), store, most_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
@@ -153,10 +153,11 @@ class Server:
                             lambda size: self._inflight.lend(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
-        self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(self._places, loader.load, options.config_name, options.load_threads)
+        self._roots = repository_roots(options.model_repositories, options.repository_cache,
+                                       options.repository_cache_bytes)
+        self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
-        self._poller = Poller(self.repository, self._places, options.poll_secs) if options.poll_secs else None
+        self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
         self._unreadable: dict[str, str] = {}   # why there is no repository
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_spent(self.lifecycle.changed)
@@ -185,7 +186,7 @@ class Server:
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
                                   self._front_processes)
         self._history = History(self.repository.models)
-        redaction.register([*(place.path for place in self._places), *filter(None, [options.cache_dir])])
+        redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
 
     async def start(self) -> Ports:
         """Opens the ports, and begins to load models: those that are ready are served while others load.
@@ -225,7 +226,7 @@ class Server:
 
     def _without_repository(self) -> dict[str, str]:
         """Why there is nothing to serve, until a poll could read it."""
-        return {} if self._poller and self._poller.has_looked else self._unreadable
+        return {} if self._poller and self._poller.has_polled else self._unreadable
 
     async def stop(self) -> bool:
         """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
@@ -253,8 +254,8 @@ class Server:
         if self._tracer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
-        for place in self._places:
-            place.close()
+        for root in self._roots:
+            root.close()
         return answered
 
     async def _drain(self) -> None:

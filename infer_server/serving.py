@@ -254,10 +254,10 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
             model.prepared[call.form] = prepared
     call.expect(prepared.answer_bytes, prepared.fit.decoded_bytes)
     return Request(
-        inputs=model.signature.to_model(call.contents(prepared.tensors, model.reached), prepared.fit.items),
+        inputs=model.signature.to_model(call.contents(prepared.tensors, model.zero_copy_devices), prepared.fit.items),
         items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        lengthy=call.lengthy, rooms=call.rooms if model.reached else {},
+        lengthy=call.lengthy, output_buffers=call.rooms if model.zero_copy_devices else {},
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)

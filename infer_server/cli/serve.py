@@ -34,7 +34,7 @@ from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
 from infer_server.repository.repository import LOADS, MOST_LOADS
-from infer_server.server import Server, ServerOptions, places_of
+from infer_server.server import Server, ServerOptions, repository_roots
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
 def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
     """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
     try:
-        places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
+        places = repository_roots(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
         # Of another backend's plans nothing is known but by its loader.
         describe = describe_plan if load_engine is load_plan else partial(load_engine, threads=1)
         remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe, parsed.threads))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from infer_server.batching.statistics import ANSWERED_MS, OF_CACHE, PHASES, Counters, Duration, Executions
+from infer_server.batching.statistics import ANSWERED_MS, CACHE_PHASES, PHASES, Counters, Duration, Executions
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gauge, Gpus
 from infer_server.observing.machine import Machine, Samples
@@ -97,7 +97,7 @@ class Metrics:
             lines += [*_durations(seen, _DURATIONS), *_durations(cached, _DURATIONS_OF_CACHE)]
         if self._settings.summary_latencies:
             lines += _summaries(seen, self._settings.quantiles, "nv_inference_", PHASES)
-            lines += _summaries(cached, self._settings.quantiles, "nv_", OF_CACHE)
+            lines += _summaries(cached, self._settings.quantiles, "nv_", CACHE_PHASES)
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
         for name, text, samples in state:

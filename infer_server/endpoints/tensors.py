@@ -39,7 +39,8 @@ class Elsewhere(NamedTuple):
 
 def read(references: Mapping[int, Reference], tensors: Sequence[InputTensor], regions: Regions,
          hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
-    """What lies there: a copy, or in the memory of these devices (see Model.reached) the very tensor, but of texts and
+    """What lies there: a copy, or in the memory of Model.zero_copy_devices the very tensor, but of texts and
+
     of truths, whose bytes are looked at, and of what has none. hold: takes the bytes of the copies. Raises
     ServeErrors."""
     found = Elsewhere({}, [])

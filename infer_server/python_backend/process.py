@@ -19,7 +19,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
+from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
 from infer_server.observing.traces import Trace
@@ -136,7 +136,7 @@ class ModelProcess:
             for number, request, result in results:
                 if number not in self._open:
                     continue
-                if result is AGAIN:
+                if result is RESCHEDULE:
                     self._between[request] = number
                 else:
                     result = self._kept.get(number, result)     # the first response counts, whatever comes behind it
@@ -366,9 +366,9 @@ class ModelProcess:
             self._deliver([(request, result)], None)
 
     def _result(self, request: Request, head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Any:
-        """The encoded response, or the error, or AGAIN."""
+        """The encoded response, or the error, or RESCHEDULE."""
         if "again" in head:
-            return AGAIN if self.launch.is_iterative else ExecutionError(
+            return RESCHEDULE if self.launch.is_iterative else ExecutionError(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
                 f"to handle such a flag. {self.launch.name}: write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.numpy_engine import check, load_numpy_engine, write_model
 from tests.infer_server.serving import serving
 
@@ -91,7 +91,7 @@ def test_dynamic_batching_merges_no_requests_whose_items_depend_on_each_other(
             np.testing.assert_array_equal(answer, 2 * x + 1)
         found, = client.get_inference_statistics("m").model_stats
         assert (found.inference_count, found.execution_count) == (8, 4)
-    assert "executed one by one, for the items of a batch depend on each other (it normalises" in caplog.text
+    assert "executed one by one, because the items of a batch depend on each other (it normalises" in caplog.text
 
 
 def test_clients_see_the_shapes_of_dims_and_the_model_those_of_reshape(client: triton.InferenceServerClient) -> None:

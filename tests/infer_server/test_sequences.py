@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, check, write_model

@@ -120,7 +120,7 @@ def test_any_number_of_sequences_that_wait_may_turn_out_to_be_too_late_at_once()
         of.submit(request)
     assert of.waiting == len(others)
     of.finished(first)
-    assert refused == others and not of.waiting and not of.comes_again
+    assert refused == others and not of.waiting and not of.may_reschedule
 
 
 @pytest.mark.parametrize("end", [True, False])
@@ -143,4 +143,4 @@ def test_a_sequence_begins_when_one_of_the_same_id_is_done(end: bool, withdrawn:
         assert batcher.take() == [request] and not len(batcher)
         of.finished(request)
     assert of.waiting == 0 and bool(of._active) is not end
-    assert list(of._places.values()) == [0 if end else 1] and not of._without_place
+    assert list(of._used_slots.values()) == [0 if end else 1] and not of._backlog

@@ -20,7 +20,7 @@ from infer_server.config.steps import Step, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
-from infer_server.repository.places import LocalFolder, place_of
+from infer_server.repository.roots import LocalFolder, root_of
 from protos import model_config
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
@@ -298,7 +298,7 @@ def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path, caplog: 
     assert versions("version_policy { all {} }") == [12, 3, 1]
     assert versions("version_policy { specific { versions: [1, 12] } }") == [12, 1]
     assert versions("version_policy { specific { versions: [1, 2] } }") == [1]
-    assert "asks for versions [2], too, which are not there" in caplog.text
+    assert "version_policy: versions [2] do not exist" in caplog.text
     with pytest.raises(ModelConfigError, match=r"asks for versions \[2\]; the folder has \[1, 3, 12\]"):
         versions("version_policy { specific { versions: 2 } }")
 
@@ -319,7 +319,7 @@ def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None
 def test_names_lead_nowhere_but_to_the_folders_of_the_repository(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "m")
     with pytest.raises(UnknownModelError):
-        place_of([LocalFolder(tmp_path)], name)
+        root_of([LocalFolder(tmp_path)], name)
 
 
 def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 from infer_server.batching.request import Request
 from infer_server.endpoints.grpc.service.stream import _Answer, _Stream
 from infer_server.python_backend.window import OpenRequests, Window
-from infer_server.repository.kinds.ensemble_run import Run, _Flow
+from infer_server.repository.kinds.ensemble_run import EnsembleRun, _Flow
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import python_model
@@ -105,7 +105,7 @@ def test_a_decoupled_step_is_held_back_until_the_steps_behind_it_have_done(
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_cancelled_stream_frees_its_tensors_at_once(tmp_path: Path, front: str) -> None:
-    kinds = (Request, Run, _Flow, _Answer, _Stream)
+    kinds = (Request, EnsembleRun, _Flow, _Answer, _Stream)
     write_ensemble(tmp_path, 1 << 16)
 
     def alive() -> list[str]:
@@ -128,7 +128,7 @@ def test_a_cancelled_stream_frees_its_tensors_at_once(tmp_path: Path, front: str
 
 def test_a_stream_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     write_ensemble(tmp_path, 4)
-    kinds = (Request, Run, _Flow)
+    kinds = (Request, EnsembleRun, _Flow)
     with serving(tmp_path) as server:
         gc.collect()
         gc.disable()
