@@ -23,7 +23,7 @@ from infer_server.config.sequences import sequence_of
 from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError, UnavailableError
 from infer_server.gpu_tensors import GpuRoom
-from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
+from infer_server.observing.access_log import CANCELED, OK, AccessEntry, AccessLog
 from infer_server.observing.traces import Trace, Tracer
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_forwarded, check_reserved, for_models, natural
@@ -128,7 +128,7 @@ class Submitted(NamedTuple):
 class LoggedReply:
     """A reply whose end is told: to the access log, to the tracer."""
 
-    def __init__(self, reply: Reply, entry: Entry, trace: Trace | None,
+    def __init__(self, reply: Reply, entry: AccessEntry, trace: Trace | None,
                  tell: Callable[[LoggedReply, str], None]) -> None:
         self._reply, self.entry, self.trace, self._tell = reply, entry, trace, tell
         self._ended = False
@@ -205,7 +205,7 @@ class Inferences:
             submitted = self._prepared(call, reply)
             submitted.model.submit(submitted.request)
             return submitted
-        entry = Entry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
+        entry = AccessEntry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
         kind = LoggedStreamReply if isinstance(reply, StreamReply) else LoggedReply
         logged = kind(reply, entry, trace, self._ended)
         try:

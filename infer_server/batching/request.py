@@ -129,8 +129,8 @@ class Request:
 
     def follow(self, trace: Trace, model: str, version: int) -> None:
         """Attach a trace before the request is queued."""
-        self.trace, self.encode = trace, trace.seeing(self.encode)
-        trace.asks(model, version, self.inputs)
+        self.trace, self.encode = trace, trace.wrap_encoder(self.encode)
+        trace.set_model(model, version, self.inputs)
 
     def part(self, response: Any, is_last: bool = False) -> None:
         """Send one of several responses, on the event loop; see StreamReply."""

@@ -1,4 +1,4 @@
-"""What a model is, by the platform or backend that its configuration names."""
+"""Kinds of models, by the platform or backend that the configuration names."""
 from __future__ import annotations
 
 from enum import Enum
@@ -9,17 +9,18 @@ from protos import model_config
 
 
 class Kind(Enum):
-    """What executes a model."""
+    """Kind of a model: the component that executes it."""
     ENGINE = "infer_server"         # a plan, or an ONNX file from which one is built
-    PYTHON = "python"               # a model.py, in a process of its own
-    ENSEMBLE = "ensemble"           # other models, one after the other
+    PYTHON = "python"               # a model.py, in a separate process
+    ENSEMBLE = "ensemble"           # steps through other models
 
 
-# Names whose models are ONNX files or engine plans; they stand for those of other servers.
+# Kinds by name of the platform or backend; includes Triton's names for ONNX files and plans.
+
 _NAMES = {
     "infer_server": Kind.ENGINE, "infer_server_plan": Kind.ENGINE,
     "onnxruntime": Kind.ENGINE, "onnxruntime_onnx": Kind.ENGINE,
-    "openvino": Kind.ENGINE,        # which reads ONNX, too
+    "openvino": Kind.ENGINE,        # OpenVINO also reads ONNX files
     "tensorrt": Kind.ENGINE, "tensorrt_plan": Kind.ENGINE,
     "python": Kind.PYTHON, "ensemble": Kind.ENSEMBLE,
 }
@@ -33,7 +34,7 @@ _REMEDIES = {
 
 
 def kind_of(message: model_config.ModelConfig) -> Kind:
-    """The kind of a model; without a name it is an engine. Raises ModelConfigError for what is not served."""
+    """Return the kind of a model; an engine if no platform or backend is named. Raises ModelConfigError."""
     for field in ("backend", "platform"):
         name: str = getattr(message, field)
         if name and name not in _NAMES:
@@ -53,7 +54,7 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
 
 
 def complete_names(message: model_config.ModelConfig) -> None:
-    """Gives a configuration both names, as those who gave one of them know the other; without any it has ours."""
+    """Complete platform and backend from each other, or with this server's name if both are missing."""
     if not message.platform:
         message.backend = message.backend or Kind.ENGINE.value
         message.platform = _PLATFORMS.get(message.backend, "")

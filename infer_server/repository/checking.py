@@ -16,7 +16,7 @@ from infer_server.config.kinds import Kind
 from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
-from infer_server.config.steps import CircleError, called_models
+from infer_server.config.steps import EnsembleCycleError, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
 from infer_server.repository.kinds.described import complete_source
@@ -141,7 +141,7 @@ def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set
     """Check that the models of an ensemble's steps exist, are served, and agree about their tensors."""
     try:
         called_models(name, lambda model: served[model][0].source.config.steps if model in served else ())
-    except CircleError as error:
+    except EnsembleCycleError as error:
         if f" {name} " in str(error):       # report the cycle at its own members, not at ensembles that call them
             yield Remark(name, str(error), True)
             return

@@ -32,7 +32,7 @@ from infer_server.errors import (
     ServeError,
     UnavailableError,
 )
-from infer_server.observing.closing import why_closed
+from infer_server.observing.closing import closing_reason
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Fingerprint
 from infer_server.workers import post
@@ -341,7 +341,7 @@ class QueuedModel(Model):
             self._after(request)
         if execution:
             batching = self.config.batching
-            self.statistics.executed(execution, enqueued_ns, why_closed(
+            self.statistics.executed(execution, enqueued_ns, closing_reason(
                 execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
                 batching.preferred_batch_sizes, batching.max_queue_delay_us), responding_ns)
             self.record_time(execution.items, now_ns - execution.started_ns)

@@ -186,12 +186,13 @@ INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: tru
     ('batch_input { target_name: ["e", "e"] data_type: TYPE_FP32 source_input: "x" }', "'e' is given twice"),
     ('batch_input { target_name: "ends" data_type: TYPE_INT32 source_input: "x" }', "but the model's is TYPE_FP32"),
     ('batch_input { target_name: "end" data_type: TYPE_FP32 source_input: "x" }', "Did you mean 'ends'?"),
-    ('batch_input { target_name: "ends" data_type: TYPE_FP32 source_input: "z" }', "'z' is no input; these are x"),
-    ('batch_output { target_name: "z" source_input: "x" }', "'z' is no output; these are y"),
+    ('batch_input { target_name: "ends" data_type: TYPE_FP32 source_input: "z" }',
+     "'z' is not an input; the inputs are x"),
+    ('batch_output { target_name: "z" source_input: "x" }', "'z' is not an output; the outputs are y"),
     ('batch_output { target_name: ["y", "y"] source_input: "x" }', "'y' is given twice"),
     ('batch_output { target_name: "y" source_input: "x" } output { name: "y" data_type: TYPE_FP32 dims: [1, -1] }',
      "where they are -1"),
-    ("sequence_batching {}", "requests of a sequence do not become one tensor"),
+    ("sequence_batching {}", "requests of a sequence are not concatenated"),
 ])
 def test_a_ragged_configuration_that_makes_no_sense_is_refused_by_name(text: str, refusal: str) -> None:
     flat = [NumpyTensor(name, "float32", (f"{name}.0",)) for name in ("x", "ends", "y")]

@@ -33,9 +33,9 @@ from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
 from infer_server.python_backend.channel import Message, typed
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.failures import refusal
+from infer_server.python_backend.failures import error_head
 from infer_server.python_backend.launch import Launch
-from infer_server.python_backend.process import Answer, Asked, ModelProcess
+from infer_server.python_backend.process import Answer, Handlers, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.local import Control, Find, request_of
@@ -151,11 +151,11 @@ class PythonModel(QueuedModel):
     def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
         open_ = dict[int, _BlsRequest]()
-        asked: Asked = {"infer": partial(_BlsRequest, self._find, lambda number: process.trace_of(number), loop, open_),
-                        "metric": self._handle_metric,
-                        "withdraw": partial(_withdraw, open_, loop),
-                        "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
-        process: ModelProcess = ModelProcess(launch, asked, self._deliver_late, partial(post, loop),
+        handlers: Handlers = {
+            "infer": partial(_BlsRequest, self._find, lambda number: process.trace_of(number), loop, open_),
+            "metric": self._handle_metric, "withdraw": partial(_withdraw, open_, loop),
+            "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
+        process: ModelProcess = ModelProcess(launch, handlers, self._deliver_late, partial(post, loop),
                                              partial(post, loop, _withdraw_all, open_))
         if initialize:
             try:
@@ -192,7 +192,7 @@ class PythonModel(QueuedModel):
             try:
                 await change
             except Exception as error:
-                answer(refusal(error), {})
+                answer(error_head(error), {})
             else:
                 answer({"final": True, "value": None}, {})
 
@@ -221,7 +221,7 @@ def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message,
         except ServeError:
             answer({"final": True, "value": False}, {})
         except Exception as error:      # the model may pass a name or version of any type
-            answer(refusal(error), {})
+            answer(error_head(error), {})
         else:
             answer({"final": True, "value": ready}, {})
 
@@ -231,16 +231,16 @@ def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message,
 def _withdraw(open_: Mapping[int, _BlsRequest], loop: asyncio.AbstractEventLoop, message: Message, _: Answer) -> None:
     """Cancel a request that a Python model has sent to another model, unless it has ended."""
     def withdraw() -> None:
-        if asked := open_.get(message.head["asked"]):
-            asked.withdraw()
+        if request := open_.get(message.head["asked"]):
+            request.withdraw()
 
     post(loop, withdraw)
 
 
 def _withdraw_all(open_: Mapping[int, _BlsRequest]) -> None:
     """Cancel the open requests of a process that has ended."""
-    for asked in list(open_.values()):
-        asked.withdraw()
+    for request in list(open_.values()):
+        request.withdraw()
 
 
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
@@ -332,7 +332,7 @@ class _BlsRequest:
 
     def fail(self, error: Exception) -> None:
         self._end()
-        self._answer(refusal(error), {})
+        self._answer(error_head(error), {})
 
     def withdraw(self) -> None:
         submitted = self._submitted

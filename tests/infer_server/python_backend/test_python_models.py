@@ -296,8 +296,8 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("long 128", "INTERNAL", "output 'lengths' is of int64, and has numbers that are too large for INT8"),
     ("too large", "INTERNAL", "output 'out' is of float64, and has numbers that are too large for FP32"),
     ("no text", "INTERNAL", "of model 'misc_0_0' cannot be sent, message: .* surrogates not allowed"),
-    ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
-    ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
+    ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is restarted"),
+    ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is restarted"),
 ])
 def test_a_model_that_fails_says_why_and_serves_on(
         client: triton.InferenceServerClient, what: str, status: str, said: str) -> None:
@@ -326,7 +326,7 @@ def test_a_model_that_hangs_is_killed_and_started_again(
         server: RunningServer, client: triton.InferenceServerClient) -> None:
     for _ in range(2):
         with pytest.raises(InferenceServerException, match=r"hangs_0_0: execute took more than 0\.2 s, and its process "
-                                                           "was killed; it is started again"):
+                                                           "was killed; it is restarted"):
             client.infer("hangs", [tensor("x", np.ones(1, np.float32))])
     assert len(list((server.folder / "hangs").glob("*.pid"))) == 2
 

@@ -239,7 +239,7 @@ def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: 
             input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
                  explicit_control=True) as running:
-        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a circle"):
+        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a cycle"):
             client.load_model("a")
         assert not running.server.repository._roots[0]._held
 
