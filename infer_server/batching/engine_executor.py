@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.backend import ExecutionContext, PlacesTensors
+from infer_server.backend import ExecutionContext, InPlaceContext
 from infer_server.batching.request import Arrays, EncodesTogether, Outcome, Request
 from infer_server.batching.statistics import BatchExecution
 from infer_server.gpu_tensors import GpuTensor
@@ -112,7 +112,7 @@ class EngineExecutor:
             placed[name] = [mine.get(name, request.items) for mine, request in zip(there, batch, strict=True)]
         copied_ns = time.monotonic_ns()
         if placed:
-            cast(PlacesTensors, context).execute_with(slots, placed)
+            cast(InPlaceContext, context).execute_with(slots, placed)
         else:
             context.execute(slots)
         computed_ns = time.monotonic_ns()
@@ -139,10 +139,10 @@ class EngineExecutor:
         return [outcome], BatchExecution(request.items, request.enqueued_ns, started_ns, started_ns + copying_ns,
                                          started_ns + copying_ns + computing_ns, time.monotonic_ns(), self._gpu)
 
-    def _placing_of(self, context: ExecutionContext) -> PlacesTensors | None:
+    def _placing_of(self, context: ExecutionContext) -> InPlaceContext | None:
         """Return the context if it may read inputs in place. An isinstance check of the protocol would take 10 us."""
         lends = self._lends and bool(getattr(context, "in_place", ()))
-        return cast(PlacesTensors, context) if lends else None
+        return cast(InPlaceContext, context) if lends else None
 
     def _blank(self, context: ExecutionContext, request: Request) -> None:
         """Fill one item with zeros for a request of none: executing it yields the shapes of the outputs."""

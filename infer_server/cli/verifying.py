@@ -1,4 +1,4 @@
-"""build-engine --verify: the plan beside the model it was built from, as a table and a verdict."""
+"""build-engine --verify: compare a plan with the model it was built from."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR
 
 def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration | None, notify: Notify,
                  warn: Notify) -> bool:
-    """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
+    """Return True if the plan file passes; print the table with `notify`, and faults with advice with `warn`."""
     data, read = None, read_plan(plan)
     if calibration and calibration.data:
         data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None, read.extents)
@@ -39,7 +39,10 @@ def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibr
 
 
 def listed(found: Verification) -> str:
-    """The errors of each output and of the parts that are judged apart, a line each; the worst part is marked."""
+    """Return a table with the errors of each output and of each part that is judged separately.
+
+    The worst part is marked.
+    """
     rows = [_row(errors, bool(errors.fault(found.limits))) for errors in (*found.outputs, *found.parts)]
     for row in rows[len(found.outputs):]:
         row[-1] += ", the worst part" * (row[0] == found.worst)
@@ -58,5 +61,5 @@ def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
 
 
 def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:
-    """Progress on stderr, where that is a terminal and a feed takes long."""
+    """Show progress on stderr, if that is a terminal and the verification is slow."""
     return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False) if slow else feeds

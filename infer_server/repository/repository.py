@@ -29,7 +29,7 @@ from infer_server.repository.folders import Fingerprint, Source, after_load, che
 from infer_server.repository.model import Model, State, Status
 from infer_server.repository.overrides import read_temporary, temporary_repository
 from infer_server.repository.roots import AMBIGUOUS, RepositoryRoot, model_names, root_of
-from infer_server.workers import Turns, Waits, in_daemon_thread
+from infer_server.workers import AdjustableSemaphore, WaitGraph, in_daemon_thread
 from protos import model_config
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class Repository:
         self._closed = False
         self._starting: dict[str, asyncio.Future[None]] = {}    # loads of load_all
         self._needed = Counter[str]()                       # models called by ensembles that are being loaded
-        self.waiting = Waits().waiting
-        self._loads, self._reads = Turns(loads), asyncio.Semaphore(_READS)
+        self.waiting = WaitGraph().waiting
+        self._loads, self._reads = AdjustableSemaphore(loads), asyncio.Semaphore(_READS)
         self.unfetched = set[str]()             # models whose last copy failed and may succeed on a retry
 
     def watch(self, changed: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from infer_server.backend import (
     Engine,
     ExecutionContext,
     Gpu,
-    PlacesTensors,
+    InPlaceContext,
     Shapes,
     is_mixed,
     is_open,
@@ -106,7 +106,7 @@ class EngineModel(QueuedModel):
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
         if not (config.ragged or config.sequences):     # those are assembled in host memory
             self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
-                                    if device is not None and isinstance(context, PlacesTensors)
+                                    if device is not None and isinstance(context, InPlaceContext)
                                     and context.binds_arrays)}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {

@@ -310,7 +310,7 @@ def test_a_driver_that_hangs_holds_up_no_event_loop_and_is_waited_for_once(
     async def scrapes() -> tuple[int, int]:
         gpus = Gpus(patience_secs=0.01)
         assert [await gpus.gauges() for _ in range(3)] == [(), (), ()]
-        assert caplog.text.count("until their driver answers") == 1
+        assert caplog.text.count("until the driver answers") == 1
         gpus.patience_secs = TIMEOUT_SECS
         both = asyncio.gather(gpus.gauges(), gpus.gauges())
         await asyncio.to_thread(nvml.asked.wait)        # the loop goes on while the driver hangs
@@ -337,4 +337,4 @@ def test_what_a_slow_driver_says_too_late_is_what_the_next_scrape_gets(
         return found
 
     assert asyncio.run(scrapes()) == [0, 6, 6]
-    assert caplog.text.count("until their driver answers") == 1
+    assert caplog.text.count("until the driver answers") == 1

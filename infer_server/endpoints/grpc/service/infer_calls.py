@@ -1,4 +1,4 @@
-"""ModelInfer without coroutines: a request is submitted with an object that is answered, or fails, once."""
+"""ModelInfer without coroutines: a request is submitted with an object that takes its response or error."""
 from __future__ import annotations
 
 import time
@@ -20,18 +20,18 @@ from infer_server.repository.model import Model
 from infer_server.serving import Prepared, Submitted
 
 _CATEGORY = OF_CALL["ModelInfer"]
-_MOST_FORMS = 256                   # of requests, that are remembered
+_MOST_FORMS = 256                   # number of request layouts cached for each model
 
 
 class _Repeated(NamedTuple):
-    """A form of requests that a model has met, and everything that follows from it."""
+    """Cached layout of requests to a model, with everything that depends on it."""
     prepared: Prepared
     inputs: Sequence[tuple[str, tuple[int, ...], np.dtype[Any], int]]      # name, shape, dtype and position of each
     encode: Encoder
 
 
 class InferCalls:
-    """Takes calls of ModelInfer. Belongs to the event loop."""
+    """Handler of ModelInfer calls. Belongs to the event loop."""
 
     def __init__(self, front: Front, restrictions: Restrictions) -> None:
         self.front, self._restrictions = front, restrictions
@@ -68,7 +68,7 @@ class InferCalls:
 
     def _take_again(self, model: Model, repeated: _Repeated, reply: InferReply, data: bytes, received_ns: int,
                     remaining_secs: float | None) -> None:
-        """Submit a request of a known form: as Inferences.submit does, without decoding what is known of it."""
+        """Submit a request with a cached layout, as Inferences.submit does, without decoding its header."""
         prepared, inputs, encode = repeated
         try:
             if held := reply.held:
@@ -87,7 +87,7 @@ class InferCalls:
         reply.submitted = Submitted(model, request)
 
     def _remember(self, layout: Layout, reply: InferReply) -> None:
-        """Keep what follows from the form of a request that was submitted, if nothing else depends on it."""
+        """Cache the layout of a submitted request if its handling depends on nothing else."""
         form, submitted = layout.form, reply.submitted
         if submitted is None:
             return

@@ -130,8 +130,8 @@ def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) 
     sent = gzip.compress(bytes(9 << 20))
     assert at_once(inflated(sent, "gzip", 9 << 20, counted.append)) == bytes(9 << 20)
     assert len(counted) == 18 and sum(counted) == 9 << 20
-    for body, says in ((sent[:-1], "ends within its gzip stream"), (sent + b"x", "1 bytes behind the end"),
-                       (sent + sent, f"{len(sent)} bytes behind the end")):
+    for body, says in ((sent[:-1], "ends within its gzip stream"), (sent + b"x", "1 bytes after the end"),
+                       (sent + sent, f"{len(sent)} bytes after the end")):
         with pytest.raises(InvalidRequestError, match=says):
             at_once(inflated(body, "gzip", 9 << 20, counted.append))
     with pytest.raises(TooLargeError):
