@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Shapes = Mapping[str, Sequence[int]]
 
 
-class Gpu(NamedTuple):
+class GpuDevice(NamedTuple):
     """GPU of this machine that may run a model."""
     number: int
     name: str
@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 BATCH = "batch"             # name of the symbolic extent of the batch axis
 
 
-class Tensor(Protocol):
+class TensorInfo(Protocol):
     """Input or output as the model declares it."""
     @property
     def name(self) -> str: ...
@@ -81,9 +81,9 @@ class InPlaceContext(Protocol):
 class Described(Protocol):
     """Description of a model that need not be loaded."""
     @property
-    def inputs(self) -> Sequence[Tensor]: ...
+    def inputs(self) -> Sequence[TensorInfo]: ...
     @property
-    def outputs(self) -> Sequence[Tensor]: ...
+    def outputs(self) -> Sequence[TensorInfo]: ...
     @property
     def max_batch(self) -> int: ...                     # 0 if the model has no batch axis
     @property
@@ -167,7 +167,7 @@ def describe_plan(path: Path) -> Described:
     return describe(path)
 
 
-def gpus_for(path: Path) -> list[Gpu]:
+def gpus_for(path: Path) -> list[GpuDevice]:
     """Return the GPUs of this machine for a GPU plan, each with the reason if it cannot run there.
 
     The result is empty for other files, and for files that cannot be read, whose load reports the reason.
@@ -175,15 +175,15 @@ def gpus_for(path: Path) -> list[Gpu]:
     from engines.errors import EngineError
     from engines.loading import gpus_of
     try:
-        return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
+        return [GpuDevice(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
         return []
 
 
-def gpus_to_build_for() -> list[Gpu]:
+def gpus_to_build_for() -> list[GpuDevice]:
     """Return the GPUs of this machine, each with the target of builds for it, or the reason why there is none."""
     from engines.backends import gpus_here
-    return [Gpu(gpu.number, gpu.name, gpu.uuid,
+    return [GpuDevice(gpu.number, gpu.name, gpu.uuid,
                 "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
             for gpu, target in gpus_here()]
 

@@ -18,7 +18,7 @@ from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 
 
-class Gate:
+class RateGate:
     """Gate of one instance, created by RateLimiter.gates()."""
 
     def __init__(self, limiter: RateLimiter, limit: RateLimit, wake: Callable[[], None]) -> None:
@@ -50,11 +50,11 @@ class RateLimiter:
         """Create; `amounts` of resources by name default to what the most demanding instance needs."""
         self._amounts = amounts
         self._lock = threading.Lock()
-        self._gates: dict[Gate, None] = {}
+        self._gates: dict[RateGate, None] = {}
         self._used = Counter[Resource]()
         self._turns = Counter[Resource]()       # latest turn of executions with each resource
 
-    def gates(self, limits: Sequence[RateLimit], wakes: Sequence[Callable[[], None]]) -> list[Gate]:
+    def gates(self, limits: Sequence[RateLimit], wakes: Sequence[Callable[[], None]]) -> list[RateGate]:
         """Create a gate for each limit; `wakes` are functions that make the waiting instance call enter() again.
 
         Raises
@@ -67,12 +67,12 @@ class RateLimiter:
                 raise ModelConfigError(
                     f"instance_group.rate_limiter: it needs {count} of '{resource.name}', and there are "
                     f"{self._amounts[resource.name]}: give --rate-limit-resource {resource.name}:{count}, or more")
-        gates = [Gate(self, limit, wake) for limit, wake in zip(limits, wakes, strict=True)]
+        gates = [RateGate(self, limit, wake) for limit, wake in zip(limits, wakes, strict=True)]
         with self._lock:
             self._gates.update(dict.fromkeys(gates))
         return gates
 
-    def enter(self, gate: Gate) -> bool:
+    def enter(self, gate: RateGate) -> bool:
         with self._lock:
             if not gate.in_line:
                 self._begin(gate)
@@ -90,24 +90,24 @@ class RateLimiter:
             gate.in_line = False
             return True
 
-    def leave(self, gate: Gate) -> None:
+    def leave(self, gate: RateGate) -> None:
         with self._lock:
             self._used.subtract(gate.limit.needs)
         self._wake()
 
-    def step_aside(self, gate: Gate) -> None:
+    def step_aside(self, gate: RateGate) -> None:
         with self._lock:
             if not gate.in_line:
                 return
             gate.in_line = False
         self._wake()
 
-    def close(self, gate: Gate) -> None:
+    def close(self, gate: RateGate) -> None:
         with self._lock:
             del self._gates[gate]
         self._wake()
 
-    def _begin(self, gate: Gate) -> None:
+    def _begin(self, gate: RateGate) -> None:
         """Put a gate in line at the latest turn of its resources, and advance all of them to that turn.
 
         Otherwise all turns of the other resources up to there would come before it.
@@ -119,7 +119,7 @@ class RateLimiter:
     def _total(self, resource: Resource) -> int:
         return self._amounts.get(resource.name) or max(gate.limit.needs.get(resource, 0) for gate in self._gates)
 
-    def _line(self) -> list[Gate]:
+    def _line(self) -> list[RateGate]:
         return sorted((gate for gate in self._gates if gate.in_line), key=lambda gate: gate.turn)
 
     def _wake(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
@@ -273,7 +273,7 @@ class Server:
 
         That wait takes at most half of the exit timeout, so that the models have the rest to drain.
         """
-        callers = [model for model in self.repository.models() if model.config.kind is not Kind.ENGINE]
+        callers = [model for model in self.repository.models() if model.config.kind is not ModelKind.ENGINE]
         await wait_until(lambda: not any(model.is_busy for model in callers), self._options.exit_timeout_secs / 2)
         await self.repository.close()
 

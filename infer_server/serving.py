@@ -23,7 +23,7 @@ from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError, UnavailableError
 from infer_server.gpu_tensors import GpuRoom
 from infer_server.observing.access_log import CANCELED, OK, AccessEntry, AccessLog
-from infer_server.observing.traces import Trace, Tracer
+from infer_server.observing.traces import RequestTrace, Tracer
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_forwarded, check_reserved, for_models, natural
 from infer_server.repository.model import Model
@@ -130,7 +130,7 @@ class Submitted(NamedTuple):
 class LoggedReply:
     """Reply that reports its end to the access log and the tracer."""
 
-    def __init__(self, reply: Reply, entry: AccessEntry, trace: Trace | None,
+    def __init__(self, reply: Reply, entry: AccessEntry, trace: RequestTrace | None,
                  tell: Callable[[LoggedReply, str], None]) -> None:
         self._reply, self.entry, self.trace, self._tell = reply, entry, trace, tell
         self._ended = False

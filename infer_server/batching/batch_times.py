@@ -36,13 +36,13 @@ def size_bucket(items: int, sizes: Collection[int]) -> int:
     return items if items in sizes or len(sizes) < _MOST_SIZES else 1 << (items - 1).bit_length()
 
 
-class Estimate(NamedTuple):
+class TimeEstimate(NamedTuple):
     """Estimated time of a batch in nanoseconds."""
     likely: float                       # median: with less time left, a request is more likely late than not
     safe: float                         # time within which almost every batch is answered
 
 
-UNKNOWN = Estimate(0, 0)
+UNKNOWN = TimeEstimate(0, 0)
 
 
 class BatchTimes:
@@ -56,10 +56,10 @@ class BatchTimes:
         self.longest_ns = 0                                 # longest time of any batch so far
         self._times: dict[int, deque[int]] = {}             # times in ns by size, newest last
         self._new: set[int] = set()                         # sizes with times that are not in the estimates yet
-        self._measured: dict[int, Estimate] = {}            # estimate of each size by itself
+        self._measured: dict[int, TimeEstimate] = {}            # estimate of each size by itself
         self._measured_ns = 0                               # time of the last measurement
         self._sizes: list[int] = []                         # measured sizes, ascending
-        self._estimates: list[Estimate] = []                # non-decreasing estimates of these sizes
+        self._estimates: list[TimeEstimate] = []                # non-decreasing estimates of these sizes
 
     def add(self, items: int, ns: int, now_ns: int) -> None:
         """Record that a batch of `items` took `ns` nanoseconds."""
@@ -73,7 +73,7 @@ class BatchTimes:
         self._new.add(size)
         self._measured_ns = now_ns
 
-    def estimate(self, items: int, now_ns: int) -> Estimate:
+    def estimate(self, items: int, now_ns: int) -> TimeEstimate:
         """Return the estimated time of a batch of `items`, or UNKNOWN."""
         if not self._times:
             return UNKNOWN
@@ -83,23 +83,23 @@ class BatchTimes:
             return UNKNOWN
         return self._between(items, bisect_left(self._sizes, items))
 
-    def _between(self, items: int, index: int) -> Estimate:
+    def _between(self, items: int, index: int) -> TimeEstimate:
         """Interpolate; `index` is that of the smallest measured size of at least `items`."""
         if index == len(self._sizes):
             last, share = self._estimates[-1], items / self._sizes[-1]
-            return Estimate(last.likely * share, last.safe * share)
+            return TimeEstimate(last.likely * share, last.safe * share)
         above = self._estimates[index]
         if index == 0:
             return above
         below, size_below = self._estimates[index - 1], self._sizes[index - 1]
         share = (items - size_below) / (self._sizes[index] - size_below)
-        return Estimate(below.likely + share * (above.likely - below.likely),
+        return TimeEstimate(below.likely + share * (above.likely - below.likely),
                         below.safe + share * (above.safe - below.safe))
 
     def _tabulate(self) -> None:
         for size in self._new:
             times = sorted(self._times[size])
-            self._measured[size] = Estimate(times[len(times) // 2],
+            self._measured[size] = TimeEstimate(times[len(times) // 2],
                                             times[int(len(times) * _SAFE_QUANTILE)] * _ON_THE_WAY)
         self._new.clear()
         self._sizes = sorted(self._times)
@@ -108,7 +108,7 @@ class BatchTimes:
         for size in reversed(self._sizes):
             own = self._measured[size]
             if own.likely > larger.likely or own.safe > larger.safe:
-                own = Estimate(min(own.likely, larger.likely), min(own.safe, larger.safe))
+                own = TimeEstimate(min(own.likely, larger.likely), min(own.safe, larger.safe))
             larger = own
             self._estimates.append(own)
         self._estimates.reverse()

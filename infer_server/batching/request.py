@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from infer_server.errors import ServeError
 from infer_server.gpu_tensors import GpuRoom
-from infer_server.observing.traces import Trace
+from infer_server.observing.traces import RequestTrace
 
 Arrays = Mapping[str, NDArray[Any]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -75,7 +75,7 @@ class InSequence:
     end: bool = False
 
 
-class Window(NamedTuple):
+class FlowWindow(NamedTuple):
     """Flow control window: limits of the responses to a request that were made but not yet consumed."""
     responses: int                              # limit of their number; 0 for none
     size: int                                   # limit of their bytes
@@ -114,10 +114,10 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)     # custom parameters set by the client
     output_buffers: Mapping[str, GpuRoom] = field(default_factory=dict)     # GPU memory to write outputs to
     outputs: tuple[str, ...] = ()               # requested outputs; empty for all
-    window: Window | None = None                # limits a decoupled model; None for no flow control
+    window: FlowWindow | None = None                # limits a decoupled model; None for no flow control
     taken: Callable[[], None] | None = None     # with a window: the reply calls it for each response, in order, once
                                                 # the response holds no more memory
-    trace: Trace | None = None                  # records the execution, if requests are traced
+    trace: RequestTrace | None = None                  # records the execution, if requests are traced
     lengthy: bool = False                       # encode() may take longer than the execution: see Call
 
     received_ns: int = 0                        # set by the endpoint
@@ -127,7 +127,7 @@ class Request:
     level: int = 0                              # index of the priority level
     responded_ns: int = 0                       # time of the first of several responses, set by part()
 
-    def follow(self, trace: Trace, model: str, version: int) -> None:
+    def follow(self, trace: RequestTrace, model: str, version: int) -> None:
         """Attach a trace before the request is queued."""
         self.trace, self.encode = trace, trace.wrap_encoder(self.encode)
         trace.set_model(model, version, self.inputs)

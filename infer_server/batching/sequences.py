@@ -37,7 +37,7 @@ class ControlKind(Enum):
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlInput:
     """Control input, which the server adds to each request."""
     name: str
     kind: ControlKind
@@ -63,7 +63,7 @@ class Control:
 
 
 @dataclass(frozen=True)
-class State:
+class SequenceState:
     """Implicit state: an output that is an input of the sequence's next request."""
     input: str
     output: str
@@ -74,8 +74,8 @@ class State:
 class SequencePolicy:
     """Sequence batching policy: sequence_batching of config.pbtxt."""
     idle_us: int                                # time after which an idle sequence ends
-    controls: tuple[Control, ...]
-    states: tuple[State, ...]
+    controls: tuple[ControlInput, ...]
+    states: tuple[SequenceState, ...]
     candidates: int                             # slots for sequences at one instance
     batched: bool
     iterative: bool = False                     # the model may reschedule requests

@@ -336,7 +336,7 @@ def _message_mib(text: str) -> int:
     """Parse a message size in MiB, up to gRPC's limit of 31 bits of bytes."""
     count = positive(text)
     if count > 2047:
-        raise argparse.ArgumentTypeError(f"'{text}' is more than 2047, the limit of gRPC; for HTTP, "
+        raise argparse.ArgumentTypeError(f"'{text}' is not at most 2047, the limit of gRPC; for HTTP, "
                                          "--http-max-input-size may be more")
     return count
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.backend import BATCH, Described, Gpu, Tensor, is_mixed
+from infer_server.backend import BATCH, Described, GpuDevice, TensorInfo, is_mixed
 from infer_server.config.config import complete_policy
 from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
@@ -23,7 +23,7 @@ from protos import model_config
 
 
 def complete(message: model_config.ModelConfig, name: str, engine: Described, filename: str,
-             instances: int = 1, gpus: Sequence[Gpu] = ()) -> model_config.ModelConfig:
+             instances: int = 1, gpus: Sequence[GpuDevice] = ()) -> model_config.ModelConfig:
     """Return a completed copy of a configuration. Raises ModelConfigError if it contradicts the engine.
 
     `name` is that of the model's folder, `filename` the default of default_model_filename, `instances` the default
@@ -88,7 +88,7 @@ class _Axes:
     mixed: bool                             # True if not all tensors of the engine have a leading batch axis
     flat: frozenset[str] = frozenset()      # tensors without a batch axis, in which requests are concatenated
 
-    def dims(self, kind: str, tensor: Tensor) -> list[int]:
+    def dims(self, kind: str, tensor: TensorInfo) -> list[int]:
         """Return the dims of an engine's tensor as a configuration writes them."""
         if self.mixed and next(iter(tensor.shape), 0) != BATCH:
             raise ModelConfigError(f"max_batch_size: {kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch "
@@ -152,7 +152,7 @@ def _defaults_of(engine: Described, completed: model_config.ModelConfig) -> Coll
     return values
 
 
-def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes,
+def _complete_tensors(kind: str, given: Any, tensors: Sequence[TensorInfo], axes: _Axes,
                       optional: Collection[str] = ()) -> None:
     """Check the tensors of the configuration and append those that it omits."""
     declared = {tensor.name: tensor for tensor in tensors}
@@ -184,7 +184,7 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _A
                 given[-1].optional = True
 
 
-def _check_flat(kind: str, spec: Any, tensor: Tensor) -> None:
+def _check_flat(kind: str, spec: Any, tensor: TensorInfo) -> None:
     """Check a ragged tensor; its dims are those of requests, which the model need not have."""
     if kind == "input" and (len(tensor.shape) != 1 or isinstance(tensor.shape[0], int)):
         raise ModelConfigError(f"input '{spec.name}': allow_ragged_batch, but the model's is of shape "
@@ -205,7 +205,7 @@ def _wrong_dims(kind: str, spec: Any, given: list[int], dims: list[int], axes: _
     return f"{problem}; write dims: {dims}"
 
 
-def _datatype(kind: str, tensor: Tensor) -> int:
+def _datatype(kind: str, tensor: TensorInfo) -> int:
     if tensor.dtype not in FROM_ENGINE:
         raise ModelConfigError(f"{kind} '{tensor.name}': the protocol has no datatype for {tensor.dtype}")
     return FROM_ENGINE[tensor.dtype].config

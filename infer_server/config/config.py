@@ -22,10 +22,10 @@ from infer_server.config.fields import (
     findings,
 )
 from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
-from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.kinds import ModelKind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
-from infer_server.config.steps import Step, steps_of
+from infer_server.config.steps import EnsembleStep, steps_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from protos import model_config
@@ -106,9 +106,9 @@ class ModelConfig:
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
     default_filename: str = ""              # default_model_filename, relative to the version's folder; "" if not set
-    kind: Kind = Kind.ENGINE
+    kind: ModelKind = ModelKind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()            # steps of an ensemble
+    steps: tuple[EnsembleStep, ...] = ()            # steps of an ensemble
     max_inflight: int = 0                   # max_inflight_requests of an ensemble; 0 for no limit
     sequences: SequenceConfig | None = None
     ragged: Ragged | None = None            # set if requests are concatenated in one tensor
@@ -138,9 +138,9 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
     """
     check_limits(message)
     kind = kind_of(message)
-    may_be_open = kind is Kind.PYTHON and not is_complete
+    may_be_open = kind is ModelKind.PYTHON and not is_complete
     found = _findings(message, kind)
-    build, of_build = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
+    build, of_build = build_options(message) if kind is ModelKind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
@@ -153,7 +153,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")
-    instances = _devices(message, MOST_PROCESSES if kind is Kind.PYTHON else MOST_INSTANCES)
+    instances = _devices(message, MOST_PROCESSES if kind is ModelKind.PYTHON else MOST_INSTANCES)
     check_threads(len(instances), int(build.threads or 1))
     return ModelConfig(
         name=message.name,
@@ -167,7 +167,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         steps=steps_of(message),
         max_inflight=message.ensemble_scheduling.max_inflight_requests,
         sequences=sequences_of(message, folder),
-        ragged=ragged_of(message) if kind is Kind.ENGINE else None,
+        ragged=ragged_of(message) if kind is ModelKind.ENGINE else None,
         cached=_is_cached(message),
         batched=message.max_batch_size > 0,
         devices=instances,
@@ -199,19 +199,19 @@ def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
         for level in range(1, levels + 1)), default or 1)
 
 
-def _findings(message: model_config.ModelConfig, kind: Kind) -> list[Finding]:
+def _findings(message: model_config.ModelConfig, kind: ModelKind) -> list[Finding]:
     """Return the fields that are not served exactly as written. Raises ModelConfigError for refused ones."""
-    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is Kind.ENGINE]
-    if kind is Kind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
+    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is ModelKind.ENGINE]
+    if kind is ModelKind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
         raise ModelConfigError(f"{given[0]}: an ensemble executes nothing itself; give it to the models of its steps")
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError(*refused)
     return found
 
 
-def _notices(message: model_config.ModelConfig, kind: Kind) -> Iterator[str]:
+def _notices(message: model_config.ModelConfig, kind: ModelKind) -> Iterator[str]:
     """Yield notices about fields that have no effect together with others."""
-    if kind is Kind.PYTHON and _ENVIRONMENT in message.parameters:
+    if kind is ModelKind.PYTHON and _ENVIRONMENT in message.parameters:
         yield (f"parameters.{_ENVIRONMENT}: a Python model runs in this server's interpreter; install there what it "
                "imports")
     if message.HasField("sequence_batching") and message.model_warmup:
@@ -236,9 +236,9 @@ def _is_cached(message: model_config.ModelConfig) -> bool:
     return True
 
 
-def _is_plain(path: str, kind: Kind) -> bool:
+def _is_plain(path: str, kind: ModelKind) -> bool:
     """Return True for a mapped field that needs no notice, because engines support it."""
-    return path in ("batch_input", "batch_output") and kind is Kind.ENGINE
+    return path in ("batch_input", "batch_output") and kind is ModelKind.ENGINE
 
 
 def _tensors(kind: str, tensors: Iterable[model_config.ModelInput | model_config.ModelOutput],

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infer_server.backend import Gpu
+from infer_server.backend import GpuDevice
 from infer_server.errors import ModelConfigError
 from protos import model_config
 
@@ -35,7 +35,7 @@ def devices(message: model_config.ModelConfig) -> tuple[int | None, ...]:
     return tuple(device for group in message.instance_group for device in devices_of(group)) or (None,)
 
 
-def settle(message: model_config.ModelConfig, gpus: Sequence[Gpu] = (), instances: int = 1) -> None:
+def settle(message: model_config.ModelConfig, gpus: Sequence[GpuDevice] = (), instances: int = 1) -> None:
     """Complete the instance groups in place with devices, names and counts, as Triton does.
 
     Parameters
@@ -60,7 +60,7 @@ def settle(message: model_config.ModelConfig, gpus: Sequence[Gpu] = (), instance
         group.count = group.count or (1 if group.kind == Group.KIND_GPU else instances)
 
 
-def placed(message: model_config.ModelConfig, gpus: Sequence[Gpu], auto: bool = True) -> model_config.ModelConfig:
+def placed(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: bool = True) -> model_config.ModelConfig:
     """Return a copy whose groups name the devices that they are served on.
 
     A group of KIND_GPU without gpus gets all GPUs that run the model; so does KIND_AUTO if `auto`. Raises
@@ -84,7 +84,7 @@ def without(message: model_config.ModelConfig, numbers: Collection[int]) -> mode
     return copy
 
 
-def _place(message: model_config.ModelConfig, gpus: Sequence[Gpu], auto: bool) -> None:
+def _place(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: bool) -> None:
     able = [gpu.number for gpu in gpus if not gpu.why_not]
     if message.dynamic_batching.preserve_ordering:
         able = able[:1]
@@ -102,7 +102,7 @@ def _place(message: model_config.ModelConfig, gpus: Sequence[Gpu], auto: bool) -
             group.kind = Group.KIND_CPU
 
 
-def _check(named: Sequence[int], gpus: Sequence[Gpu]) -> None:
+def _check(named: Sequence[int], gpus: Sequence[GpuDevice]) -> None:
     there = {gpu.number: gpu for gpu in gpus}
     for number in named:
         if number not in there:

@@ -8,7 +8,7 @@ from infer_server.errors import ModelConfigError
 from protos import model_config
 
 
-class Kind(Enum):
+class ModelKind(Enum):
     """Kind of a model: the component that executes it."""
     ENGINE = "infer_server"         # a plan, or an ONNX file from which one is built
     PYTHON = "python"               # a model.py, in a separate process
@@ -18,11 +18,11 @@ class Kind(Enum):
 # Kinds by name of the platform or backend; includes Triton's names for ONNX files and plans.
 
 _NAMES = {
-    "infer_server": Kind.ENGINE, "infer_server_plan": Kind.ENGINE,
-    "onnxruntime": Kind.ENGINE, "onnxruntime_onnx": Kind.ENGINE,
-    "openvino": Kind.ENGINE,        # OpenVINO also reads ONNX files
-    "tensorrt": Kind.ENGINE, "tensorrt_plan": Kind.ENGINE,
-    "python": Kind.PYTHON, "ensemble": Kind.ENSEMBLE,
+    "infer_server": ModelKind.ENGINE, "infer_server_plan": ModelKind.ENGINE,
+    "onnxruntime": ModelKind.ENGINE, "onnxruntime_onnx": ModelKind.ENGINE,
+    "openvino": ModelKind.ENGINE,        # OpenVINO also reads ONNX files
+    "tensorrt": ModelKind.ENGINE, "tensorrt_plan": ModelKind.ENGINE,
+    "python": ModelKind.PYTHON, "ensemble": ModelKind.ENSEMBLE,
 }
 _PLATFORMS = {"infer_server": "infer_server_plan", "onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _ONNX = 'export the model to ONNX as model.onnx, and write backend: "onnxruntime"'
@@ -33,7 +33,7 @@ _REMEDIES = {
 }
 
 
-def kind_of(message: model_config.ModelConfig) -> Kind:
+def kind_of(message: model_config.ModelConfig) -> ModelKind:
     """Return the kind of a model; an engine if no platform or backend is named. Raises ModelConfigError."""
     for field in ("backend", "platform"):
         name: str = getattr(message, field)
@@ -45,9 +45,9 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
             if (name := getattr(message, field)) not in ("", "ensemble"):
                 raise ModelConfigError(f"{field}: '{name}' executes a model, not an ensemble_scheduling; write "
                                        'platform: "ensemble" alone, or remove the steps')
-        return Kind.ENSEMBLE
-    kind = _NAMES.get(message.backend or message.platform, Kind.ENGINE)
-    if kind is Kind.ENSEMBLE:
+        return ModelKind.ENSEMBLE
+    kind = _NAMES.get(message.backend or message.platform, ModelKind.ENGINE)
+    if kind is ModelKind.ENSEMBLE:
         raise ModelConfigError("ensemble_scheduling: an ensemble needs its steps; give ensemble_scheduling { step { "
                                "model_name: ... } }")
     return kind
@@ -56,7 +56,7 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
 def complete_names(message: model_config.ModelConfig) -> None:
     """Complete platform and backend from each other, or with this server's name if both are missing."""
     if not message.platform:
-        message.backend = message.backend or Kind.ENGINE.value
+        message.backend = message.backend or ModelKind.ENGINE.value
         message.platform = _PLATFORMS.get(message.backend, "")
     elif not message.backend:
         message.backend = next((name for name, platform in _PLATFORMS.items() if platform == message.platform), "")

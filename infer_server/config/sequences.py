@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.policy import BatchPolicy
 from infer_server.batching.request import InSequence
-from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
+from infer_server.batching.sequences import ControlInput, ControlKind, SequencePolicy, SequenceState
 from infer_server.config.fields import check_array
 from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
@@ -77,7 +77,7 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     return SequenceConfig(policy, batching, datatypes)
 
 
-def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control:
+def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> ControlInput:
     kind = ControlKind(model_config.ModelSequenceBatching.Control.Kind.Name(control.kind))
     if kind is ControlKind.CORRELATION:
         datatype = FROM_CONFIG.get(control.data_type)
@@ -85,17 +85,17 @@ def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control
             raise ModelConfigError(f"control_input '{name}': data_type must be TYPE_UINT64, TYPE_INT64, TYPE_UINT32, "
                                    "TYPE_INT32 or TYPE_STRING")
         datatypes[name] = datatype
-        return Control(name, kind, datatype.array)
+        return ControlInput(name, kind, datatype.array)
     for field, of in _VALUES.items():
         values = getattr(control, field)
         if len(values) == 2:
             datatypes[name] = next(each for each in FROM_CONFIG.values() if each.name == of)
-            return Control(name, kind, datatypes[name].array, values[0], values[1])
+            return ControlInput(name, kind, datatypes[name].array, values[0], values[1])
     raise ModelConfigError(f"control_input '{name}': give two values of int32_false_true, fp32_false_true or "
                            "bool_false_true")
 
 
-def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, Datatype]) -> State:
+def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, Datatype]) -> SequenceState:
     datatype = FROM_CONFIG.get(state.data_type)
     if not state.input_name or not state.output_name or datatype is None:
         raise ModelConfigError("sequence_batching.state: give input_name, output_name and data_type")
@@ -109,7 +109,7 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
     value = _zeros(state.input_name, shape, datatype)
     for initial in state.initial_state:
         value = _initial(state.input_name, initial, datatype, folder)
-    return State(state.input_name, state.output_name, value[np.newaxis] if batched else value)
+    return SequenceState(state.input_name, state.output_name, value[np.newaxis] if batched else value)
 
 
 def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -> NDArray[Any]:

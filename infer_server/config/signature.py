@@ -42,7 +42,7 @@ _NONE: Arrays = MappingProxyType({})
 ANY_ITEMS = 1 << 62                         # value of `most` if larger requests are split
 
 
-class Signature:
+class ModelSignature:
     """Inputs and outputs of a model, by name."""
 
     def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None,

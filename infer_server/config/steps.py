@@ -17,7 +17,7 @@ class EnsembleCycleError(ModelConfigError):
 
 
 @dataclass(frozen=True)
-class Step:
+class EnsembleStep:
     """Step of an ensemble; its maps lead from the model's tensor names to the ensemble's."""
     model: str
     version: str                            # "" for the highest ready version
@@ -25,7 +25,7 @@ class Step:
     outputs: Mapping[str, str]
 
 
-def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
+def steps_of(message: model_config.ModelConfig) -> tuple[EnsembleStep, ...]:
     """Parse the steps of an ensemble.
 
     Raises
@@ -38,7 +38,7 @@ def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
     if wrong := [step.model_version for step in message.ensemble_scheduling.step if step.model_version < -1]:
         raise ModelConfigError(f"ensemble_scheduling.step.model_version: {wrong[0]} is not a version; write -1 for the "
                                "highest")
-    steps = tuple(Step(step.model_name, str(step.model_version) if step.model_version > 0 else "",
+    steps = tuple(EnsembleStep(step.model_name, str(step.model_version) if step.model_version > 0 else "",
                        dict(step.input_map), dict(step.output_map)) for step in message.ensemble_scheduling.step)
     if not steps:
         raise ModelConfigError("ensemble_scheduling: an ensemble needs a step; give step { model_name: ... }")
@@ -58,7 +58,7 @@ def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
     return steps
 
 
-def called_models(name: str, steps_of: Callable[[str], Sequence[Step]]) -> list[str]:
+def called_models(name: str, steps_of: Callable[[str], Sequence[EnsembleStep]]) -> list[str]:
     """Return the models that an ensemble calls, callees before callers.
 
     Parameters
@@ -100,7 +100,7 @@ def called_models(name: str, steps_of: Callable[[str], Sequence[Step]]) -> list[
     return [model for model in counts if model != name]
 
 
-def _makers(steps: Sequence[Step], inputs: Sequence[str]) -> dict[str, int]:
+def _makers(steps: Sequence[EnsembleStep], inputs: Sequence[str]) -> dict[str, int]:
     """Return the index of the step that produces each tensor; -1 for inputs of the ensemble."""
     makers = dict.fromkeys(inputs, -1)
     for number, step in enumerate(steps):
@@ -112,7 +112,7 @@ def _makers(steps: Sequence[Step], inputs: Sequence[str]) -> dict[str, int]:
     return makers
 
 
-def _refuse_circles(steps: Sequence[Step], makers: Mapping[str, int]) -> None:
+def _refuse_circles(steps: Sequence[EnsembleStep], makers: Mapping[str, int]) -> None:
     needs = {number: {makers[tensor] for tensor in step.inputs.values()} - {-1} for number, step in enumerate(steps)}
     try:
         TopologicalSorter(needs).prepare()

@@ -22,7 +22,7 @@ Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]          # suffix of the family's name, labels, value
 
 
-class Owner:
+class MetricsOwner:
     """Identity of a loaded model."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class CustomMetric:
     value: float = 0.0                      # for a histogram: the sum of the observations
     bounds: tuple[float, ...] = ()
     counts: list[int] = field(default_factory=list)         # for a histogram: observations in each bucket
-    owners: WeakSet[Owner] = field(default_factory=WeakSet)
+    owners: WeakSet[MetricsOwner] = field(default_factory=WeakSet)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CustomMetrics:
         self._lock = threading.Lock()
         self._families: dict[str, CustomFamily] = {}
 
-    def make(self, owner: Owner, name: str, kind: str, text: str, labels: Mapping[str, str],
+    def make(self, owner: MetricsOwner, name: str, kind: str, text: str, labels: Mapping[str, str],
              bounds: Sequence[float] = ()) -> None:
         """Create a metric if it does not exist, and register `owner` as a user of it.
 
@@ -101,7 +101,7 @@ class CustomMetrics:
             metric = self._metric(name, labels)
             return metric.value if metric else 0.0
 
-    def release(self, owner: Owner) -> None:
+    def release(self, owner: MetricsOwner) -> None:
         """Remove an unloaded model as a user of its metrics."""
         with self._lock:
             for family in self._families.values():

@@ -20,7 +20,7 @@ _OF_PROCESSES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
 Samples = Mapping[str, float]   # values by labels
 
 
-class Machine:
+class MachineMetrics:
     """Machine metrics. The CPU utilization is that since the previous call of `gauges`."""
 
     def __init__(self, frontend_pids: Callable[[], Mapping[str, int]] = dict) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from infer_server.errors import NotServedError
 from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.trace_settings import Sampler, TraceSettings
-from infer_server.observing.traces import TIMESTAMPS, Trace
+from infer_server.observing.traces import TIMESTAMPS, RequestTrace
 
 MODE = "opentelemetry"
 _PARENT = ("traceparent", "tracestate")     # request headers with the client's span
@@ -65,14 +65,14 @@ class SpanTracer:
         self._propagator = TraceContextTextMapPropagator()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         from opentelemetry.trace import get_current_span
         given = {name: value for name in _PARENT if (value := header(name))}
         parent = self._propagator.extract(given) if given else None
         client = get_current_span(parent).get_span_context()
         if parent and client.is_valid:
-            return Trace(self._record, parent=parent) if client.trace_flags.sampled else None
-        return Trace(self._record) if self._sampler.sample() else None
+            return RequestTrace(self._record, parent=parent) if client.trace_flags.sampled else None
+        return RequestTrace(self._record) if self._sampler.sample() else None
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
         return {"trace_level": [TIMESTAMPS], "trace_rate": [str(self._settings.rate)],
@@ -86,7 +86,7 @@ class SpanTracer:
         """Export the remaining spans. Blocks until the collector has taken them."""
         self._provider.shutdown()
 
-    def _record(self, trace: Trace, entry: AccessEntry, status: str) -> None:
+    def _record(self, trace: RequestTrace, entry: AccessEntry, status: str) -> None:
         """Create the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         attributes: dict[str, Any] = {
@@ -99,7 +99,7 @@ class SpanTracer:
             request.set_status(Status(StatusCode.ERROR, status))
         request.end(self._epoch_ns + trace.ended_ns)
 
-    def _phases(self, trace: Trace, span: Any, parent: Any) -> None:
+    def _phases(self, trace: RequestTrace, span: Any, parent: Any) -> None:
         """Create the child spans of a request or a step."""
         from opentelemetry.trace import set_span_in_context
         inner = set_span_in_context(span, parent)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from infer_server.observing.access_log import AccessEntry
 from infer_server.observing.trace_settings import Sampler, SettingsByModel, TraceSettings
-from infer_server.observing.traces import TENSORS, TIMESTAMPS, Trace, TracedTensor
+from infer_server.observing.traces import TENSORS, TIMESTAMPS, RequestTrace, TracedTensor
 from infer_server.protocol.codec import DATATYPES
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _FILE_BYTES = 16 << 20          # tensor bytes at which a file is written before
 
 class _Ended(NamedTuple):
     """Trace of a request that has ended."""
-    trace: Trace
+    trace: RequestTrace
     entry: AccessEntry
 
 
@@ -46,14 +46,14 @@ class TraceFiles:
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = SettingsByModel(settings, self._retire)
         self._retired: set[Sampler] = set()         # replaced samplers with open traces
-        self._writer = _Writer(settings.file)
+        self._writer = _TraceWriter(settings.file)
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         sampler = self._settings.of(model)
         if not sampler.sample():
             return None
 
-        def record(trace: Trace, entry: AccessEntry, status: str) -> None:
+        def record(trace: RequestTrace, entry: AccessEntry, status: str) -> None:
             sampler.open -= 1
             sampler.ended.append(_Ended(trace, entry))
             sampler.tensor_bytes += trace.memory.tensor_bytes
@@ -64,7 +64,7 @@ class TraceFiles:
             if not sampler.open:
                 self._retired.discard(sampler)
 
-        return Trace(record, keeps_tensors=TENSORS in sampler.settings.levels)
+        return RequestTrace(record, keeps_tensors=TENSORS in sampler.settings.levels)
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
         return self._settings.of(model).now().texts()
@@ -115,7 +115,7 @@ class _Batch(NamedTuple):
     size: int                           # bytes of memory
 
 
-class _Writer:
+class _TraceWriter:
     """Writer thread. put() and close() are called by other threads; everything else belongs to the writer."""
 
     def __init__(self, file: str) -> None:
@@ -207,7 +207,7 @@ def _append(file: FileIO, text: str) -> None:
         raise
 
 
-def _objects(trace: Trace, entry: AccessEntry, levels: Sequence[str],
+def _objects(trace: RequestTrace, entry: AccessEntry, levels: Sequence[str],
              ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a request's trace."""
     number = next(ids)
@@ -226,7 +226,7 @@ def _objects(trace: Trace, entry: AccessEntry, levels: Sequence[str],
         yield _timestamp(number, f"{protocol}_SEND_END", trace.ended_ns)
 
 
-def _objects_of(trace: Trace, number: int, parent: int, entry: AccessEntry, ended_ns: int, levels: Sequence[str],
+def _objects_of(trace: RequestTrace, number: int, parent: int, entry: AccessEntry, ended_ns: int, levels: Sequence[str],
                 ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a request or of a step, as its model sees it."""
     about = {"request_id": entry.id} if entry.id else {}

@@ -65,7 +65,7 @@ class TracedTensor(NamedTuple):
 class Tracer(Protocol):
     """Interface that selects the requests to trace and receives their traces. Belongs to the event loop."""
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         """Return a trace for a request to a model with these headers, or None if it is not traced."""
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
@@ -108,9 +108,9 @@ class TraceMemory:
 
 
 @dataclass(slots=True, eq=False)
-class Trace:
+class RequestTrace:
     """Trace of a request or of a step, until it ends."""
-    record: Callable[[Trace, AccessEntry, str], None]     # called with the trace when its request has ended
+    record: Callable[[RequestTrace, AccessEntry, str], None]     # called with the trace when its request has ended
     keeps_tensors: bool = False
     parent: Any = None                              # context of the client's OpenTelemetry span
     model: str = ""                                 # "" until the request is queued
@@ -121,7 +121,7 @@ class Trace:
     executions: list[tuple[int, ExecutionTimes]] = field(default_factory=list)    # with the time of queueing for each
     under_way: tuple[int, int, int] | None = None   # arguments of executing() for the current execution
     tensors: list[TracedTensor] = field(default_factory=list)
-    steps: list[Trace] = field(default_factory=list)
+    steps: list[RequestTrace] = field(default_factory=list)
     memory: TraceMemory = field(default_factory=TraceMemory)
 
     def set_model(self, model: str, version: int, inputs: Arrays) -> None:
@@ -147,9 +147,9 @@ class Trace:
                 self.tensors.append(TracedTensor(activity, name, array.copy()))
                 self.memory.tensor_bytes += array.nbytes + (_bytes_of_texts(array) if array.dtype == np.object_ else 0)
 
-    def step(self) -> Trace:
+    def step(self) -> RequestTrace:
         """Return a new trace for a request that is made on behalf of this one."""
-        step = Trace(self.record, self.keeps_tensors, memory=self.memory)
+        step = RequestTrace(self.record, self.keeps_tensors, memory=self.memory)
         if not self.memory.is_cut:
             self.steps.append(step)
             self.memory.traces += 1

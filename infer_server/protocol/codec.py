@@ -92,7 +92,7 @@ class InputTensor:
         return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
 
 
-class Declared(Protocol):
+class DeclaredInput(Protocol):
     """Input as a message of any protocol declares it."""
     @property
     def name(self) -> str: ...
@@ -102,7 +102,7 @@ class Declared(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def declared_inputs(inputs: Iterable[Declared], model: str = "") -> tuple[InputTensor, ...]:
+def declared_inputs(inputs: Iterable[DeclaredInput], model: str = "") -> tuple[InputTensor, ...]:
     """Return the declared inputs of a request, in its order.
 
     They are checked against the model before their contents are read, so that invalid requests cost little.

@@ -70,10 +70,10 @@ def read_members(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[s
 def _read(body: bytes | bytearray, size: int, hold: Hold,
           long_paths: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
     try:
-        return (yield from _parsed_in_steps(body, size, _Document(long_paths, hold), hold))
+        return (yield from _parsed_in_steps(body, size, _DocumentBuilder(long_paths, hold), hold))
     except ijson.JSONError as error:
         if "overflow" in str(error):        # a number beyond int64 or float64: parse again with exact decimals
-            return (yield from _parsed_in_steps(body, size, _Document(long_paths, hold), hold, use_float=False))
+            return (yield from _parsed_in_steps(body, size, _DocumentBuilder(long_paths, hold), hold, use_float=False))
         if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
             return _parsed_at_once(bytes(memoryview(body)[:size]), long_paths, hold)
         raise InvalidRequestError(f"failed to parse the request JSON: {str(error).splitlines()[0]}") from error
@@ -81,7 +81,7 @@ def _read(body: bytes | bytearray, size: int, hold: Hold,
         raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
 
 
-def _parsed_in_steps(body: bytes | bytearray, size: int, document: _Document, hold: Hold,
+def _parsed_in_steps(body: bytes | bytearray, size: int, document: _DocumentBuilder, hold: Hold,
                      use_float: bool = True) -> Steps[dict[str, Any]]:
     """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and the errors of read_inference."""
     events, text, at = sendable_list(), memoryview(body), 0
@@ -127,7 +127,7 @@ def _is_long_path(path: tuple[str, ...] | list[str], long_paths: tuple[tuple[str
                for pattern in long_paths)
 
 
-class _Document:
+class _DocumentBuilder:
     """Builder of a document from the parser's events."""
 
     def __init__(self, long_paths: tuple[tuple[str, ...], ...], hold: Hold) -> None:

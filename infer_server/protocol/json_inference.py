@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.parameters import Reference, references_of
+from infer_server.protocol.parameters import MemoryReference, references_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Form:
         return [typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
 
     @functools.cached_property
-    def references(self) -> Mapping[int, Reference]:
+    def references(self) -> Mapping[int, MemoryReference]:
         """References of the inputs in shared memory, by position. Raises InvalidRequestError."""
         return references_of(tensor.asked() for tensor in self.inputs)
 

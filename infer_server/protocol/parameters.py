@@ -66,20 +66,20 @@ def natural(parameters: Parameters, name: str, default: int = 0, what: str = "")
     return value
 
 
-class Reference(NamedTuple):
+class MemoryReference(NamedTuple):
     """Reference to a tensor in shared memory."""
     region: str
     offset: int
     byte_size: int
 
 
-def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, Reference]:
+def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, MemoryReference]:
     """Return the references of tensors, given with names and parameters, by position. Raises InvalidRequestError."""
     found = {i: reference_of(*tensor) for i, tensor in enumerate(tensors) if tensor[1]}
     return {i: reference for i, reference in found.items() if reference}
 
 
-def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
+def reference_of(tensor: str, parameters: Parameters) -> MemoryReference | None:
     """Return the reference of a tensor, or None if it is in the message. Raises InvalidRequestError."""
     what = f"'{tensor}': "
     region = typed(parameters, _REGION, str, None, what)
@@ -88,7 +88,7 @@ def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
     if _BYTES not in parameters:
         raise InvalidRequestError(
             f"'{_BYTES}' must be specified along with '{_REGION}' parameter for tensor '{tensor}'")
-    return Reference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
+    return MemoryReference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
 
 
 def for_models(parameters: Parameters) -> Parameters:

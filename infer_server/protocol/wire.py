@@ -20,7 +20,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from infer_server.errors import MalformedMessageError, TooLargeError
-from infer_server.protocol.parameters import Reference, from_messages, references_of
+from infer_server.protocol.parameters import MemoryReference, from_messages, references_of
 from protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -68,7 +68,7 @@ class RequestForm:
         self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
 
     @functools.cached_property
-    def references(self) -> Mapping[int, Reference]:
+    def references(self) -> Mapping[int, MemoryReference]:
         """References of the inputs in shared memory, by position. Raises InvalidRequestError."""
         return references_of((tensor.name, from_messages(tensor.parameters)) for tensor in self.header.inputs)
 
@@ -136,7 +136,7 @@ def split_request(data: bytes) -> InferRequest:
         raise _malformed(str(error)) from error
 
 
-class Layout(NamedTuple):
+class MessageLayout(NamedTuple):
     """Positions of the tensors in a message without an id, and the bytes between them.
 
     Messages of a client often differ only in the bytes of their tensors; then they need no parsing.
@@ -146,7 +146,7 @@ class Layout(NamedTuple):
     form: RequestForm
 
 
-def layout_of(data: bytes) -> Layout | None:
+def layout_of(data: bytes) -> MessageLayout | None:
     """Return the layout of the last message of equal length if `data` equals it except for tensors, else None."""
     for layout in _last_of(len(data)):
         for begin, piece in layout.between:
@@ -156,13 +156,13 @@ def layout_of(data: bytes) -> Layout | None:
     return None
 
 
-def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: RequestForm) -> Layout:
+def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: RequestForm) -> MessageLayout:
     begins, ends = (0, *(end for _, end in tensors)), (*(begin for begin, _ in tensors), len(data))
-    return Layout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
+    return MessageLayout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
 
 
 @functools.lru_cache(KEPT_FORMS)
-def _last_of(size: int) -> list[Layout]:
+def _last_of(size: int) -> list[MessageLayout]:
     """Return a list with the layout of the last message of this size, if there is one."""
     return []
 

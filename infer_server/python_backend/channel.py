@@ -33,7 +33,7 @@ class Typed(NamedTuple):
 Tensors = Mapping[str, Typed]
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
     """Received message: its JSON object and its groups of tensors by name."""
     head: dict[str, Any]
     tensors: list[dict[str, NDArray[Any]]]
@@ -87,7 +87,7 @@ class Channel:
             if shared is not None:
                 os.close(shared)
 
-    def receive(self) -> Message:
+    def receive(self) -> ChannelMessage:
         """Block until the next message arrives. Raises ClosedError."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._connection, _HEAD.size, 1)
@@ -103,7 +103,7 @@ class Channel:
             os.close(descriptors[0])
         else:
             memory = self._read(size)
-        return Message(message, [{entry[0]: _array(memory, *entry) for entry in group}
+        return ChannelMessage(message, [{entry[0]: _array(memory, *entry) for entry in group}
                                  for group in message.pop("tensors")])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from infer_server.protocol.codec import Datatype
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchParameters:
     """Start parameters of one instance of a Python model."""
     name: str                               # instance name for logs and errors
     file: Path                              # path of model.py

@@ -44,7 +44,7 @@ TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_GPU = 1
 
 
-class Server(Protocol):
+class StubServer(Protocol):
     """Interface of the stub to the server."""
 
     def respond(self, request: int, response: InferenceResponse | None, final: bool) -> None: ...
@@ -60,7 +60,7 @@ class Server(Protocol):
     def tell(self, kind: str, **head: Any) -> None: ...
 
 
-server = cast(Server, None)             # set once, before the model is imported
+server = cast(StubServer, None)             # set once, before the model is imported
 model_dir = ""                          # folder of the version, set once before the model is imported
 is_decoupled = False                    # transaction policy, set before the model is created
 

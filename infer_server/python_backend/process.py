@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
-from infer_server.observing.traces import Trace
-from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
+from infer_server.observing.traces import RequestTrace
+from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed
 from infer_server.python_backend.failures import error_head, error_of, escape_surrogates
-from infer_server.python_backend.launch import Launch
+from infer_server.python_backend.launch import LaunchParameters
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 Answer = Callable[[Mapping[str, Any], Tensors], None]   # sends a response, from its head and tensors
 # Handlers of the model's calls to the server, by message kind; called on any thread.
-Handlers = Mapping[str, Callable[[Message, Answer], object]]
+Handlers = Mapping[str, Callable[[ChannelMessage, Answer], object]]
 
 
 class ModelProcess:
     """Process of one instance. execute() and close() belong to the instance's thread."""
 
-    def __init__(self, launch: Launch, handlers: Handlers,
+    def __init__(self, launch: LaunchParameters, handlers: Handlers,
                  deliver: Callable[[list[Outcome], BatchExecution | None], None],
                  post: Callable[..., None], ended: Callable[[], None]) -> None:
         """Start the process.
@@ -63,7 +63,7 @@ class ModelProcess:
         self._kept: dict[int, Any] = {}                 # first responses of open requests that take only one
         self._says_ready = False                        # True if the model has an is_ready()
         self._checking: Future[bool] | None = None      # result of the is_ready() call in progress
-        self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()      # None: the process has ended
+        self._replies: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()      # None: the process has ended
         self._outbox: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()     # None: it has ended
         ours, theirs = socket.socketpair()
         with theirs:
@@ -195,7 +195,7 @@ class ModelProcess:
             if other is request:
                 self._tell_cancelled(number)
 
-    def trace_of(self, number: int) -> Trace | None:
+    def trace_of(self, number: int) -> RequestTrace | None:
         """Return the trace of the open request with this number. From any thread."""
         return request.trace if (request := self._open.get(number)) else None
 
@@ -246,7 +246,7 @@ class ModelProcess:
         self._process.wait()
         self._channel.close()
 
-    def _reply(self, seconds: float, what: str) -> Message:
+    def _reply(self, seconds: float, what: str) -> ChannelMessage:
         self._responded_secs = time.monotonic()
         while True:
             try:
@@ -318,7 +318,7 @@ class ModelProcess:
         others = {*self._executing, *self._between.values()}
         return [(self._end(number), ExecutionError(reason)) for number in list(self._open) if number not in others]
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: ChannelMessage) -> None:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
@@ -335,7 +335,7 @@ class ModelProcess:
         except Exception as error:      # the model may pass anything, and waits for an answer
             answer(error_head(error), {})
 
-    def _respond(self, message: Message) -> None:
+    def _respond(self, message: ChannelMessage) -> None:
         """Handle a response of a response sender."""
         number, final = message.head["request"], message.head["final"]
         self._responded_secs = time.monotonic()

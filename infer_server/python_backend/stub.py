@@ -26,12 +26,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from infer_server.python_backend import pb_utils
-from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed, typed
+from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed, typed
 from infer_server.python_backend.window import OpenRequests
 
 _RESPONSE_BYTES = 4096          # size of a response in the server in addition to its tensors
 _NONE: Tensors = MappingProxyType({})
-_Responses = queue.SimpleQueue[Message | None]
+_Responses = queue.SimpleQueue[ChannelMessage | None]
 
 
 class Stub:
@@ -40,7 +40,7 @@ class Stub:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()
         self._open = OpenRequests()
         self._senders: dict[int, pb_utils.ResponseSender] = {}      # of rescheduled requests
         self._calls: dict[int, _Responses] = {}         # open calls to the server, by number
@@ -217,7 +217,7 @@ class Stub:
             model.initialize(arguments)
         return model, json.dumps(config)
 
-    def _execute(self, model: Any, message: Message) -> None:
+    def _execute(self, model: Any, message: ChannelMessage) -> None:
         requests = [pb_utils.InferenceRequest(inputs=_tensors(arrays), **described)
                     for described, arrays in zip(message.head["requests"], message.tensors, strict=True)]
         for request in requests:

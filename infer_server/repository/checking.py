@@ -12,7 +12,7 @@ from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
 from infer_server.config.fields import check_threads
 from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
@@ -116,9 +116,9 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
     if config.asks_for_gpu:
         yield from _of_gpus(sources[0], name, kind_gpu, describe is not None)
     for number, source in enumerate(sources):
-        if config.kind is not Kind.ENSEMBLE and not source.file.exists():
+        if config.kind is not ModelKind.ENSEMBLE and not source.file.exists():
             yield Remark(name, no_such_file(source, source.file.relative_to(repository)), True)
-        elif describe and config.kind is Kind.ENGINE:
+        elif describe and config.kind is ModelKind.ENGINE:
             try:
                 if whole := complete_source(source, describe):
                     served[name][number] = _Version(whole, True)
@@ -169,8 +169,8 @@ def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set
         try:
             check_maps(number, step, config, is_completed)
         except ModelConfigError as error:       # only a warning if the model file may still complete the configuration
-            yield Remark(name, str(error), is_completed or config.kind is not Kind.ENGINE)
-        if config.kind is Kind.ENSEMBLE or source.message.HasField("max_batch_size"):
+            yield Remark(name, str(error), is_completed or config.kind is not ModelKind.ENGINE)
+        if config.kind is ModelKind.ENSEMBLE or source.message.HasField("max_batch_size"):
             known[-1] = config
     try:
         check_tensors(served[name][0].source.config, known)
@@ -194,7 +194,7 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
 
 
 def _of_threads(versions: Sequence[_Version], threads: int) -> Iterator[Remark]:
-    for config in [version.source.config for version in versions[:1] if version.source.config.kind is Kind.ENGINE]:
+    for config in [version.source.config for version in versions[:1] if version.source.config.kind is ModelKind.ENGINE]:
         try:
             check_threads(config.instances, int(config.build.threads or threads))
         except ModelConfigError as error:

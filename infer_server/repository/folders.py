@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from infer_server.backend import Gpu, gpus_for, gpus_to_build_for
+from infer_server.backend import GpuDevice, gpus_for, gpus_to_build_for
 from infer_server.config.config import ModelConfig, TensorSpec, from_message
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import CONFIG, CONFIGS, inside
 from infer_server.config.pbtxt import read_config
 from infer_server.errors import RepositoryError, ServeError
@@ -45,14 +45,14 @@ class Source:
     @property
     def is_onnx(self) -> bool:
         """True if the file is an ONNX model from which an engine is built."""
-        return self.config.kind is Kind.ENGINE and self.file.suffix == ".onnx"
+        return self.config.kind is ModelKind.ENGINE and self.file.suffix == ".onnx"
 
     @property
     def may_be_for_gpus(self) -> bool:
         """True if the file is a plan by its name, so that its target may be a GPU."""
-        return self.config.kind is Kind.ENGINE and not self.is_onnx
+        return self.config.kind is ModelKind.ENGINE and not self.is_onnx
 
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[GpuDevice]:
         """Return the GPUs that may run the model, each with the reason if it cannot.
 
         For a plan these are the GPUs that match its target; for a model.onnx, those that it can be built for.
@@ -128,10 +128,10 @@ def read_model(repository: Path, name: str, message: model_config.ModelConfig | 
         message = read_config(path) if path.exists() else model_config.ModelConfig()
     if not message.backend and not message.platform and not message.HasField("ensemble_scheduling") and any(
             folder.glob("[1-9]*/model.py")):
-        message.backend = Kind.PYTHON.value
+        message.backend = ModelKind.PYTHON.value
     config = from_message(message, is_complete=False)
     numbers = _versions(folder)
-    if config.kind is Kind.ENSEMBLE and not config.default_filename:
+    if config.kind is ModelKind.ENSEMBLE and not config.default_filename:
         return [Source(name, number, folder / str(number) / CONFIG, message, config)
                 for number in config.versions.choose(numbers or [1])]       # version folders of an ensemble are empty
     if not numbers:
@@ -155,7 +155,7 @@ def _is_version(name: str) -> bool:
 def _filename(folder: Path, config: ModelConfig, message: model_config.ModelConfig) -> str:
     if config.default_filename:
         return config.default_filename
-    if config.kind is Kind.PYTHON:
+    if config.kind is ModelKind.PYTHON:
         return "model.py"
     # If neither exists, loading this version fails with the expected name; other versions are not affected.
     plan, onnx, _ = FILENAMES
@@ -246,9 +246,9 @@ def no_such_file(source: Source, file: Path) -> str:
     """Return the error message for a missing model file, with a hint if another file may be meant."""
     folder = source.file.parent
     other = ""
-    if source.config.kind is Kind.ENGINE and (folder / "model.py").exists():
+    if source.config.kind is ModelKind.ENGINE and (folder / "model.py").exists():
         other = '; there is a model.py: write backend: "python" if that is the model'
-    elif source.config.kind is Kind.ENGINE and len(found := list(folder.glob("*.onnx"))) == 1:
+    elif source.config.kind is ModelKind.ENGINE and len(found := list(folder.glob("*.onnx"))) == 1:
         other = f'; there is {found[0].name}: write default_model_filename: "{found[0].name}" if that is the model'
     return f"{file}: no such file{other}"
 

@@ -11,21 +11,21 @@ from typing import TypeVar
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
-from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
+from infer_server.backend import SPECIALISE, EngineLoader, GpuDevice, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.fields import check_threads
 from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source, no_such_file, read_labels
-from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
+from infer_server.repository.kinds.engine_model import EngineModel, Engines, ServedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
-from infer_server.repository.kinds.local import UNCOUNTED, Control, Find, TensorMemory
+from infer_server.repository.kinds.local import UNCOUNTED, Find, ModelControl, TensorMemory
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
 
@@ -38,7 +38,7 @@ class Loader:
     """Factory of models. `load` blocks and is called on a worker thread."""
     loop: asyncio.AbstractEventLoop             # event loop on which requests are submitted and answered
     find: Find                                  # looks up models that ensembles and Python models call, on `loop`
-    control: Callable[[], Control]              # loads and unloads models for Python models, on `loop`
+    control: Callable[[], ModelControl]              # loads and unloads models for Python models, on `loop`
     compiler: Compiler                          # builds model.onnx files and plans for other machines
     cache: ResponseCache                        # shared by the models that enable response_cache
     threads: int = 1                            # default of a model's `threads` parameter
@@ -68,11 +68,11 @@ class Loader:
             log.warning("%s: %s", source.name, ON_CPU)
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
-        if source.config.kind is Kind.ENSEMBLE:
+        if source.config.kind is ModelKind.ENSEMBLE:
             return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find, self.memory)))
         if not source.file.exists():
             raise RepositoryError(no_such_file(source, source.file))
-        if source.config.kind is Kind.PYTHON:
+        if source.config.kind is ModelKind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: self._python_model(source)))
         return self._cached(source, self._guarded(
             source, lambda: self._engine_model(replace(source, message=message), gpus)))
@@ -83,19 +83,19 @@ class Loader:
         return model
 
     def _python_model(self, source: Source) -> PythonModel:
-        owner = Owner()
+        owner = MetricsOwner()
         try:
             return PythonModel(source, self.loop, self.find, self.limiter, self.custom_metrics, owner, self.control)
         except BaseException:
             self.custom_metrics.release(owner)          # a model that failed to load is never unloaded
             raise
 
-    def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
+    def _engine_model(self, source: Source, gpus: Sequence[GpuDevice]) -> QueuedModel:
         """Load the engines of a model on each device that its instance groups name."""
         threads = int(source.config.build.threads or self.threads)
         check_threads(source.config.instances, threads)
         used = [gpu for gpu in gpus if gpu.number in devices(source.message)]
-        loaded: dict[int | None, LoadedEngine] = {}
+        loaded: dict[int | None, ServedEngine] = {}
         for target in dict.fromkeys(gpu.target for gpu in used):
             those = [gpu for gpu in used if gpu.target == target]
             try:
@@ -112,7 +112,7 @@ class Loader:
         kind = ImageModel if source.config.build.image_input else EngineModel
         return kind(source, Engines(loaded, gpus, instances), self.loop, self.dealer, self.limiter)
 
-    def _on_gpus(self, source: Source, target: str, gpus: Sequence[Gpu]) -> dict[int | None, LoadedEngine]:
+    def _on_gpus(self, source: Source, target: str, gpus: Sequence[GpuDevice]) -> dict[int | None, ServedEngine]:
         """Load an engine on each GPU: built for `target`, or from the plan itself if `target` is empty."""
         built: AbstractContextManager[Path] = nullcontext(source.file)
         if target:
@@ -120,14 +120,14 @@ class Loader:
         with built as plan:
             return {gpu.number: self._on_gpu(source, plan, gpu) for gpu in gpus}
 
-    def _on_gpu(self, source: Source, plan: Path, gpu: Gpu) -> LoadedEngine:
+    def _on_gpu(self, source: Source, plan: Path, gpu: GpuDevice) -> ServedEngine:
         log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
         if gpu.target or source.config.build.retune != "true":
             return self._loaded(source, plan, 1, gpu.number)
         with self.compiler.retune(source, gpu.number) as timed:
             return self._loaded(source, timed, 1, gpu.number)
 
-    def _without(self, source: Source, gpus: Sequence[Gpu], refusal: Exception) -> Source:
+    def _without(self, source: Source, gpus: Sequence[GpuDevice], refusal: Exception) -> Source:
         """Return the source with GPUs replaced by the CPU, after they refused the model.
 
         Raises
@@ -155,7 +155,7 @@ class Loader:
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
 
-    def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> LoadedEngine:
+    def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> ServedEngine:
         """Load an engine on the CPU; `runs_elsewhere` is True for a plan whose target is a GPU of this machine."""
         if source.is_onnx:
             if cached := self._cached_engine(source, threads):
@@ -172,7 +172,7 @@ class Loader:
         with self.compiler.relower(source) as plan:
             return self._loaded(source, plan, threads)
 
-    def _cached_engine(self, source: Source, threads: int) -> LoadedEngine | None:
+    def _cached_engine(self, source: Source, threads: int) -> ServedEngine | None:
         """Load the engine of a model.onnx from the engine cache; return None if it is missing or unusable."""
         try:
             plan = self.compiler.cached(source, threads)
@@ -181,8 +181,8 @@ class Loader:
             log.warning("%s: the engine cache's plan cannot be used and is built again: %s", source.file, error)
             return None
 
-    def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> LoadedEngine:
+    def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> ServedEngine:
         specialise = source.config.build.specialise or (
             "off" if source.config.ragged else SPECIALISE)      # the total length of a ragged batch hardly ever repeats
         file = plan.stat()
-        return LoadedEngine(self.load_engine(plan, threads, specialise, gpu), file.st_size, file.st_mtime)
+        return ServedEngine(self.load_engine(plan, threads, specialise, gpu), file.st_size, file.st_mtime)

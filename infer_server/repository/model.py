@@ -13,7 +13,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from infer_server.backend import Gpu
+from infer_server.backend import GpuDevice
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import CachedResponses, ResponseCache
@@ -23,7 +23,7 @@ from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig, complete_policy
-from infer_server.config.signature import Signature
+from infer_server.config.signature import ModelSignature
 from infer_server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -45,7 +45,7 @@ _LOADS = count()                    # distinguishes cached responses of a reload
 _RESCHEDULED_SECS = 30.0            # time for which a draining model may still reschedule requests
 
 
-class State(Enum):
+class VersionState(Enum):
     """State of a model version, with Triton's names as in RepositoryIndex."""
     LOADING = "LOADING"
     READY = "READY"
@@ -56,7 +56,7 @@ class State(Enum):
 @dataclass(frozen=True)
 class Status:
     """State of one version of a model, and the reason for it."""
-    state: State
+    state: VersionState
     reason: str = ""                    # why the version is not ready
     model: Model | None = None          # set while the version is ready
     replaces: bool = False              # True if an older version is served meanwhile, so that this is not a failure
@@ -81,9 +81,9 @@ class Model(ABC):
     """
     memory_bytes: int = 0               # estimated memory use in bytes; 0 if unknown
     device_bytes: Mapping[int | None, int] = MappingProxyType({})   # memory_bytes by GPU number; None is the host
-    gpus: Sequence[Gpu] = ()            # GPUs on which instances execute
-    zero_copy_devices: Set[int | None] = frozenset()    # devices (GPU numbers; None is the host) with shared memory
-                                        # that instances read in place; clients may write to it during execution
+    gpus: Sequence[GpuDevice] = ()            # GPUs on which instances execute
+    zero_copy_devices: Set[int | None] = frozenset()    # GPU numbers, or None for the host, whose shared memory
+                                        # instances read in place; clients may write to the host's meanwhile
     load_secs: float = 0.0              # duration of the load in seconds, set by the repository
     warmup_secs: float = 0.0            # duration of the warm-up in seconds, included in load_secs
     precision: str = ""                 # precision of the engine; "" if there is none
@@ -92,7 +92,7 @@ class Model(ABC):
     labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # class labels by output
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
-                 signature: Signature) -> None:
+                 signature: ModelSignature) -> None:
         """Create a model; `message` is the completed configuration and `config` is parsed from it."""
         self.name = name
         self.version = version
@@ -177,7 +177,7 @@ class QueuedModel(Model):
     """Model whose requests wait in a queue for instances, which execute them in batches."""
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
-                 signature: Signature, loop: asyncio.AbstractEventLoop) -> None:
+                 signature: ModelSignature, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name, version, message, config, signature)
         self._loop = loop
         batching = config.sequences.batching if config.sequences else config.batching
@@ -280,7 +280,8 @@ class QueuedModel(Model):
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Deliver the results of an execution, from any thread.
 
-        Decoupled models have no outcomes here; `execution` is None if the execution failed or responses came later.
+        `outcomes` is empty if response senders sent the responses; `execution` is None if the execution failed or
+        was counted before.
         """
         if self._sequences:
             outcomes = [outcome for outcome in outcomes if not self._reschedules(*outcome, execution)]

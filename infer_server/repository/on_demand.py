@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.errors import RepositoryError, ServeError, UnknownModelError
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
@@ -168,4 +168,4 @@ class OnDemand:
 
 
 def _steps(model: Model) -> set[str]:
-    return {step.model for step in model.config.steps} if model.config.kind is Kind.ENSEMBLE else set()
+    return {step.model for step in model.config.steps} if model.config.kind is ModelKind.ENSEMBLE else set()

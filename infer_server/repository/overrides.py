@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import is_name
 from infer_server.errors import InvalidRequestError, UnavailableError
 from infer_server.repository.folders import Source, read_model
@@ -73,7 +73,7 @@ def read_temporary(folder: Path, name: str, message: model_config.ModelConfig | 
     """
     sources = [replace(source, is_of_request=True) for source in read_model(folder, name, message)]
     for source in sources:
-        if source.config.kind is not Kind.ENSEMBLE and not source.is_onnx:
+        if source.config.kind is not ModelKind.ENSEMBLE and not source.is_onnx:
             raise InvalidRequestError(f"'{PREFIX}{source.version}/{source.file.name}': code is not taken from "
                                       "requests: no Python model, and no plan, which is machine code; send a "
                                       "model.onnx, or put the model into the repository")

@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass, replace
 from functools import partial
 
-from infer_server.config.kinds import Kind
-from infer_server.config.steps import Step, called_models
+from infer_server.config.kinds import ModelKind
+from infer_server.config.steps import EnsembleStep, called_models
 from infer_server.errors import (
     FetchError,
     InvalidRequestError,
@@ -26,7 +26,7 @@ from infer_server.errors import (
 from infer_server.protocol.parameters import digits
 from infer_server.protocol.redaction import redacted
 from infer_server.repository.folders import Fingerprint, Source, after_load, checked_read, fingerprints, read_model
-from infer_server.repository.model import Model, State, Status
+from infer_server.repository.model import Model, Status, VersionState
 from infer_server.repository.overrides import read_temporary, temporary_repository
 from infer_server.repository.roots import AMBIGUOUS, RepositoryRoot, model_names, root_of
 from infer_server.workers import AdjustableSemaphore, WaitGraph, in_daemon_thread
@@ -117,7 +117,7 @@ class Repository:
             if status.model is not None:
                 return status.model
         highest = next(iter(statuses.values()))
-        error = UnknownModelError if highest.state is State.UNAVAILABLE else UnavailableError
+        error = UnknownModelError if highest.state is VersionState.UNAVAILABLE else UnavailableError
         raise error(f"Request for unknown model: '{name}' has no available versions: {_why(highest)}")
 
     def versions(self, name: str) -> list[int]:
@@ -137,7 +137,7 @@ class Repository:
         """Return the reasons why models are not served, by "name" or "name version n"."""
         failed = {f"{name} version {version}": status.reason
                   for name, statuses in self._versions.items() for version, status in statuses.items()
-                  if status.state is State.UNAVAILABLE and status.reason != _UNLOADED and not status.replaces}
+                  if status.state is VersionState.UNAVAILABLE and status.reason != _UNLOADED and not status.replaces}
         return {**self._reasons, **failed}
 
     async def names(self) -> list[str]:
@@ -148,7 +148,7 @@ class Repository:
         """Return the versions whose load was requested, with their state."""
         entries = [IndexEntry(name, str(version), status.state.value, status.reason)
                    for name, statuses in self._versions.items() for version, status in statuses.items()]
-        return entries + [IndexEntry(name, "", State.UNAVAILABLE.value, reason)
+        return entries + [IndexEntry(name, "", VersionState.UNAVAILABLE.value, reason)
                           for name, reason in self._reasons.items()]
 
     async def index(self) -> list[IndexEntry]:
@@ -158,7 +158,7 @@ class Repository:
         for name, count in Counter(await in_daemon_thread(lambda: model_names(self._roots))).items():
             if name not in known:
                 entries.append(IndexEntry(name, "", "", "") if count == 1 else IndexEntry(
-                    name, "", State.UNAVAILABLE.value, AMBIGUOUS))
+                    name, "", VersionState.UNAVAILABLE.value, AMBIGUOUS))
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     async def load_all(self, names: Iterable[str] | None = None) -> None:
@@ -236,7 +236,7 @@ class Repository:
         """Load the versions whose files or configuration changed; the others stay loaded."""
         self._reasons.pop(name, None)
         ready = {version: status for version, status in self._versions.get(name, {}).items() if status.model}
-        wanted = {source.version: Status(State.LOADING, replaces=bool(ready)) for source in sources}
+        wanted = {source.version: Status(VersionState.LOADING, replaces=bool(ready)) for source in sources}
         self._versions[name] = dict(sorted({**wanted, **ready}.items(), reverse=True))
         failures = []
         for source in sources:
@@ -269,7 +269,7 @@ class Repository:
         """
         sources = checked_read(read)
 
-        def steps_of(model: str) -> Sequence[Step]:
+        def steps_of(model: str) -> Sequence[EnsembleStep]:
             if model == name:
                 return sources[0].config.steps if sources else ()
             seen.add(model)
@@ -310,9 +310,9 @@ class Repository:
             if not statuses:
                 return
             models = [status.model for status in statuses.values() if status.model]
-            self._versions[name] = {version: Status(State.UNLOADING, "unloading") for version in statuses}
+            self._versions[name] = {version: Status(VersionState.UNLOADING, "unloading") for version in statuses}
             await self._drain(models)
-            self._versions[name] = {version: Status(State.UNAVAILABLE, _UNLOADED) for version in statuses}
+            self._versions[name] = {version: Status(VersionState.UNAVAILABLE, _UNLOADED) for version in statuses}
             log.info("model '%s' is unloaded", name)
 
     async def close(self) -> None:
@@ -321,7 +321,7 @@ class Repository:
         The event loop must keep running so that responses are delivered.
         """
         self._closed = True
-        for kind in (Kind.ENSEMBLE, Kind.PYTHON, Kind.ENGINE):      # callers before the models that they call
+        for kind in (ModelKind.ENSEMBLE, ModelKind.PYTHON, ModelKind.ENGINE):      # callers before callees
             await self._drain(model for model in self.models() if model.config.kind is kind)
         while self._drains:
             await asyncio.wait(self._drains)
@@ -366,12 +366,12 @@ class Repository:
                 model.load_secs, model.loaded_ns = time.monotonic() - began, time.monotonic_ns()
         except RepositoryError as error:
             if before.model is None:
-                statuses[source.version] = replace(before, state=State.UNAVAILABLE, reason=redacted(str(error)))
+                statuses[source.version] = replace(before, state=VersionState.UNAVAILABLE, reason=redacted(str(error)))
             else:
                 statuses[source.version] = replace(before, reason=redacted(f"serves what was loaded before: {error}"))
             log.error("model '%s' version %d cannot be loaded: %s", source.name, source.version, error)
             raise
-        statuses[source.version] = Status(State.READY, model=model, fingerprint=after_load(source, fingerprint))
+        statuses[source.version] = Status(VersionState.READY, model=model, fingerprint=after_load(source, fingerprint))
         log.info("model '%s' version %d is ready", source.name, source.version)
         self._changed()                         # now: loading the other versions may take long
 

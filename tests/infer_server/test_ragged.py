@@ -22,7 +22,7 @@ from infer_server.batching.request import Request
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.ragged import ragged_of
-from infer_server.config.signature import Items, Signature
+from infer_server.config.signature import Items, ModelSignature
 from infer_server.errors import ExecutionError, InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.repository.kinds.ragged import RaggedExecutor
@@ -123,7 +123,7 @@ PAIR = """name: "pair" max_batch_size: 8
 
 
 def test_all_inputs_of_a_request_have_as_many_items_ragged_or_not() -> None:
-    signature = Signature(from_message(parsed(PAIR)), Items(True, 8))
+    signature = ModelSignature(from_message(parsed(PAIR)), Items(True, 8))
 
     def fit(x: int, z: int, p: int) -> int:
         return signature.fit([InputTensor(name, DATATYPES["FP32"], shape) for name, shape in (

@@ -9,7 +9,7 @@ from infer_server.endpoints.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.machine import Samples
 from infer_server.process import cpu_secs, resident_bytes
-from infer_server.repository.model import State
+from infer_server.repository.model import VersionState
 from infer_server.repository.repository import Repository
 
 
@@ -34,7 +34,7 @@ class ServerState:
             f'phase="{phase}"': round(secs, 3) for phase, secs in self._startup_secs().items()}
         states = self._states()
         yield "infer_server_model_versions", "Number of model versions by state", {
-            f'state="{state.value}"': states[state.value] for state in State}
+            f'state="{state.value}"': states[state.value] for state in VersionState}
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the server for the status page, except usage()."""

@@ -15,7 +15,7 @@ from infer_server.backend import (
     BATCH,
     Engine,
     ExecutionContext,
-    Gpu,
+    GpuDevice,
     InPlaceContext,
     Shapes,
     is_mixed,
@@ -29,7 +29,7 @@ from infer_server.batching.instances import Executor
 from infer_server.batching.request import Arrays
 from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
-from infer_server.config.signature import ANY_ITEMS, Items, Signature
+from infer_server.config.signature import ANY_ITEMS, Items, ModelSignature
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer, check_memory
@@ -42,7 +42,7 @@ from protos import model_config
 log = logging.getLogger(__name__)
 
 
-class LoadedEngine(NamedTuple):
+class ServedEngine(NamedTuple):
     """Engine with the size and build time of its plan."""
     engine: Engine
     plan_bytes: int                     # size of the plan file, an estimate of the engine's constants
@@ -51,8 +51,8 @@ class LoadedEngine(NamedTuple):
 
 class Engines(NamedTuple):
     """Engines of a model, one for each device on which instances execute."""
-    loaded: Mapping[int | None, LoadedEngine]   # by GPU number; None is the CPU
-    gpus: Sequence[Gpu] = ()            # GPUs of this machine that may run the model
+    loaded: Mapping[int | None, ServedEngine]   # by GPU number; None is the CPU
+    gpus: Sequence[GpuDevice] = ()            # GPUs of this machine that may run the model
     instances: int = 1                  # default number of instances on the CPU
 
     @property
@@ -65,7 +65,7 @@ class EngineModel(QueuedModel):
     """Model that runs on an engine, with warmed-up contexts."""
 
     def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
-                 limiter: RateLimiter | None, make_signature: Callable[..., Signature] = Signature) -> None:
+                 limiter: RateLimiter | None, make_signature: Callable[..., ModelSignature] = ModelSignature) -> None:
         """Create instances and warm them up; `dealer` provides the CPUs of pinned threads."""
         engine = engines.first
         message = complete(source.message, source.name, engine, source.file.name, engines.instances, engines.gpus)

@@ -15,8 +15,8 @@ from infer_server.batching.request import Request
 from infer_server.batching.statistics import BatchExecution, Failure
 from infer_server.config.config import complete_policy, from_message
 from infer_server.config.paths import check_name
-from infer_server.config.signature import Items, Signature
-from infer_server.config.steps import Step
+from infer_server.config.signature import Items, ModelSignature
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError, UnavailableError
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ensemble_check import check_ensemble
@@ -36,7 +36,7 @@ class EnsembleModel(Model):
         if not config.inputs or not config.outputs:
             raise ModelConfigError("input and output: an ensemble needs them in its config.pbtxt")
         super().__init__(source.name, source.version, message, config,
-                         Signature(config, Items(config.batched, config.batching.max_batch_size)))
+                         ModelSignature(config, Items(config.batched, config.batching.max_batch_size)))
         self._find, self._memory = find, memory
         self._runs: dict[Request, EnsembleRun] = {}
         self._closed = False
@@ -146,7 +146,7 @@ class EnsembleModel(Model):
         request.finish(result)
 
 
-def _model_of(number: int, step: Step, find: Find) -> Model:
+def _model_of(number: int, step: EnsembleStep, find: Find) -> Model:
     """Look up a step's model. Raises RepositoryError if it is not ready."""
     try:
         return find(step.model, step.version)

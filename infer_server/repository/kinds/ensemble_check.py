@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
-from infer_server.config.steps import Step
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ModelConfigError
 
 
@@ -32,7 +32,7 @@ def check_ensemble(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     check_tensors(config, models)
 
 
-def check_maps(number: int, step: Step, config: ModelConfig, is_whole: bool = True) -> None:
+def check_maps(number: int, step: EnsembleStep, config: ModelConfig, is_whole: bool = True) -> None:
     """Check the names in a step's input_map and output_map against its model's configuration.
 
     Parameters

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, Window, parameters_of
+from infer_server.batching.request import NO_MORE, Arrays, FlowWindow, Outputs, Request, StreamReply, parameters_of
 from infer_server.config.config import ModelConfig
 from infer_server.config.sequences import sequence_of
-from infer_server.config.steps import Step
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ExecutionError, NotServedError, ServeError
 from infer_server.repository.kinds.ensemble_tensors import Tensors, size_of
 from infer_server.repository.kinds.local import Find, TensorMemory, request_of
@@ -74,12 +74,12 @@ class EnsembleRun:
             flows.clear()
 
     @property
-    def window(self) -> Window:
+    def window(self) -> FlowWindow:
         """Window of the ensemble's decoupled steps: its own limits, within those of its caller."""
-        outer, own = self.request.window, Window(self._config.max_inflight, self.memory.window_bytes)
+        outer, own = self.request.window, FlowWindow(self._config.max_inflight, self.memory.window_bytes)
         if outer is None:
             return own
-        return Window(min(filter(None, (outer.responses, own.responses)), default=0), min(outer.size, own.size))
+        return FlowWindow(min(filter(None, (outer.responses, own.responses)), default=0), min(outer.size, own.size))
 
     def _taken(self) -> None:
         """Release the oldest response after the caller has consumed it."""
@@ -132,7 +132,7 @@ class EnsembleRun:
         if not self.ended and not self._flows and not self._split:
             self._end(NO_MORE)
 
-    def fail(self, number: int, step: Step, error: Exception) -> None:
+    def fail(self, number: int, step: EnsembleStep, error: Exception) -> None:
         kind = type(error) if isinstance(error, ServeError) else ExecutionError
         self._end(kind(f"step {number} ('{step.model}'): {error}"))
 
@@ -142,7 +142,7 @@ class EnsembleRun:
             self._finish(self.request, result)
 
 
-def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step]:
+def _needed(steps: Mapping[int, EnsembleStep], tensors: Iterable[str]) -> dict[int, EnsembleStep]:
     """Return the steps that these tensors depend on, directly or not."""
     needed, names = set[int](), set(tensors)
     while more := {number for number, step in steps.items()
@@ -155,8 +155,8 @@ def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step
 class _Flow:
     """Set of available tensors and the steps that wait for more of them."""
 
-    def __init__(self, run: EnsembleRun, tensors: Tensors, waiting: dict[int, Step], parent: _Flow | None = None,
-                 taken: Callable[[], None] | None = None) -> None:
+    def __init__(self, run: EnsembleRun, tensors: Tensors, waiting: dict[int, EnsembleStep],
+                 parent: _Flow | None = None, taken: Callable[[], None] | None = None) -> None:
         """Create a flow.
 
         Parameters
@@ -234,7 +234,7 @@ class _Flow:
             self.is_complete = True
             self._run.advance()
 
-    def answered(self, number: int, step: Step, outputs: Arrays) -> None:
+    def answered(self, number: int, step: EnsembleStep, outputs: Arrays) -> None:
         if self._run.has_split(self):           # the step's ensemble was reloaded and is no longer decoupled
             self.part(number, step, outputs)
             self.step_ended(number, step)
@@ -250,7 +250,7 @@ class _Flow:
         self._tensors.add(number, step, outputs, model.config.batched)
         self.advance()
 
-    def part(self, number: int, step: Step, outputs: Arrays) -> None:
+    def part(self, number: int, step: EnsembleStep, outputs: Arrays) -> None:
         """Start a child flow for one response of the decoupled step."""
         if not self._is_split(number, step):
             return
@@ -265,7 +265,7 @@ class _Flow:
         self._children += 1
         self._run.add(flow)
 
-    def step_ended(self, number: int, step: Step) -> None:
+    def step_ended(self, number: int, step: EnsembleStep) -> None:
         if not self._is_split(number, step):
             return
         if trace := self._in_flight[number][1].trace:
@@ -276,13 +276,13 @@ class _Flow:
             self.end()
         self._run.ended_split(self)
 
-    def _is_split(self, number: int, step: Step) -> bool:
+    def _is_split(self, number: int, step: EnsembleStep) -> bool:
         """Return True if the step has several responses; fail the request if its model became decoupled meanwhile."""
         if not (split := self._run.has_split(self)):
             self.fail(number, step, ExecutionError("its model became decoupled meanwhile; send the request again"))
         return split
 
-    def fail(self, number: int, step: Step, error: Exception) -> None:
+    def fail(self, number: int, step: EnsembleStep, error: Exception) -> None:
         self._in_flight.pop(number, None)
         self._run.fail(number, step, error)
 
@@ -297,7 +297,7 @@ class _Flow:
     def gone(self) -> bool:
         return self._run.ended
 
-    def _begin(self, number: int, step: Step, model: Model) -> None:
+    def _begin(self, number: int, step: EnsembleStep, model: Model) -> None:
         del self._waiting[number]
         outer = self._run.request
         inputs = self._tensors.read(step.inputs, model.config.inputs, model.config.batched)
@@ -319,7 +319,7 @@ class _Flow:
 class _StepReply:
     """StreamReply that passes the responses of a step to its flow."""
 
-    def __init__(self, flow: _Flow, number: int, step: Step) -> None:
+    def __init__(self, flow: _Flow, number: int, step: EnsembleStep) -> None:
         self._flow, self._number, self._step = flow, number, step
 
     @property
@@ -339,7 +339,7 @@ class _StepReply:
         self._flow.step_ended(self._number, self._step)
 
 
-def _expected_bytes(model: Model, step: Step, items: int) -> int:
+def _expected_bytes(model: Model, step: EnsembleStep, items: int) -> int:
     """Return the size of a step's outputs in bytes, counting only shapes that are known before execution."""
     return sum((items if model.config.batched else 1) * spec.item_bytes
                for spec in model.config.outputs if spec.name in step.outputs)

@@ -10,7 +10,7 @@ from infer_server.batching.cache import bytes_of
 from infer_server.batching.request import Arrays, Outputs, parameters_of
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.signature import fits
-from infer_server.config.steps import Step
+from infer_server.config.steps import EnsembleStep
 from infer_server.protocol.parameters import Parameters
 
 
@@ -27,7 +27,7 @@ class Tensors:
         """Return True if each tensor is available or known to be absent."""
         return self._arrays.keys() | self._absent >= set(names)
 
-    def add(self, number: int, step: Step, outputs: Arrays, batched: bool) -> None:
+    def add(self, number: int, step: EnsembleStep, outputs: Arrays, batched: bool) -> None:
         """Add the outputs of a step's response; `batched` is True if its model has a batch axis."""
         for name, tensor in step.outputs.items():
             if name in outputs:
@@ -37,7 +37,7 @@ class Tensors:
         if parameters := parameters_of(outputs):
             self._parameters[number] = parameters
 
-    def added(self, number: int, step: Step, outputs: Arrays, batched: bool) -> Tensors:
+    def added(self, number: int, step: EnsembleStep, outputs: Arrays, batched: bool) -> Tensors:
         """Return a copy with the outputs of a response added."""
         others = Tensors(dict(self._arrays), set(self._absent), dict(self._batched))
         others._makers, others._parameters = dict(self._makers), dict(self._parameters)

@@ -26,7 +26,7 @@ from infer_server.backend import Engine, Shapes
 from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import ModelConfig
-from infer_server.config.signature import Fit, Items, Signature
+from infer_server.config.signature import Fit, Items, ModelSignature
 from infer_server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -115,7 +115,7 @@ def image_input(source: Source, engine: Engine) -> ImageInput:
     return ImageInput(name, tensor.dtype, settled)
 
 
-class ImageSignature(Signature):
+class ImageSignature(ModelSignature):
     """Signature that counts an encoded image as the tensor that it is decoded to."""
 
     def __init__(self, image: ImageInput, config: ModelConfig, items: Items,

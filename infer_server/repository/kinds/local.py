@@ -34,7 +34,7 @@ class TensorMemory(NamedTuple):
 UNCOUNTED = TensorMemory(lambda size: lambda: None, 64 << 20)
 
 
-class Control(Protocol):
+class ModelControl(Protocol):
     """Interface to load and unload models with the parameters of a client's request, on the event loop.
 
     Its methods raise ServeError.

@@ -17,7 +17,7 @@ from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig, complete_policy, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
-from infer_server.config.signature import Items, Signature
+from infer_server.config.signature import Items, ModelSignature
 from infer_server.errors import (
     CancelledError,
     ExecutionError,
@@ -27,18 +27,18 @@ from infer_server.errors import (
     RepositoryError,
     ServeError,
 )
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
-from infer_server.observing.traces import Trace
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
+from infer_server.observing.traces import RequestTrace
 from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
-from infer_server.python_backend.channel import Message, typed
+from infer_server.python_backend.channel import ChannelMessage, typed
 from infer_server.python_backend.executor import PythonExecutor
 from infer_server.python_backend.failures import error_head
-from infer_server.python_backend.launch import Launch
+from infer_server.python_backend.launch import LaunchParameters
 from infer_server.python_backend.process import Answer, Handlers, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
-from infer_server.repository.kinds.local import Control, Find, request_of
+from infer_server.repository.kinds.local import Find, ModelControl, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import Model, QueuedModel
 from infer_server.workers import post
@@ -53,14 +53,14 @@ class PythonModel(QueuedModel):
     """Python model whose processes are initialised when it is constructed."""
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
-                 limiter: RateLimiter | None, metrics: CustomMetrics, owner: Owner,
-                 control: Callable[[], Control]) -> None:
+                 limiter: RateLimiter | None, metrics: CustomMetrics, owner: MetricsOwner,
+                 control: Callable[[], ModelControl]) -> None:
         """Start the processes and initialise them; `owner` owns the custom metrics that they define."""
         self._find, self._metrics, self._owner, self._control = find, metrics, owner, control
         self._unloading: set[asyncio.Future[None]] = set()
         self._unanswered: dict[Request, None] = {}      # requests without their last response, not cancelled
         process, message, config = self._first(source, loop)
-        signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
+        signature = ModelSignature(config, Items(config.batched, config.batching.max_batch_size))
         super().__init__(source.name, source.version, message, config, signature, loop)
         self._executors: list[PythonExecutor] = []
         for index in range(config.instances):
@@ -148,7 +148,7 @@ class PythonModel(QueuedModel):
             raise
         return process, message, config
 
-    def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
+    def _start(self, launch: LaunchParameters, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
         open_ = dict[int, _BlsRequest]()
         handlers: Handlers = {
@@ -165,7 +165,7 @@ class PythonModel(QueuedModel):
                 raise
         return process
 
-    def _handle_metric(self, message: Message, answer: Answer) -> None:
+    def _handle_metric(self, message: ChannelMessage, answer: Answer) -> None:
         """Create, change or read a custom metric on behalf of a model."""
         head, metrics = message.head, self._metrics
         name, labels, what = head["family"], head["labels"], head["what"]
@@ -176,7 +176,7 @@ class PythonModel(QueuedModel):
             return
         answer({"final": True, "value": metrics.value(name, labels)}, {})
 
-    def _change(self, loop: asyncio.AbstractEventLoop, caller: str, message: Message, answer: Answer) -> None:
+    def _change(self, loop: asyncio.AbstractEventLoop, caller: str, message: ChannelMessage, answer: Answer) -> None:
         """Load or unload a model on behalf of the Python model `caller`."""
         head, name = message.head, message.head["model"]
         if name == caller:
@@ -214,7 +214,7 @@ class PythonModel(QueuedModel):
             await control.load(name, parameters, at_once=True)
 
 
-def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:
+def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: ChannelMessage, answer: Answer) -> None:
     async def look() -> None:
         try:
             ready = await find(message.head["model"], message.head["version"]).is_ready()
@@ -228,7 +228,8 @@ def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message,
     asyncio.run_coroutine_threadsafe(look(), loop)
 
 
-def _withdraw(open_: Mapping[int, _BlsRequest], loop: asyncio.AbstractEventLoop, message: Message, _: Answer) -> None:
+def _withdraw(open_: Mapping[int, _BlsRequest], loop: asyncio.AbstractEventLoop, message: ChannelMessage,
+              _: Answer) -> None:
     """Cancel a request that a Python model has sent to another model, unless it has ended."""
     def withdraw() -> None:
         if request := open_.get(message.head["asked"]):
@@ -267,7 +268,7 @@ def _instance_name(message: model_config.ModelConfig, index: int) -> str:
     raise AssertionError("there are as many instances as the groups have")
 
 
-def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> Launch:
+def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> LaunchParameters:
     name = _instance_name(message, index)
     seconds = {}
     for key, default in (("start_timeout_secs", _START_SECS), ("execute_timeout_secs", _EXECUTE_SECS)):
@@ -282,7 +283,7 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
         "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
     added = config.sequences.datatypes if config.sequences else {}
-    return Launch(
+    return LaunchParameters(
         name, source.file, arguments,
         inputs={**{spec.name: spec.datatype for spec in config.inputs}, **added},
         outputs={**{spec.name: spec.datatype for spec in config.outputs}, **added},
@@ -293,8 +294,8 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
 class _BlsRequest:
     """Request that a Python model sends to another model (BLS), and the Reply that takes its responses."""
 
-    def __init__(self, find: Find, trace_of: Callable[[int], Trace | None], loop: asyncio.AbstractEventLoop,
-                 open_: dict[int, _BlsRequest], message: Message, answer: Answer) -> None:
+    def __init__(self, find: Find, trace_of: Callable[[int], RequestTrace | None], loop: asyncio.AbstractEventLoop,
+                 open_: dict[int, _BlsRequest], message: ChannelMessage, answer: Answer) -> None:
         """Submit the request on the event loop.
 
         Parameters

@@ -13,7 +13,7 @@ from infer_server.batching import sequences
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import InSequence, Request
-from infer_server.batching.sequences import SequencePolicy, Sequences, State
+from infer_server.batching.sequences import SequencePolicy, Sequences, SequenceState
 from infer_server.errors import DeadlineExceededError, InvalidRequestError
 
 
@@ -75,7 +75,8 @@ def test_a_sequence_ends_when_it_has_been_idle_as_long_as_it_may(monkeypatch: py
 
 
 def test_sequences_whose_states_are_of_unequal_shapes_share_no_batch() -> None:
-    policy = SequencePolicy(5_000_000, (), (State("past", "now", np.zeros((1, 1))),), candidates=4, batched=True)
+    policy = SequencePolicy(5_000_000, (), (SequenceState("past", "now", np.zeros((1, 1))),), candidates=4,
+                            batched=True)
     batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda refused, why: None)
     queues: Any = [Queue(batcher)]
     of = Sequences("m", policy, queues, Clock(), lambda request, error: None)     # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment
 from infer_server.config.pbtxt import read_config
-from infer_server.config.steps import Step, called_models
+from infer_server.config.steps import EnsembleStep, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
@@ -36,9 +36,9 @@ class Ensembles(dict[str, list[str]]):
         super().__init__(calls)
         self.reads = Counter[str]()
 
-    def steps(self, name: str) -> list[Step]:
+    def steps(self, name: str) -> list[EnsembleStep]:
         self.reads[name] += 1
-        return [Step(model, "", {"x": "x"}, {"y": "y"}) for model in self.get(name, ())]
+        return [EnsembleStep(model, "", {"x": "x"}, {"y": "y"}) for model in self.get(name, ())]
 
 
 def test_the_models_of_an_ensemble_are_read_once_and_come_in_the_order_of_their_loads() -> None:

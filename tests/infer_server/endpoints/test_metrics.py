@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from infer_server.lifecycle import StartUp
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.observing.gpus import Gpus
 from infer_server.workers import Cached
 from tests.infer_server.endpoints.test_serving import infer, scrape
@@ -213,7 +213,7 @@ def test_families_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_what_a_model_measures_is_shown_however_small_it_is() -> None:
-    custom, owner = CustomMetrics(), Owner()
+    custom, owner = CustomMetrics(), MetricsOwner()
     custom.make(owner, "learning_rate", "gauge", "", {})
     metrics = Metrics(MetricsSettings(gpu=False), custom=custom)
     for value, shown in ((3e-9, "3e-09"), (1 / 3, "0.3333333333333333"), (5.0, "5.0"), (math.nan, "NaN")):

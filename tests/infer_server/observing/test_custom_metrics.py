@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from infer_server.observing.custom_metrics import MOST, CustomMetrics, Owner
+from infer_server.observing.custom_metrics import MOST, CustomMetrics, MetricsOwner
 
 
 def test_a_metric_is_shared_and_goes_with_the_last_model_that_made_it() -> None:
-    metrics, first, second = CustomMetrics(), Owner(), Owner()
+    metrics, first, second = CustomMetrics(), MetricsOwner(), MetricsOwner()
     for owner in (first, second):
         metrics.make(owner, "rows", "counter", "Rows", {"a": "1", "b": "2"})
         metrics.change("rows", {"b": "2", "a": "1"}, "increment", 1)
@@ -40,7 +40,7 @@ def test_a_metric_is_shared_and_goes_with_the_last_model_that_made_it() -> None:
 ])
 def test_a_metric_that_is_none_or_contradicts_another_is_refused(
         name: str, kind: str, labels: dict[str, str], bounds: tuple[float, ...], why: str) -> None:
-    metrics, owner = CustomMetrics(), Owner()
+    metrics, owner = CustomMetrics(), MetricsOwner()
     metrics.make(owner, "rows", "counter", "", {})
     metrics.make(owner, "ro_sum", "counter", "", {})
     metrics.make(owner, "sizes", "histogram", "", {}, (1, 2))
@@ -53,14 +53,14 @@ def test_a_metric_that_is_none_or_contradicts_another_is_refused(
 def test_a_metric_that_no_page_could_show_for_its_text_is_refused() -> None:
     for text in (None, "\udc80"):
         with pytest.raises(ValueError, match="expected text, got None|surrogates not allowed"):
-            CustomMetrics().make(Owner(), "rows", "counter", cast(str, text), {})
+            CustomMetrics().make(MetricsOwner(), "rows", "counter", cast(str, text), {})
 
 
 def test_a_model_has_so_many_metrics_and_no_more() -> None:
-    metrics, owner = CustomMetrics(), Owner()
+    metrics, owner = CustomMetrics(), MetricsOwner()
     for number in range(MOST):
         metrics.make(owner, "rows", "counter", "", {"of": str(number)})
     with pytest.raises(ValueError, match=f"its model already has {MOST} metrics"):
         metrics.make(owner, "rows", "counter", "", {"of": "one more"})
     metrics.make(owner, "rows", "counter", "", {"of": "0"})
-    metrics.make(Owner(), "rows", "counter", "", {"of": "another's"})
+    metrics.make(MetricsOwner(), "rows", "counter", "", {"of": "another's"})

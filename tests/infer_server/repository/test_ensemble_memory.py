@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.batching.request import Request
-from infer_server.endpoints.grpc.service.stream import _Answer, _Stream
+from infer_server.endpoints.grpc.service.stream import _Answer, _InferStream
 from infer_server.python_backend.window import OpenRequests, SendWindow
 from infer_server.repository.kinds.ensemble_run import EnsembleRun, _Flow
 from tests.infer_server.endpoints.test_serving import eventually
@@ -105,7 +105,7 @@ def test_a_decoupled_step_is_held_back_until_the_steps_behind_it_have_done(
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_cancelled_stream_frees_its_tensors_at_once(tmp_path: Path, front: str) -> None:
-    kinds = (Request, EnsembleRun, _Flow, _Answer, _Stream)
+    kinds = (Request, EnsembleRun, _Flow, _Answer, _InferStream)
     write_ensemble(tmp_path, 1 << 16)
 
     def alive() -> list[str]:

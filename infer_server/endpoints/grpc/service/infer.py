@@ -100,13 +100,13 @@ class GrpcCall(Call):
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._lent, Encoder(served, self.id))
+            return if_whole(self._lent, GrpcEncoder(served, self.id))
         outputs = wanted(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
         return if_whole(self._lent, functools.partial(_encode_requested, served, outputs, self.id))
 
 
-class Encoder:
+class GrpcEncoder:
     """Encoder of responses with all outputs, of one request or of several that were executed together."""
     __slots__ = ("_served", "_id")
 

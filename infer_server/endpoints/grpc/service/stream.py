@@ -44,10 +44,10 @@ _FINAL = {final: _final(final) for final in (True, False)}
 async def infer_stream(front: Front, check: Check, context: CallContext) -> None:
     """Serve a stream until its client has sent all requests and received all responses, or has disconnected."""
     check(context)
-    await _Stream(context, front).serve()
+    await _InferStream(context, front).serve()
 
 
-class _Stream:
+class _InferStream:
     """State of one stream. Belongs to the event loop."""
 
     def __init__(self, context: CallContext, front: Front) -> None:
@@ -187,7 +187,7 @@ class _StreamClient(Client):
 class _Answer:
     """StreamReply of a request of a stream: one send(), or any number of part() and then end(), or fail()."""
 
-    def __init__(self, stream: _Stream) -> None:
+    def __init__(self, stream: _InferStream) -> None:
         self._stream = stream
         self._held: OpenCall | None = None
         self._call: GrpcCall | None = None
