@@ -280,8 +280,8 @@ class QueuedModel(Model):
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
         """Deliver the results of an execution, from any thread.
 
-        `outcomes` is empty if response senders sent the responses; `execution` is None if the execution failed or
-        was counted before.
+        `outcomes` is empty if response senders sent the responses; `execution` is None if it failed or ended before
+        the outcomes came.
         """
         if self._sequences:
             outcomes = [outcome for outcome in outcomes if not self._reschedules(*outcome, execution)]

@@ -140,7 +140,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
      "model_warmup 'w': its inputs take 73786976294838206464 bytes, more than the limit of 1073741824"),
     ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*must be <= 8"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'two' } }", "warmup/two: No such file"),
-    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are numbers"),
+    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are all at least 1"),
 ])
 def test_a_warm_up_is_checked_and_executed_before_the_model_is_ready(
         tmp_path: Path, warmup: str, refusal: str) -> None:
@@ -230,7 +230,7 @@ def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tm
         write_model(tmp_path, name, config="instance_group { kind: KIND_GPU }")
     (tmp_path / "graph" / "1" / "model.plan").rename(tmp_path / "graph" / "1" / "model.onnx")
     graph, plan = check([Outlines(tmp_path)], "refuse")
-    assert "cannot be told before its file is copied" in plan.text and not plan.is_error
+    assert "the model's file is not copied yet" in plan.text and not plan.is_error
     assert "KIND_GPU is refused" in graph.text and graph.is_error
 
 

@@ -90,7 +90,7 @@ def test_a_program_without_an_open_extent_in_front_has_no_batch(tmp_path: Path) 
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     onnx.save(model, tmp_path / "words" / "1" / "model.onnx")
     with serving(tmp_path, load_plan) as server:
-        assert "max_batch_size: 4 asked for, but the engine was built for no batch axis" in server.server.failures()[
+        assert "max_batch_size: 4 requested, but the engine was built for no batch axis" in server.server.failures()[
             "words version 1"]
 
 

@@ -289,13 +289,13 @@ def test_traces_that_are_not_written_have_no_more_memory_than_they_may(
         tensor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "_MOST_BYTES", 9 << 10)
     going_on = threading.Event()
-    write = trace_files._Writer._write
+    write = trace_files._TraceWriter._write
 
     def write_late(writer: Any, batch: Any) -> None:
         assert going_on.wait(TIMEOUT_SECS)
         write(writer, batch)
 
-    monkeypatch.setattr(trace_files._Writer, "_write", write_late)
+    monkeypatch.setattr(trace_files._TraceWriter, "_write", write_late)
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     for _ in range(3):
         begun = files.begin("m", lambda _: "")

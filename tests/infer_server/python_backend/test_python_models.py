@@ -291,7 +291,7 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("refuse ALREADY_EXISTS", "ALREADY_EXISTS", "not like this"),
     ("refuse CANCELLED", "CANCELLED", "not like this"),
     ("ask nobody", "NOT_FOUND", "nobody"),
-    ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
+    ("measure badly", "INTERNAL", "'nv_mine' .* is not a valid metric name"),
     ("as int32", "INTERNAL", "output 'out' is of int32, but its configuration says FP32"),
     ("long 128", "INTERNAL", "output 'lengths' is of int64, and has numbers that are too large for INT8"),
     ("too large", "INTERNAL", "output 'out' is of float64, and has numbers that are too large for FP32"),
