@@ -131,8 +131,8 @@ class LoggedReply:
     """Reply that reports its end to the access log and the tracer."""
 
     def __init__(self, reply: Reply, entry: AccessEntry, trace: RequestTrace | None,
-                 tell: Callable[[LoggedReply, str], None]) -> None:
-        self._reply, self.entry, self.trace, self._tell = reply, entry, trace, tell
+                 on_end: Callable[[LoggedReply, str], None]) -> None:
+        self._reply, self.entry, self.trace, self._on_end = reply, entry, trace, on_end
         self._ended = False
 
     @property
@@ -153,7 +153,7 @@ class LoggedReply:
     def end_with(self, status: str) -> None:
         if not self._ended:
             self._ended = True
-            self._tell(self, status)
+            self._on_end(self, status)
 
     def _responding(self) -> None:
         if self.trace:

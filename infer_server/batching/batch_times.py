@@ -169,7 +169,7 @@ class AdaptiveBatchLimit:
             return self._tops[self._tested]
         return self._trial if self._per_item and now_ns >= self._trial_ns else self.limit
 
-    def taken(self, items: int, now_ns: int) -> None:
+    def record_start(self, items: int, now_ns: int) -> None:
         """Record that a batch of `items` begins to execute, which may be a trial of its class."""
         index = self._class_of(items)
         if index > self._tested:

@@ -273,7 +273,7 @@ class Batcher:
 
     def _begin(self, batch: Collection[Request]) -> None:
         """Remove a batch that an instance executes now."""
-        self._paying.taken(sum([request.items for request in batch]), self._clock_ns())
+        self._paying.record_start(sum([request.items for request in batch]), self._clock_ns())
         self._remove(batch)
 
     def _remove(self, requests: Iterable[Request]) -> None:

@@ -90,7 +90,7 @@ class EngineExecutor:
         self._counts = max_batch > 0                # the context takes the number of items
         self._batched = self._counts and not is_mixed       # tensors have a leading batch axis
         self._max_batch = max_batch
-        self._is_open, self._gpu, self._lends = is_open, gpu, not is_mixed
+        self._is_open, self._gpu, self._may_bind = is_open, gpu, not is_mixed
         self._placing = self._placing_of(context)   # for the current shapes
 
     def close(self) -> None:
@@ -141,8 +141,8 @@ class EngineExecutor:
 
     def _placing_of(self, context: ExecutionContext) -> InPlaceContext | None:
         """Return the context if it may read inputs in place. An isinstance check of the protocol would take 10 us."""
-        lends = self._lends and bool(getattr(context, "in_place", ()))
-        return cast(InPlaceContext, context) if lends else None
+        may_bind = self._may_bind and bool(getattr(context, "in_place", ()))
+        return cast(InPlaceContext, context) if may_bind else None
 
     def _blank(self, context: ExecutionContext, request: Request) -> None:
         """Fill one item with zeros for a request of none: executing it yields the shapes of the outputs."""

@@ -115,8 +115,8 @@ class Request:
     output_buffers: Mapping[str, GpuRoom] = field(default_factory=dict)     # GPU memory to write outputs to
     outputs: tuple[str, ...] = ()               # requested outputs; empty for all
     window: FlowWindow | None = None                # limits a decoupled model; None for no flow control
-    taken: Callable[[], None] | None = None     # with a window: the reply calls it for each response, in order, once
-                                                # the response holds no more memory
+    on_consumed: Callable[[], None] | None = None   # with a window: the reply calls it for each response, in order,
+                                                # once the response holds no more memory
     trace: RequestTrace | None = None                  # records the execution, if requests are traced
     lengthy: bool = False                       # encode() may take longer than the execution: see Call
 

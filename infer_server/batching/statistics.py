@@ -185,14 +185,14 @@ class Statistics:
             self._counters.failures[reason] += 1
             self._counters.fail.add(1, ns)
 
-    def quantiles(self, wanted: Sequence[float]) -> dict[str, list[float]]:
+    def quantiles(self, levels: Sequence[float]) -> dict[str, list[float]]:
         """Return quantiles of the durations within the last minute in ns by phase, NaN without requests.
 
-        `wanted` must be ascending.
+        `levels` are between 0 and 1 and ascending.
         """
         now_ns = time.monotonic_ns()
         with self._lock:
-            return {phase: latencies.quantiles(wanted, now_ns) for phase, latencies in self._latencies.items()}
+            return {phase: latencies.quantiles(levels, now_ns) for phase, latencies in self._latencies.items()}
 
     def totals(self) -> Totals:
         """Return the counters of requests alone, which is cheaper than a snapshot."""

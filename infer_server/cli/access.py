@@ -79,27 +79,27 @@ def add_access(parser: argparse.ArgumentParser) -> None:
                              "summary_quantiles=0.5,0.99 sets the quantiles; can be repeated")
 
 
-def access_of(given: argparse.Namespace) -> dict[str, Any]:
+def access_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of ServerOptions that these options set.
 
     Raises ValueError if the options contradict each other.
     """
-    if given.grpc_reflection and not reflection.is_installed():
+    if options.grpc_reflection and not reflection.is_installed():
         raise ValueError("--grpc-reflection needs grpcio-reflection: install infer-server[reflection]")
     return {
-        "allow_client_shm": given.allow_client_shm,
-        "grpc_tls": _tls(given, "grpc"), "http_tls": _tls(given, "http"),
-        "grpc_secrets": _secrets("--grpc-restricted-protocol", given.grpc_restricted_protocol),
-        "http_secrets": _secrets("--http-restricted-api", given.http_restricted_api),
-        "grpc_reflection": given.grpc_reflection, "access_log": given.access_log,
-        "tracing": tracing_of(given),
-        "allowed_hosts": tuple(name for names in given.allowed_hosts for name in names.split(",") if name.strip()),
-        "metrics": _metrics(given.metrics_config, given.allow_cpu_metrics, given.allow_gpu_metrics),
+        "allow_client_shm": options.allow_client_shm,
+        "grpc_tls": _tls(options, "grpc"), "http_tls": _tls(options, "http"),
+        "grpc_secrets": _secrets("--grpc-restricted-protocol", options.grpc_restricted_protocol),
+        "http_secrets": _secrets("--http-restricted-api", options.http_restricted_api),
+        "grpc_reflection": options.grpc_reflection, "access_log": options.access_log,
+        "tracing": tracing_of(options),
+        "allowed_hosts": tuple(name for names in options.allowed_hosts for name in names.split(",") if name.strip()),
+        "metrics": _metrics(options.metrics_config, options.allow_cpu_metrics, options.allow_gpu_metrics),
         "grpc_channel": {
-            **{name: _value(given, option) for option, (name, _) in _CHANNEL.items()
-               if _value(given, option) is not None},
-            **({} if _value(given, _COMPRESSION) == "none" else _COMPRESSED),
-            "grpc.keepalive_permit_without_calls": int(given.grpc_keepalive_permit_without_calls)},
+            **{name: _value(options, option) for option, (name, _) in _CHANNEL.items()
+               if _value(options, option) is not None},
+            **({} if _value(options, _COMPRESSION) == "none" else _COMPRESSED),
+            "grpc.keepalive_permit_without_calls": int(options.grpc_keepalive_permit_without_calls)},
     }
 
 
@@ -119,13 +119,13 @@ def _flag(parser: argparse.ArgumentParser, name: str, text: str, default: bool) 
                         help=f"{text} (default {str(default).lower()})")
 
 
-def _value(given: argparse.Namespace, option: str) -> Any:
-    return getattr(given, option.replace("-", "_"))
+def _value(options: argparse.Namespace, option: str) -> Any:
+    return getattr(options, option.replace("-", "_"))
 
 
-def _tls(given: argparse.Namespace, protocol: str) -> Tls | None:
+def _tls(options: argparse.Namespace, protocol: str) -> Tls | None:
     use, mutual, certificate, key, clients = (
-        _value(given, f"{protocol}-{name}") for name in
+        _value(options, f"{protocol}-{name}") for name in
         ("use-ssl", "use-ssl-mutual", "server-cert", "server-key", "root-cert"))
     if not (use or mutual):
         return None

@@ -87,10 +87,10 @@ class Bar:
             self._stage = ""
             self._bar.close()
 
-    def say(self, text: str) -> None:
+    def notice(self, text: str) -> None:
         """Print a notice."""
         self._last = time.perf_counter()
-        _say(text)
+        _print_error(text)
 
     def _beat(self) -> None:
         while not self._done.wait(self.BEAT):
@@ -98,7 +98,7 @@ class Bar:
             if not self._bar.disable:
                 self._bar.refresh()
             elif now - self._last >= self.QUIET:
-                self.say(f"{self._text}, {now - self._begin:.0f} s")
+                self.notice(f"{self._text}, {now - self._begin:.0f} s")
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -107,7 +107,7 @@ def _command(options: argparse.Namespace) -> int:
     config, calibration = _config(options), _calibration(options)
     begin = time.perf_counter()
     with Bar(options.quiet) as bar:
-        notify = _nothing if options.quiet else bar.say
+        notify = _nothing if options.quiet else bar.notice
         build = build_engine(options.model, calibration=_of_build(calibration, config),
                              cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
                              progress=bar, notify=notify, **vars(config))
@@ -126,7 +126,7 @@ def _command(options: argparse.Namespace) -> int:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
         _for_tensorrt(build.plan, options, notify)
-    if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
+    if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
         build.save(options.output, strip=True)
@@ -179,7 +179,7 @@ def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibrati
     return calibration if needed else None
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -245,7 +245,7 @@ def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) ->
     if options.verbose:
         print(layers(plan))
     if missing := by_reference(coverage):
-        _say(missing)
+        _print_error(missing)
     size = Path(options.output).stat().st_size / 1e6
     notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
     notify(coverage.line)

@@ -40,7 +40,7 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
     except Exception as error:
         if debugging("traceback"):
             traceback.print_exc()
-        print(f"{parser.prog}: {_said(parser.prog, error)}", file=sys.stderr)
+        print(f"{parser.prog}: {_error_line(parser.prog, error)}", file=sys.stderr)
         return _code_of(error)
 
 
@@ -60,7 +60,7 @@ def _is_users(error: Exception) -> bool:
     return isinstance(error, EngineError | OSError) and not isinstance(error, CompilerFault)
 
 
-def _said(prog: str, error: Exception) -> str:
+def _error_line(prog: str, error: Exception) -> str:
     if _is_users(error):
         return f"error: {message_of(error)}"
     return str(error) if isinstance(error, CompilerFault) else f"a fault of {prog}: {summary(error)}"

@@ -37,10 +37,10 @@ def add_tracing(parser: argparse.ArgumentParser) -> None:
                             help=argparse.SUPPRESS)
 
 
-def tracing_of(given: argparse.Namespace) -> SpanSettings | TraceSettings | None:
+def tracing_of(options: argparse.Namespace) -> SpanSettings | TraceSettings | None:
     """Return the tracing settings of the options, or None if tracing is not enabled. Raises ValueError."""
     try:
-        return parsed(given.trace_config)
+        return parsed(options.trace_config)
     except (ValueError, InvalidRequestError) as error:
         raise ValueError(f"--trace-config {error}") from error
 

@@ -72,30 +72,30 @@ def cache_bytes(text: str) -> int:
     return int(text)
 
 
-def without_effect(given: argparse.Namespace) -> list[str]:
+def without_effect(options: argparse.Namespace) -> list[str]:
     """Return the given options that have no effect here."""
-    return [f"--{name}" for name in _WITHOUT_EFFECT if _value(given, name) is not None]
+    return [f"--{name}" for name in _WITHOUT_EFFECT if _value(options, name) is not None]
 
 
-def log_level(given: argparse.Namespace) -> str:
+def log_level(options: argparse.Namespace) -> str:
     """Return the level for the logging module, from --log-level and Triton's options."""
-    level: str = given.log_level.upper()
-    if given.log_verbose > 0:
+    level: str = options.log_level.upper()
+    if options.log_verbose > 0:
         return "DEBUG"
-    silent = [name for name in ("info", "warning", "error") if not _value(given, f"log-{name}")]
+    silent = [name for name in ("info", "warning", "error") if not _value(options, f"log-{name}")]
     return {"info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}[silent[-1]] if silent else level
 
 
-def ports_of(given: argparse.Namespace) -> dict[str, Any]:
+def ports_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of ServerOptions for the ports and their addresses."""
-    return {"hosts": {port: host.strip("[]") for port in PORTS if (host := _value(given, f"{port}-address"))},
-            "closed": frozenset(port for port in PORTS if not _value(given, f"allow-{port}"))}
+    return {"hosts": {port: host.strip("[]") for port in PORTS if (host := _value(options, f"{port}-address"))},
+            "closed": frozenset(port for port in PORTS if not _value(options, f"allow-{port}"))}
 
 
-def forwarded_of(given: argparse.Namespace) -> dict[str, re.Pattern[str]]:
+def forwarded_of(options: argparse.Namespace) -> dict[str, re.Pattern[str]]:
     """Return the patterns of headers that become parameters, by protocol."""
     return {protocol: pattern for protocol in _PROTOCOLS
-            if (pattern := _value(given, f"{protocol.lower()}-header-forward-pattern"))}
+            if (pattern := _value(options, f"{protocol.lower()}-header-forward-pattern"))}
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -122,5 +122,5 @@ def _only(taken: str, instead: str) -> Callable[[str], str]:
     return read
 
 
-def _value(given: argparse.Namespace, option: str) -> Any:
-    return getattr(given, option.replace("-", "_"))
+def _value(options: argparse.Namespace, option: str) -> Any:
+    return getattr(options, option.replace("-", "_"))

@@ -105,7 +105,7 @@ def _flat(ragged: Ragged | None) -> frozenset[str]:
 def _computed_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
     """Return the engine's inputs that the server computes from shapes. Raises ModelConfigError if one is missing."""
     tensors = {tensor.name: tensor for tensor in engine.inputs}
-    for made in ragged.made:
+    for made in ragged.computed:
         for name in made.names:
             if name not in tensors:
                 raise ModelConfigError(f"batch_input: target_name '{name}': the model has the inputs "

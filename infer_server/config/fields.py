@@ -217,7 +217,7 @@ def treatment(path: str) -> Treatment:
 def findings(message: Message) -> list[Finding]:
     """Return the fields of a configuration that are not just served, each once, in the order of the descriptor."""
     found: dict[str, Finding] = {}
-    for path in _given(message, ""):
+    for path in _set_paths(message, ""):
         line = _line(path)
         if line in TREATMENTS and TREATMENTS[line].verdict is not Verdict.SERVED:
             found.setdefault(line, Finding(line, TREATMENTS[line]))
@@ -232,7 +232,7 @@ def _line(path: str) -> str:
     return line if line in TREATMENTS else path
 
 
-def _given(message: Message, above: str) -> Iterator[str]:
+def _set_paths(message: Message, above: str) -> Iterator[str]:
     """Yield the paths of all fields that are set, messages before their fields."""
     return (path for path, _ in _fields(message, above))
 

@@ -54,13 +54,14 @@ def settle(message: model_config.ModelConfig, gpus: Sequence[GpuDevice] = (), in
     """
     if message.dynamic_batching.preserve_ordering:
         instances = 1
-    _place(message, gpus, auto=True)
+    _assign_devices(message, gpus, auto=True)
     for number, group in enumerate(message.instance_group):
         group.name = group.name or f"{message.name}_{number}"
         group.count = group.count or (1 if group.kind == Group.KIND_GPU else instances)
 
 
-def placed(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: bool = True) -> model_config.ModelConfig:
+def with_devices(message: model_config.ModelConfig, gpus: Sequence[GpuDevice],
+                 auto: bool = True) -> model_config.ModelConfig:
     """Return a copy whose groups name the devices that they are served on.
 
     A group of KIND_GPU without gpus gets all GPUs that run the model; so does KIND_AUTO if `auto`. Raises
@@ -68,11 +69,11 @@ def placed(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: b
     """
     copy = model_config.ModelConfig()
     copy.CopyFrom(message)
-    _place(copy, gpus, auto)
+    _assign_devices(copy, gpus, auto)
     return copy
 
 
-def without(message: model_config.ModelConfig, numbers: Collection[int]) -> model_config.ModelConfig:
+def without_gpus(message: model_config.ModelConfig, numbers: Collection[int]) -> model_config.ModelConfig:
     """Return a copy of a result of `placed` with these GPUs removed, and the CPU for groups that have none left."""
     copy = model_config.ModelConfig()
     copy.CopyFrom(message)
@@ -84,7 +85,7 @@ def without(message: model_config.ModelConfig, numbers: Collection[int]) -> mode
     return copy
 
 
-def _place(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: bool) -> None:
+def _assign_devices(message: model_config.ModelConfig, gpus: Sequence[GpuDevice], auto: bool) -> None:
     able = [gpu.number for gpu in gpus if not gpu.why_not]
     if message.dynamic_batching.preserve_ordering:
         able = able[:1]

@@ -65,18 +65,18 @@ class ShapeInput:
 class Ragged:
     """Ragged batching configuration of a model."""
     inputs: frozenset[str]                  # ragged inputs
-    made: tuple[ShapeInput, ...]
+    computed: tuple[ShapeInput, ...]
     scattered: Mapping[str, str]            # batch_output: for each output, the input whose shapes split it
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the computed inputs."""
-        return frozenset(name for made in self.made for name in made.names)
+        return frozenset(name for made in self.computed for name in made.names)
 
     @property
     def sources(self) -> list[tuple[str, str]]:
         """Pairs of a field and the input that it names as its source."""
-        return [*(("batch_input", made.source) for made in self.made),
+        return [*(("batch_input", made.source) for made in self.computed),
                 *(("batch_output", source) for source in self.scattered.values())]
 
     def check_sources(self, inputs: Collection[str]) -> None:

@@ -55,9 +55,9 @@ class StubServer(Protocol):
 
     def log(self, level: str, text: str) -> None: ...
 
-    def ask(self, kind: str, tensors: Tensors = ..., **head: Any) -> Any: ...
+    def call(self, kind: str, tensors: Tensors = ..., **head: Any) -> Any: ...
 
-    def tell(self, kind: str, **head: Any) -> None: ...
+    def notify(self, kind: str, **head: Any) -> None: ...
 
 
 server = cast(StubServer, None)             # set once, before the model is imported
@@ -336,26 +336,26 @@ class Metric:
         self._kind = family.kind
         named = {key: str(value) for key, value in (labels or {}).items()}
         self._head: dict[str, Any] = {"family": family.name, "labels": named}
-        server.ask("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
+        server.call("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
             bound.item() if isinstance(bound, np.generic) else bound for bound in (() if buckets is None else buckets)])
 
     def increment(self, value: float) -> None:
         if self._kind == "histogram" or self._kind == "counter" and value < 0:
             raise TritonModelException(f"a {self._kind} cannot be incremented by {value}")
-        server.tell("metric", what="increment", value=float(value), **self._head)
+        server.notify("metric", what="increment", value=float(value), **self._head)
 
     def set(self, value: float) -> None:
         self._refuse_unless("gauge", "set")
-        server.tell("metric", what="set", value=float(value), **self._head)
+        server.notify("metric", what="set", value=float(value), **self._head)
 
     def observe(self, value: float) -> None:
         self._refuse_unless("histogram", "observed")
-        server.tell("metric", what="observe", value=float(value), **self._head)
+        server.notify("metric", what="observe", value=float(value), **self._head)
 
     def value(self) -> float:
         if self._kind == "histogram":
             raise TritonModelException("a histogram has no single value")
-        return float(server.ask("metric", what="value", **self._head))
+        return float(server.call("metric", what="value", **self._head))
 
     def _refuse_unless(self, kind: str, what: str) -> None:
         if self._kind != kind:
@@ -385,15 +385,15 @@ def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load or reload a model; `config` (JSON) and `files` ({"file:1/model.onnx": bytes}) replace its folder."""
     contents = {path: Typed("UINT8", np.frombuffer(content, np.uint8)) for path, content in (files or {}).items()}
-    server.ask("load", contents, model=model_name, config=config)
+    server.call("load", contents, model=model_name, config=config)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    server.ask("unload", model=model_name, unload_dependents=unload_dependents)
+    server.call("unload", model=model_name, unload_dependents=unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    return bool(server.ask("ready", model=model_name, version=str(model_version)))
+    return bool(server.call("ready", model=model_name, version=str(model_version)))
 
 
 def get_model_dir() -> str:

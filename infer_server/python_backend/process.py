@@ -60,7 +60,7 @@ class ModelProcess:
         self._between: dict[Request, int] = {}          # rescheduled ones, which keep their numbers
         self._last: dict[int, Any] = {}                 # results of rescheduled ones that have ended meanwhile
         self._ended = ""                                # how the process ended; "" while it runs
-        self._kept: dict[int, Any] = {}                 # first responses of open requests that take only one
+        self._first_responses: dict[int, Any] = {}                 # first responses of open requests that take only one
         self._says_ready = False                        # True if the model has an is_ready()
         self._checking: Future[bool] | None = None      # result of the is_ready() call in progress
         self._replies: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()      # None: the process has ended
@@ -100,7 +100,7 @@ class ModelProcess:
                 checking.set_result(True)
                 return checking
             self._checking = checking
-        self._tell({"kind": "check"})
+        self._send_later({"kind": "check"})
         return checking
 
     def _checked(self, ready: bool) -> None:
@@ -143,7 +143,7 @@ class ModelProcess:
                 if result is RESCHEDULE:
                     self._between[request] = number
                 else:
-                    result = self._kept.get(number, result)     # only the first response counts
+                    result = self._first_responses.get(number, result)     # only the first response counts
                     self._end(number)
                 outcomes.append((request, result))
             self._executing = ()
@@ -181,12 +181,12 @@ class ModelProcess:
                 number = next(self._numbers) if number is None else number
                 begun[number] = request
                 if request.window:
-                    request.taken = partial(self._tell, {"kind": "taken", "request": number})
+                    request.on_consumed = partial(self._send_later, {"kind": "taken", "request": number})
         self._open.update(begun)
         return tuple(begun), [*begun.values()], ended
 
     def _end(self, number: int) -> Request:
-        self._kept.pop(number, None)
+        self._first_responses.pop(number, None)
         return self._open.pop(number)
 
     def cancel(self, request: Request) -> None:
@@ -207,12 +207,12 @@ class ModelProcess:
                 return
             self._end(number)
             self._last.pop(number, None)
-        self._tell({"kind": "forget", "request": number})
+        self._send_later({"kind": "forget", "request": number})
 
     def _tell_cancelled(self, number: int) -> None:
-        self._tell({"kind": "cancel", "request": number})
+        self._send_later({"kind": "cancel", "request": number})
 
-    def _tell(self, head: Mapping[str, Any]) -> None:
+    def _send_later(self, head: Mapping[str, Any]) -> None:
         """Queue a message without waiting, since the process may not read; dropped if the process ends."""
         self._outbox.put(head)
 
@@ -324,7 +324,7 @@ class ModelProcess:
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
             answered = {"kind": "answered", "number": number, **head}
             if not tensors:
-                return self._tell(answered)
+                return self._send_later(answered)
             try:
                 self._channel.send(answered, [tensors])
             except ClosedError:
@@ -353,13 +353,14 @@ class ModelProcess:
         elif not streams and result is not NO_MORE:
             with self._lock:
                 if number in self._open:
-                    self._kept[number] = result
+                    self._first_responses[number] = result
         if final or (streams and isinstance(result, Exception)):
             with self._lock:
                 if number not in self._open:
                     return                      # the request has ended meanwhile
                 if not streams:
-                    result = self._kept.pop(number, ExecutionError(f"{self.launch.name}: it gave no response"))
+                    missing = ExecutionError(f"{self.launch.name}: it gave no response")
+                    result = self._first_responses.pop(number, missing)
                 if request in self._between:
                     self._last[number] = result     # the request is queued and ends when it is taken
                     return

@@ -101,11 +101,11 @@ class Stub:
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled,
             "traced_by": request.trace().number}, [tensors])
         responses = pb_utils.ResponseIterator(self._answers(number, answers),
-                                              partial(self.tell, "withdraw", asked=number))
+                                              partial(self.notify, "withdraw", asked=number))
         weakref.finalize(responses, self._calls.pop, number, None).atexit = False      # they may not be read to the end
         return responses
 
-    def ask(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
+    def call(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
         """Call the server and return its answer. Raises TritonModelException if the server refuses."""
         number, answers = self._begin_call()
         self._channel.send({"kind": kind, "number": number, **head}, [tensors])
@@ -115,7 +115,7 @@ class Stub:
             raise pb_utils.TritonModelException(message.head["error"] if message else "the server is gone")
         return message.head["value"]
 
-    def tell(self, kind: str, **head: Any) -> None:
+    def notify(self, kind: str, **head: Any) -> None:
         """Send a message to the server that has no answer."""
         self._channel.send({"kind": kind, "number": -1, **head})
 
@@ -152,7 +152,7 @@ class Stub:
                 if kind == "cancel":
                     self._open.cancel(message.head["request"])
                 elif kind == "taken":
-                    self._open.taken(message.head["request"])
+                    self._open.consumed(message.head["request"])
                 elif kind == "forget":          # the request has ended between two executions
                     self._open.end(message.head["request"])
                     if sender := self._senders.pop(message.head["request"], None):

@@ -22,7 +22,7 @@ class SendWindow:
         self._sizes.append(size)
         self._bytes += size
 
-    def taken(self) -> None:
+    def consumed(self) -> None:
         """Remove the oldest response."""
         self._bytes -= self._sizes.popleft() if self._sizes else 0
 
@@ -58,11 +58,11 @@ class OpenRequests:
                 self._cancelled[number] = True
                 self._changed.notify_all()
 
-    def taken(self, number: int) -> None:
+    def consumed(self, number: int) -> None:
         """Record that the oldest response was consumed."""
         with self._changed:
             if window := self._windows.get(number):
-                window.taken()
+                window.consumed()
                 self._changed.notify_all()
 
     def is_cancelled(self, number: int) -> bool:

@@ -11,7 +11,7 @@ from engines.errors import EngineError
 from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
 from infer_server.config.fields import check_threads
-from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
+from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, with_devices
 from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
@@ -183,7 +183,7 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
         yield Remark(name, NOT_KNOWN)
         return
     try:
-        used = set(devices(placed(source.message, source.gpus())))
+        used = set(devices(with_devices(source.message, source.gpus())))
     except ModelConfigError as error:
         yield Remark(name, str(error), True)
         return

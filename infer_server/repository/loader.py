@@ -14,7 +14,7 @@ from engines.machine.cpu import allowed_cpus
 from infer_server.backend import SPECIALISE, EngineLoader, GpuDevice, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.fields import check_threads
-from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
+from infer_server.config.groups import ON_CPU, REFUSED, devices, with_devices, without_gpus
 from infer_server.config.kinds import ModelKind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
 from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
@@ -61,7 +61,7 @@ class Loader:
         """
         auto = not source.is_onnx or self.kind_auto == "gpu"
         gpus = source.gpus() if auto or source.config.asks_for_gpu else []
-        message = placed(source.message, gpus, auto)
+        message = with_devices(source.message, gpus, auto)
         if source.config.asks_for_gpu and set(devices(message)) == {None}:
             if self.kind_gpu == "refuse":
                 raise ModelConfigError(REFUSED)
@@ -103,7 +103,7 @@ class Loader:
             except (NotBuiltError, PlanTargetError) as refusal:
                 if not target:
                     raise
-                source = self._without(source, those, refusal)
+                source = self._without_gpus(source, those, refusal)
         instances = 1
         if None in devices(source.message):
             cpu = self._on_cpu(source, threads, any(not gpu.why_not for gpu in gpus))
@@ -127,7 +127,7 @@ class Loader:
         with self.compiler.retune(source, gpu.number) as timed:
             return self._loaded(source, timed, 1, gpu.number)
 
-    def _without(self, source: Source, gpus: Sequence[GpuDevice], refusal: Exception) -> Source:
+    def _without_gpus(self, source: Source, gpus: Sequence[GpuDevice], refusal: Exception) -> Source:
         """Return the source with GPUs replaced by the CPU, after they refused the model.
 
         Raises
@@ -138,7 +138,7 @@ class Loader:
         if source.config.asks_for_gpu and self.kind_gpu == "refuse":
             raise ModelConfigError(f"{REFUSED}: {refusal}") from refusal
         log.warning("%s: not served on %s: %s", source.name, ", ".join(map(str, gpus)), refusal)
-        return replace(source, message=without(source.message, [gpu.number for gpu in gpus]))
+        return replace(source, message=without_gpus(source.message, [gpu.number for gpu in gpus]))
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:

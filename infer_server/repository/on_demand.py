@@ -135,22 +135,22 @@ class OnDemand:
     def _held(self) -> int:
         return sum(model.memory_bytes for model in self._repository.models())
 
-    async def _evict_for(self, kept: str) -> None:
+    async def _evict_for(self, protected: str) -> None:
         """Unload least recently used models that `kept` does not need until the memory limit holds."""
         async with self._evicting:
             while (held := self._held()) > self._limit_bytes:
-                victim = self._least_used(kept)
+                victim = self._least_used(protected)
                 if victim is None:
                     log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
                                 "--model-memory-limit-mib %d is exceeded", held >> 20, self._limit_bytes >> 20)
                     return
                 first = self._outermost(victim)         # one per iteration: new requests may need the others
-                log.info("'%s' is unloaded to make room for '%s'", first, kept)
+                log.info("'%s' is unloaded to make room for '%s'", first, protected)
                 await self._repository.unload(first)
 
-    def _least_used(self, kept: str) -> str | None:
+    def _least_used(self, protected: str) -> str | None:
         models = self._repository.models()
-        busy = {kept, *self._repository.needed(), *self._loading, *self._claimed,
+        busy = {protected, *self._repository.needed(), *self._loading, *self._claimed,
                 *(model.name for model in models if model.is_busy)}
         while more := {step for model in models if model.name in busy for step in _steps(model)} - busy:
             busy |= more

@@ -290,7 +290,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
     assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"], load_numpy_engine) == 1
     said = capsys.readouterr().out
     assert [line.partition(": ")[2][:32] for line in said.splitlines() if line.startswith("twice")] == [
-        "error: sequence_batching.iterati", "error: model_operations: operato"]
+        "error: sequence_batching.iterati", "error: model_operations: librari"]
     for part in ("good: ok", "gpu: error: instance_group: KIND_GPU is refused", "agents: error: model_rep",
                  "unnamed: error: backend: 'pytorch' is not served: export the model to ONNX", "l.txt: no such file",
                  "warmup/missing: No such file", "no model 'goood'. Did you mean 'good'?"):

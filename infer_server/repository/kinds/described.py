@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from infer_server.backend import BATCH, Described
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
-from infer_server.config.groups import placed
+from infer_server.config.groups import with_devices
 from infer_server.config.ragged import model_dims
 from infer_server.protocol.codec import FROM_ENGINE
 from infer_server.repository.folders import Source
@@ -40,7 +40,7 @@ def complete_source(source: Source, describe_plan: Callable[[Path], Described]) 
     described = _of_onnx(source) if source.is_onnx else describe_plan(source.file)
     if described is None:
         return None
-    message = complete(placed(source.message, ()), source.name, described, source.file.name)
+    message = complete(with_devices(source.message, ()), source.name, described, source.file.name)
     if isinstance(described, _Onnx) and not (described.knows_ranks and source.message.HasField("max_batch_size")):
         message.ClearField("max_batch_size")        # marks the dims as uncertain
     return replace(source, message=message, config=from_message(message, is_complete=False))

@@ -46,9 +46,9 @@ class EnsembleRun:
         self._split: set[_Flow] = set()                 # flows whose decoupled step has not ended
         self._streams = False                           # True once a decoupled step has begun
         self._alive: dict[_Flow, None] = {}             # all flows that hold tensors
-        self._untaken: deque[_Flow] = deque()           # flows whose responses the caller has not consumed yet
+        self._unconsumed: deque[_Flow] = deque()           # flows whose responses the caller has not consumed yet
         if request.window:                              # the ensemble is itself a step of an ensemble
-            request.taken = self._taken
+            request.on_consumed = self._consumed
 
     def begin(self) -> None:
         """Start the first flow with the request's inputs and the steps that the requested outputs need."""
@@ -67,10 +67,10 @@ class EnsembleRun:
 
     def cancel(self) -> None:
         """End the execution and release all tensors; breaks reference cycles."""
-        self.ended, self.request.taken = True, None
+        self.ended, self.request.on_consumed = True, None
         for flow in self._alive:
             flow.cancel()
-        for flows in (self._flows, self._split, self._alive, self._untaken):
+        for flows in (self._flows, self._split, self._alive, self._unconsumed):
             flows.clear()
 
     @property
@@ -81,10 +81,10 @@ class EnsembleRun:
             return own
         return FlowWindow(min(filter(None, (outer.responses, own.responses)), default=0), min(outer.size, own.size))
 
-    def _taken(self) -> None:
+    def _consumed(self) -> None:
         """Release the oldest response after the caller has consumed it."""
-        if self._untaken:
-            self._untaken.popleft().end()
+        if self._unconsumed:
+            self._unconsumed.popleft().end()
 
     def forget(self, flow: _Flow) -> None:
         """Remove a flow that no longer holds tensors."""
@@ -124,7 +124,7 @@ class EnsembleRun:
                 self._end(result)
                 return
             if self.request.window:
-                self._untaken.append(first)
+                self._unconsumed.append(first)
                 self.request.part(result)
             else:
                 self.request.part(result)
@@ -156,7 +156,7 @@ class _Flow:
     """Set of available tensors and the steps that wait for more of them."""
 
     def __init__(self, run: EnsembleRun, tensors: Tensors, waiting: dict[int, EnsembleStep],
-                 parent: _Flow | None = None, taken: Callable[[], None] | None = None) -> None:
+                 parent: _Flow | None = None, on_consumed: Callable[[], None] | None = None) -> None:
         """Create a flow.
 
         Parameters
@@ -170,11 +170,11 @@ class _Flow:
         parent : _Flow, optional
             Flow whose decoupled step produced the response that starts this one.
         taken : callable, optional
-            Function that lets the decoupled step continue; see `Request.taken`.
+            Function that lets the decoupled step continue; see `Request.on_consumed`.
         """
         self.is_complete = False
         self._run, self._tensors, self._waiting = run, tensors, waiting
-        self._parent, self._on_taken = parent, taken
+        self._parent, self._on_consumed = parent, on_consumed
         self._children = 0                              # child flows that hold tensors
         self._has_split = False                         # True after the decoupled last step has ended
         self._in_flight: dict[int, tuple[Model, Request]] = {}
@@ -194,9 +194,9 @@ class _Flow:
         """Release the tensors and let the decoupled step that started the flow continue."""
         self._release()
         self._run.forget(self)
-        parent, taken, self._parent, self._on_taken = self._parent, self._on_taken, None, None
-        if taken:
-            taken()
+        parent, on_consumed, self._parent, self._on_consumed = self._parent, self._on_consumed, None, None
+        if on_consumed:
+            on_consumed()
         if parent:
             parent.child_ended()
 
@@ -256,7 +256,7 @@ class _Flow:
             return
         model, request = self._in_flight[number]
         tensors = self._tensors.added(number, step, outputs, model.config.batched)
-        flow = _Flow(self._run, tensors, dict(self._waiting), self, request.taken)
+        flow = _Flow(self._run, tensors, dict(self._waiting), self, request.on_consumed)
         try:
             flow.hold(_RESPONSE_BYTES + size_of(outputs))
         except ServeError as error:
@@ -291,7 +291,7 @@ class _Flow:
             model.cancel(request)
         self._in_flight.clear()
         self._release()
-        self._parent = self._on_taken = None
+        self._parent = self._on_consumed = None
 
     @property
     def gone(self) -> bool:

@@ -55,7 +55,7 @@ class RaggedExecutor:
         """Return the parts of each input: one for each request, or one for a computed input (batch_input)."""
         inputs = {name: [request.inputs[name].reshape(-1) if name in self._ragged.inputs else request.inputs[name]
                          for request in batch] for name in batch[0].inputs}
-        for made in self._ragged.made:
+        for made in self._ragged.computed:
             shapes = [request.inputs[made.source].shape for request in batch]
             if self._batched and [shape[0] for shape in shapes] != [request.items for request in batch]:
                 raise ExecutionError(f"input '{made.source}' has other items than its requests: its shapes are "
@@ -129,5 +129,5 @@ def _items(batch: Sequence[Request]) -> int:
 
 def single_request_shapes(ragged: Ragged, shapes: Shapes) -> Shapes:
     """Return the shapes of the engine's inputs for a batch of a single request."""
-    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.made for name in each.names}
+    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.computed for name in each.names}
     return {name: (math.prod(shape),) if name in ragged.inputs else shape for name, shape in shapes.items()} | made

@@ -69,10 +69,10 @@ def test_one_slow_execution_limits_nothing() -> None:
 def test_one_batch_of_an_untested_size_is_executed_at_a_time() -> None:
     paying = measured(_1=200)
     assert paying.most(0) == 2
-    paying.taken(2, 0)
+    paying.record_start(2, 0)
     assert paying.most(1) == paying.most(799 * MS) == 1
     assert paying.most(801 * MS) == 2, "that execution has failed"
-    paying.taken(2, 801 * MS)
+    paying.record_start(2, 801 * MS)
     paying.add(2, 250 * MS, 1051 * MS)
     assert paying.most(1051 * MS) == 2
     paying.add(2, 250 * MS, 1300 * MS)
@@ -124,9 +124,9 @@ def test_a_neighbouring_size_is_tried_now_and_then() -> None:
     due = 201 * 500 * MS                            # a 500th of the time of one instance
     assert paying.most(due - 500 * MS) == 1
     assert paying.most(due) == 2
-    paying.taken(1, due)
+    paying.record_start(1, due)
     assert paying.most(due) == 2, "only one was waiting: that was no trial"
-    paying.taken(2, due)
+    paying.record_start(2, due)
     assert paying.most(due) == paying.most(due + 2 * 200 * 500 * MS) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_size_that_comes_to_pay_is_found_again() -> None:
     for _ in range(40_000):
         now_ns += 3 * MS
         items = paying.most(now_ns)
-        paying.taken(items, now_ns)
+        paying.record_start(items, now_ns)
         paying.add(items, 2 * MS, now_ns)           # now as long for any size
     assert paying.limit == 8
 
@@ -163,7 +163,7 @@ def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, ins
             decision = decide(queue, now_ns, policy, idle - 1, paying.most(now_ns))
             assert isinstance(decision, Send)
             batch, queue = queue[:decision.count], queue[decision.count:]
-            paying.taken(len(batch), now_ns)
+            paying.record_start(len(batch), now_ns)
             idle -= 1
             order += 1
             done_ns = now_ns + int(takes_ms(len(batch)) * MS * rng.uniform(0.97, 1.03))

@@ -113,7 +113,7 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse([pb_utils.Tensor("out", np.array([
                 pb_utils.is_model_ready("affine", 1), pb_utils.is_model_ready("affine", None)], np.float32))])
         if what == "babble":
-            pb_utils.server.tell("response")
+            pb_utils.server.notify("response")
             time.sleep(1000)
         if what == "ask nobody":
             response = pb_utils.InferenceRequest(

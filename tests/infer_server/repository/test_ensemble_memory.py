@@ -172,7 +172,7 @@ def test_a_window_takes_one_response_at_least_and_no_more_than_it_says() -> None
     assert window.can_send(1000)
     window.sent(1000)
     assert not window.can_send(1)
-    window.taken()
+    window.consumed()
     window.sent(60)
     assert window.can_send(40) and not window.can_send(41)
     window.sent(40)

@@ -48,7 +48,7 @@ async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
 class GrpcCall(Call):
     """ModelInferRequest; its response is a serialised ModelInferResponse."""
     protocol = "gRPC"
-    _lent: Sequence[Place] = ()         # shared memory that is read during the execution; known after contents()
+    _shared_inputs: Sequence[Place] = ()         # shared memory read during the execution; known after contents()
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
@@ -94,16 +94,16 @@ class GrpcCall(Call):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),
                      devices)
-        self._lent = found.lent
+        self._shared_inputs = found.lent
         return decode_inputs(self._message, tensors, found.arrays)
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._lent, GrpcEncoder(served, self.id))
+            return if_whole(self._shared_inputs, GrpcEncoder(served, self.id))
         outputs = wanted(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
-        return if_whole(self._lent, functools.partial(_encode_requested, served, outputs, self.id))
+        return if_whole(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
 
 
 class GrpcEncoder:

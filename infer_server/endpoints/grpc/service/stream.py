@@ -58,7 +58,7 @@ class _InferStream:
         self._unsent: deque[tuple[bytes | Exception, OpenCall | None]] = deque()       # an exception ends the stream
         self._all_read = False
         self._changed = asyncio.Event()                 # set if there is something to send, or the end was reached
-        self._room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends_with_status = ("triton_grpc_error", "true") in tuple(context.metadata())
 
@@ -89,8 +89,8 @@ class _InferStream:
             self._unanswered.append(answer)
             await answer.take(data)
             while len(self._unanswered) + len(self._unsent) >= _MOST_AT_A_TIME:
-                self._room.clear()
-                await self._room.wait()
+                self._has_capacity.clear()
+                await self._has_capacity.wait()
         self._all_read = True
         self._changed.set()
 
@@ -112,7 +112,7 @@ class _InferStream:
                 finally:
                     if held:
                         self.front.inflight.end(held)
-                self._room.set()
+                self._has_capacity.set()
             if self._unanswered or not self._all_read:
                 await self._changed.wait()
 
@@ -131,7 +131,7 @@ class _InferStream:
         while self._unanswered and self._unanswered[0].complete:
             self._unanswered.popleft().send_result()
         self._changed.set()
-        self._room.set()                # even if nothing is sent: an answer may have no response
+        self._has_capacity.set()                # even if nothing is sent: an answer may have no response
 
     def leave(self, answer: _Answer) -> None:
         """Remove an answer whose responses were all sent."""
