@@ -1,4 +1,4 @@
-"""What the server asks of an engine: the seam behind which backends stand."""
+"""Interfaces of engines that the server uses, so that other backends can be substituted."""
 from __future__ import annotations
 
 import time
@@ -12,128 +12,143 @@ from numpy.typing import NDArray
 Shapes = Mapping[str, Sequence[int]]
 
 
-class Gpu(NamedTuple):
-    """A GPU of this machine, as one that may run a model."""
+class GpuDevice(NamedTuple):
+    """GPU of this machine that may run a model."""
     number: int
     name: str
     uuid: str
-    why_not: str = ""           # it does not run it; "": it does
-    target: str = ""            # what is built for it; "": the model is a plan already
+    why_not: str = ""           # reason why it cannot run the model; "" if it can
+    target: str = ""            # build target for it; "" if the model is already a plan
 
     def __str__(self) -> str:
         return f"GPU {self.number} ({self.name})"
 
 
-BATCH = "batch"             # the symbolic extent that counts items
+BATCH = "batch"             # name of the symbolic extent of the batch axis
 
 
-class Tensor(Protocol):
-    """An input or output as the model declares it."""
+class TensorInfo(Protocol):
+    """Input or output as the model declares it."""
     @property
     def name(self) -> str: ...
     @property
-    def dtype(self) -> str: ...                         # numpy's name, or "bfloat16"
+    def dtype(self) -> str: ...                         # NumPy's name, or "bfloat16"
     @property
-    def shape(self) -> tuple[int | str, ...]: ...       # symbolic extents by name, BATCH that of items
+    def shape(self) -> tuple[int | str, ...]: ...       # symbolic extents by name; BATCH is the batch axis
 
 
 class ExecutionContext(Protocol):
-    """The memory of one execution at a time; used by one thread at a time."""
+    """Memory of one execution at a time; used by one thread at a time."""
 
     def at(self, shapes: Shapes) -> ExecutionContext:
-        """The context for inputs of these shapes, where the model leaves extents open beside the batch."""
+        """Return the context for inputs of these shapes, for models with open extents other than the batch."""
 
     def input(self, name: str, batch: int) -> NDArray[Any]:
-        """A view of the first `batch` slots of an input, [batch, ...], to be written. An unbatched input is whole."""
+        """Return a writable view of the first `batch` slots of an input, [batch, ...]; an unbatched input is whole."""
 
     def execute(self, batch: int) -> None:
-        """Runs the network on the first `batch` slots, with the GIL released."""
+        """Run the network on the first `batch` slots, with the GIL released."""
 
     def output(self, name: str, batch: int) -> NDArray[Any]:
-        """A view of the results, [batch, ...], valid until the next execute."""
+        """Return a view of the results, [batch, ...], valid until the next execution."""
 
     def close(self) -> None:
-        """Ends the context's threads, if it has any."""
+        """Stop the context's threads, if there are any."""
 
 
 @runtime_checkable
-class PlacesTensors(Protocol):
-    """A context whose inputs may be read where requests have them: on the GPU that it executes on, where outputs may be
-    put likewise, or in the host's memory."""
+class InPlaceContext(Protocol):
+    """Context that can read inputs and write outputs in memory of requests, on its own GPU or on the host."""
     @property
     def binds_arrays(self) -> bool:
-        """Whether it takes arrays on a GPU."""
+        """True if it takes arrays on a GPU."""
 
     @property
     def in_place(self) -> Collection[str]:
-        """The inputs that it takes as arrays of the host's memory."""
+        """Inputs that can be read from arrays in host memory."""
 
     def takes(self, name: str, array: NDArray[Any]) -> bool:
-        """Whether it copies nothing of an array for one of these."""
+        """Return True if an array for one of these inputs needs no copy."""
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
-        """Take the items of inputs from arrays, and put outputs there, this once: for each such name the arrays, whose
-        items stand side by side. A number in the place of one: so many items are in their slots."""
+        """Run the network with inputs read from, and outputs written to, the given arrays.
+
+        For each name there is a list of arrays whose items are concatenated; a number n stands for n items in their
+        slots.
+        """
 
 
 class Described(Protocol):
-    """What a model says of itself, whether it is loaded or not."""
+    """Description of a model that need not be loaded."""
     @property
-    def inputs(self) -> Sequence[Tensor]: ...
+    def inputs(self) -> Sequence[TensorInfo]: ...
     @property
-    def outputs(self) -> Sequence[Tensor]: ...
+    def outputs(self) -> Sequence[TensorInfo]: ...
     @property
-    def max_batch(self) -> int: ...                     # 0: the model has no batch axis
+    def max_batch(self) -> int: ...                     # 0 if the model has no batch axis
     @property
-    def dependence(self) -> str: ...                    # why requests must not share a batch; "": they may
+    def dependence(self) -> str: ...                    # reason why requests must not share a batch; "" if they may
     @property
-    def metadata(self) -> Mapping[str, Any]: ...        # what the build says of itself: "preprocess", ...
+    def metadata(self) -> Mapping[str, Any]: ...        # metadata of the build: "preprocess", ...
 
 
 class Engine(Described, Protocol):
-    """A loaded model: code and weights, shared by any number of contexts."""
+    """Loaded model: code and weights, shared by any number of contexts."""
     @property
-    def deciding(self) -> Sequence[str]: ...            # inputs whose values decide what is computed
+    def deciding(self) -> Sequence[str]: ...            # inputs whose values select shapes or branches
     @property
-    def is_steady(self) -> bool: ...                    # whether the time of an execution hardly follows from values
+    def is_steady(self) -> bool: ...                    # True if the execution time hardly depends on values
     @property
-    def threads(self) -> int: ...                       # that work on one execution
+    def threads(self) -> int: ...                       # threads of one execution
     @property
-    def arena_bytes(self) -> int: ...                   # of memory that a context takes
+    def arena_bytes(self) -> int: ...                   # memory of a context
 
     def check(self, shapes: Shapes) -> None:
-        """Raises engines.errors.InputError: inputs of these shapes, each as the model declares it, do not fit together,
-        or are not what the engine takes."""
+        """Raise engines.errors.InputError if inputs of these shapes contradict each other or the model."""
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
-        """cpus: what its threads are pinned to, one each, the first for the caller's; None: not pinned."""
+        """Create a context whose threads are pinned to `cpus`, if given; the first CPU is the calling thread's."""
 
 
 def precision_of(engine: Engine) -> str:
-    """Return the precision that an engine was built with; "" of a backend that has none."""
+    """Return the precision that an engine was built with; "" if its backend has none."""
     return str(getattr(engine, "precision", ""))
 
 
 _LONG_NS = 500_000_000
-SPECIALISE = "background"       # what is done about shapes that an engine has not met; see engines.load_engine
+SPECIALISE = "background"       # default policy for new shapes; see engines.load_engine
 
 
 class EngineLoader(Protocol):
-    """Loads a plan file, for so many intra-op threads. Raises engines.errors.EngineError."""
+    """Function that loads a plan file for a number of intra-op threads. Raises engines.errors.EngineError."""
 
     def __call__(self, path: Path, threads: int, specialise: str = SPECIALISE, gpu: int = 0) -> Engine: ...
 
 
 def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int = 0,
               cache: Path | bool = True) -> Engine:
-    """Loads a plan with this project's own runtime. Raises engines.errors.PlanError.
+    """Load a plan with this project's own runtime.
 
-    gpu: which, of a plan for GPUs. cache: the folder of the engine cache, where specialisations are kept; True: the
-    user's.
+    Parameters
+    ----------
+    path : Path
+        Plan file.
+    threads : int
+        Intra-op threads.
+    specialise : str
+        Policy for new shapes; see engines.load_engine.
+    gpu : int
+        Number of the GPU, for a GPU plan.
+    cache : Path or bool
+        Folder of the engine cache, which keeps specialisations; True for the user's.
 
-    A plan for another machine is refused, PlanTargetError: to compile it here would hold the interpreter for seconds.
+    Raises
+    ------
+    engines.errors.PlanError
+        The plan cannot be loaded. PlanTargetError if it is for another machine: compiling it here would hold the
+        interpreter lock for seconds.
     """
-    from engines import load_engine  # here, so that a server over another backend does not load this one
+    from engines import load_engine  # here, so that servers with another backend do not import it
 
     engine: Engine = load_engine(path, threads=threads, on_target_mismatch="refuse", specialise=specialise,
                                  cache=cache, gpu=gpu)
@@ -141,48 +156,60 @@ def load_plan(path: Path, threads: int, specialise: str = SPECIALISE, gpu: int =
 
 
 def describe_plan(path: Path) -> Described:
-    """What a plan file says of its model, read without its code and its weights. Raises engines.errors.PlanError,
-    OSError."""
+    """Describe the model of a plan file without reading its code and weights.
+
+    Raises
+    ------
+    engines.errors.PlanError, OSError
+        The file cannot be read.
+    """
     from engines.loading import describe
     return describe(path)
 
 
-def gpus_for(path: Path) -> list[Gpu]:
-    """The GPUs of this machine if a plan file is for one, each with why the plan does not run there. None for any other
-    file; where it cannot be read, loading it says why."""
+def gpus_for(path: Path) -> list[GpuDevice]:
+    """Return the GPUs of this machine for a GPU plan, each with the reason if it cannot run there.
+
+    The result is empty for other files, and for files that cannot be read, whose load reports the reason.
+    """
     from engines.errors import EngineError
     from engines.loading import gpus_of
     try:
-        return [Gpu(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
+        return [GpuDevice(gpu.number, gpu.name, gpu.uuid, why_not) for gpu, why_not in gpus_of(path)]
     except (EngineError, OSError):
         return []
 
 
-def gpus_to_build_for() -> list[Gpu]:
-    """The GPUs of this machine, each with the target of builds for it, or why there is none."""
+def gpus_to_build_for() -> list[GpuDevice]:
+    """Return the GPUs of this machine, each with the target of builds for it, or the reason why there is none."""
     from engines.backends import gpus_here
-    return [Gpu(gpu.number, gpu.name, gpu.uuid,
+    return [GpuDevice(gpu.number, gpu.name, gpu.uuid,
                 "" if target else f"nothing is built for {gpu.architecture}, which is too old", target)
             for gpu, target in gpus_here()]
 
 
 def is_mixed(engine: Described) -> bool:
-    """Whether some tensors of an engine that takes batches have the batch elsewhere than in front, or not at all:
-    requests cannot lie side by side then, and each is executed by itself, its tensors whole."""
+    """Return True if an engine with a batch axis has tensors without it, or with it in another position than the first.
+
+    Requests cannot be concatenated then, and each is executed by itself.
+    """
     return engine.max_batch > 0 and any(next(iter(tensor.shape), 0) != BATCH
                                         for tensor in (*engine.inputs, *engine.outputs))
 
 
 def is_open(engine: Engine) -> bool:
-    """Whether the model leaves extents open beside the batch."""
+    """Return True if the model has open extents other than the batch."""
     extents = {extent for tensor in engine.inputs for extent in tensor.shape if isinstance(extent, str)}
     return len(extents) > (engine.max_batch > 0)
 
 
 def warm_up(context: ExecutionContext, engine: Engine) -> dict[int, int]:
-    """Executes on zeros, at batch 1 and at the largest batch, so that no request pays for page faults.
+    """Execute on zeros, at batch 1 and at the largest batch, so that requests do not pay for page faults.
 
-    Returns how many ns each takes, by batch: after the first time, unless that was so long that it hardly matters.
+    Returns
+    -------
+    dict of int to int
+        Time in ns by batch size, of the second execution, or of the first if that took long.
     """
     took_ns = {}
     for batch in sorted({1, max(1, engine.max_batch)}):
@@ -195,7 +222,7 @@ def warm_up(context: ExecutionContext, engine: Engine) -> dict[int, int]:
 def _execute_on_zeros(context: ExecutionContext, engine: Engine, batch: int) -> int:
     for tensor in engine.inputs:
         view = context.input(tensor.name, batch)
-        if tensor.name not in engine.deciding:      # which have the values that the plan was built for
+        if tensor.name not in engine.deciding:      # these keep the values that the plan was built for
             view[...] = np.zeros((), view.dtype)
     started_ns = time.monotonic_ns()
     context.execute(batch)

@@ -1,4 +1,4 @@
-"""The errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
+"""Errors of serving. Endpoints map each class to a status of their protocol; the message is for the client.
 
     ServeError
     ├── InvalidRequestError ── MalformedMessageError, ContentTypeError, UnknownRegionError, RegionExistsError,
@@ -13,109 +13,110 @@ from __future__ import annotations
 
 
 class ServeError(Exception):
-    """The root: whatever a client or the owner of a repository can be told."""
+    """Base class of errors that clients or the owner of a repository may see."""
 
 
 class InvalidRequestError(ServeError):
-    """What was sent does not fit the protocol or the model."""
+    """Raised if a request does not match the protocol or the model."""
 
 
 class ContentTypeError(InvalidRequestError):
-    """The body of a call over HTTP is of a type that is not taken."""
+    """Raised if the content type of an HTTP body is not accepted."""
 
 
 class MalformedMessageError(InvalidRequestError):
-    """The bytes that were sent are not a message of the protocol at all."""
+    """Raised if the received bytes are not a message of the protocol."""
 
 
 class UnknownRegionError(InvalidRequestError):
-    """No region of shared memory is registered under that name."""
+    """Raised if no shared memory region is registered under a name."""
 
 
 class RegionExistsError(InvalidRequestError):
-    """A region of shared memory is registered under that name already."""
+    """Raised if a shared memory region is already registered under a name."""
 
 
 class UnopenedRegionError(InvalidRequestError):
-    """There is no shared memory of that name here: client and server may not see the same."""
+    """Raised if shared memory cannot be opened; client and server may not share a namespace."""
 
 
 class UnknownModelError(ServeError):
-    """The repository has no model (or version) of that name."""
+    """Raised if the repository has no such model or version."""
 
 
 class UnknownServiceError(ServeError):
-    """There is no gRPC service of that name, whose health was asked for."""
+    """Raised if the health of an unknown gRPC service is requested."""
 
 
 class RestrictedError(ServeError):
-    """The call is only for clients that have a secret."""
+    """Raised if a call needs a secret that the client did not send."""
 
 
 class UnavailableError(ServeError):
-    """The model is known, but cannot answer now: it is loading, unloading, draining, or failed to load."""
+    """Raised if a model cannot answer now: it is loading, unloading or draining, or has failed to load."""
 
     @staticmethod
     def closed(model: str) -> UnavailableError:
+        """Return the error for a model that takes no more requests."""
         return UnavailableError(
             f"model '{model}' takes no more requests: it is being unloaded, or the server is stopping")
 
 
 class QueueFullError(UnavailableError):
-    """As many requests as max_queue_size wait already."""
+    """Raised if max_queue_size requests already wait."""
 
 
 class RequestExpiredError(UnavailableError):
-    """The request's timeout passed while it waited."""
+    """Raised if the timeout of a request passed while it waited."""
 
 
 class DeadlineExceededError(ServeError):
-    """The client's deadline passed, or is so near that no execution ends before it."""
+    """Raised if the client's deadline has passed, or would pass before an execution ends."""
 
 
 class MemoryLimitError(ServeError):
-    """The server holds as much of requests and answers as it may."""
+    """Raised if the requests and responses in memory have reached the limit."""
 
 
 class TooLargeError(MemoryLimitError):
-    """The request is larger than any may be: to repeat it does not help."""
+    """Raised if a request exceeds a size limit, so that a retry fails, too."""
 
 
 class NotServedError(ServeError):
-    """A part of the protocol that this server does not implement."""
+    """Raised for a part of the protocol that this server does not implement."""
 
 
 class ExecutionError(ServeError):
-    """The engine failed."""
+    """Raised if the engine failed."""
 
 
 class UnexplainedError(ServeError):
-    """A Python model ended the request, and does not say of what kind that is."""
+    """Raised if a Python model failed a request with the code UNKNOWN."""
 
 
 class ExistsError(ServeError):
-    """What a Python model was to make is there already."""
+    """Raised if a Python model failed a request with the code ALREADY_EXISTS."""
 
 
 class CancelledError(ServeError):
-    """A Python model gave the request up."""
+    """Raised if a Python model cancelled a request."""
 
 
 class RepositoryError(ServeError):
-    """A model cannot be loaded; the message is the reason that the index shows."""
+    """Raised if a model cannot be loaded; the repository index shows the message."""
 
 
 class ModelConfigError(RepositoryError):
-    """A config.pbtxt is wrong, or does not fit the model. Its arguments are the reasons, each a text."""
+    """Raised if a config.pbtxt is invalid or contradicts the model. Each argument is a reason."""
 
     def __str__(self) -> str:
         return "; ".join(self.args)
 
 
 class NotBuiltError(RepositoryError):
-    """A model cannot be built for a target that has no kernel of a node; for another it may."""
-    STATUS = 3      # that build-engine exits with then
+    """Raised if a model cannot be built for a target that lacks a kernel; another target may have it."""
+    STATUS = 3      # exit status of build-engine for this error
 
 
 class FetchError(RepositoryError):
-    """A model could not be copied from where it is, which may go better the next time."""
+    """Raised if a model could not be copied from remote storage; a retry may succeed."""

@@ -1,4 +1,4 @@
-"""Tensors in memory of GPUs that clients have made, in the places of arrays of the host's."""
+"""Tensors in GPU memory that clients have shared (CUDA shared memory)."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ from infer_server.errors import ExecutionError
 
 
 class GpuMemory(Protocol):
-    """Memory of a GPU that a client has made."""
+    """GPU memory that a client has allocated."""
     @property
     def address(self) -> int: ...
     @property
@@ -25,15 +25,27 @@ class GpuMemory(Protocol):
 
 
 def has_gpus() -> bool:
-    """Whether this machine has one, and a driver of it."""
+    """Return True if this machine has a GPU with a driver."""
     from engines.backends.cuda.runtime.device import DEVICE
 
     return bool(DEVICE.find())
 
 
 def gpu_memory(number: int, handle: bytes) -> GpuMemory:
-    """What another process has made on the GPU of that number, by CUDA's handle of it. Raises InputError of
-    engines.errors: it cannot be had; PlanError, when it is used: the GPU failed."""
+    """Open memory that another process has allocated on a GPU.
+
+    Parameters
+    ----------
+    number : int
+        Number of the GPU.
+    handle : bytes
+        CUDA IPC handle.
+
+    Raises
+    ------
+    engines.errors.InputError
+        The memory cannot be opened. Using it may raise PlanError, if the GPU failed.
+    """
     from engines.backends.cuda.runtime.sharing import shared_memory
 
     return shared_memory(number, handle)
@@ -41,7 +53,7 @@ def gpu_memory(number: int, handle: bytes) -> GpuMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuRoom:
-    """Where an output is to lie: on the GPU of that number, within a client's memory."""
+    """Output buffer in a client's GPU memory."""
     gpu: int
     memory: GpuMemory
     offset: int
@@ -49,15 +61,17 @@ class GpuRoom:
     dtype: np.dtype[Any]
 
     def tensor(self, shape: Sequence[int], dtype: np.dtype[Any]) -> GpuTensor | None:
-        """An output in it; None: it does not fit, or is to be converted first."""
+        """Return the buffer as a tensor; None if the output does not fit or needs a conversion."""
         found = GpuTensor(self.gpu, self.memory, self.offset, tuple(shape), dtype)
         return found if dtype == self.dtype and found.nbytes <= self.byte_size else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuTensor:
-    """Has what those ask of an array that only hand it on; an engine on its GPU takes it where it lies. Its client
-    neither writes to it nor frees it before it has its answer."""
+    """Tensor in a client's GPU memory, with the attributes of an array that code which only passes it on needs.
+
+    An engine on the same GPU uses it in place. The client must not write to it or free it before it has the response.
+    """
     gpu: int
     memory: GpuMemory
     offset: int
@@ -77,7 +91,7 @@ class GpuTensor:
         return replace(self, shape=shape)
 
     def array(self) -> NDArray[Any]:
-        """A copy in the host's memory. Raises ExecutionError: the GPU failed."""
+        """Return a copy in host memory. Raises ExecutionError if the GPU failed."""
         from engines.errors import EngineError
         try:
             return np.frombuffer(self.memory.read(self.offset, self.nbytes), self.dtype).reshape(self.shape)

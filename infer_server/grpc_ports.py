@@ -1,4 +1,4 @@
-"""The libraries that serve the gRPC port, by name."""
+"""Libraries that serve the gRPC port, by name."""
 from __future__ import annotations
 
 import logging
@@ -18,15 +18,20 @@ FRONTS = (NGHTTP2, GRPCIO)
 
 def grpc_server(front: str, methods: Methods, inflight: Inflight, channel: Mapping[str, int], max_message_bytes: int,
                 min_body_rate: int, body_grace_secs: float, shares_port: bool = False) -> GrpcServer:
-    """Return a server for the gRPC port, which is not open yet.
+    """Create a server for the gRPC port, which is not open yet.
 
     Parameters
     ----------
-    front : "nghttp2", or "grpcio", which also serves where ngh2 cannot be imported.
-    methods, inflight, max_message_bytes, shares_port : see GrpcioServer.
-    channel : keepalive, connection age and compression, by the names of gRPC's C core.
-    min_body_rate, body_grace_secs : bytes per second of a message that arrives in pieces, and the seconds that they are
-        an average over. Under grpcio they have no effect.
+    front : str
+        "nghttp2" or "grpcio"; the latter is also used if ngh2 is not installed.
+    methods, inflight, max_message_bytes, shares_port
+        See GrpcioServer.
+    channel : mapping of str to int
+        Keepalive, connection age and compression, by the names of gRPC's channel arguments.
+    min_body_rate : int
+        Minimum rate of a message that arrives in pieces, in bytes per second; no effect with grpcio.
+    body_grace_secs : float
+        Period over which the rate is averaged, in seconds; no effect with grpcio.
     """
     if front == NGHTTP2 and http2.is_installed:
         from infer_server.endpoints.grpc.nghttp2.server import Nghttp2Server

@@ -1,4 +1,4 @@
-"""The phases of the server and its readiness, for checks and for those who wait for a change."""
+"""Phases and readiness of the server, for health checks and watchers."""
 from __future__ import annotations
 
 import asyncio
@@ -9,18 +9,19 @@ from enum import Enum
 
 
 class ServerPhase(Enum):
-    STARTING = "starting"       # models are being loaded; those that are ready are served
-    READY = "ready"             # all are loaded, or have failed
-    DRAINING = "draining"       # not ready any more, and still answering
-    STOPPED = "stopped"         # nothing new is accepted
+    """Phase of the server."""
+    STARTING = "starting"       # models are being loaded; ready ones are served
+    READY = "ready"             # all models are loaded or have failed
+    DRAINING = "draining"       # reports not ready, still accepts requests
+    STOPPED = "stopped"         # accepts no new requests
 
 
 class StartUp:
     """Durations of the phases of the server's start: importing, listening, loading."""
 
     def __init__(self) -> None:
-        self._began: dict[str, float] = {}      # phases that go on
-        self._secs: dict[str, float] = {}       # phases that have ended
+        self._began: dict[str, float] = {}      # start of each phase in progress
+        self._secs: dict[str, float] = {}       # duration of each phase that has ended
 
     def took(self, phase: str, secs: float) -> None:
         self._secs[phase] = secs
@@ -34,19 +35,28 @@ class StartUp:
             self._secs[name] = time.monotonic() - self._began.pop(name)
 
     def durations(self) -> dict[str, float]:
-        """Return the seconds of each phase that has begun, up to now of one that goes on."""
+        """Return the seconds of each phase that has begun, up to now for a phase in progress."""
         now = time.monotonic()
         return {**self._secs, **{name: now - began for name, began in self._began.items()}}
 
 
 class Lifecycle:
-    """Belongs to the event loop."""
+    """Phase and readiness of the server. Belongs to the event loop."""
 
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True,
                  has_repository: Callable[[], bool] = lambda: True,
                  has_memory: Callable[[], bool] = lambda: True) -> None:
-        """are_models_ready: asked once all models are loaded or have failed. has_repository: whether it could be read.
-        has_memory: whether there is room for requests. Their changes are told by changed()."""
+        """Create from predicates, whose changes are reported with changed().
+
+        Parameters
+        ----------
+        are_models_ready : callable
+            Returns False if a model has failed; called after all models are loaded or have failed.
+        has_repository : callable
+            Returns False if the repository cannot be read.
+        has_memory : callable
+            Returns False if the memory for requests is used up.
+        """
         self._are_models_ready, self._has_repository = are_models_ready, has_repository
         self._has_memory = has_memory
         self.phase = ServerPhase.STARTING               # changed by enter()
@@ -55,7 +65,7 @@ class Lifecycle:
 
     @property
     def live(self) -> bool:
-        """Whether it serves, or may yet: one that could not read what to serve is to be started anew."""
+        """False if the repository cannot be read, so that the server should be restarted."""
         return self._has_repository()
 
     @property
@@ -67,13 +77,13 @@ class Lifecycle:
         self.changed()
 
     def changed(self) -> None:
-        """To be called when readiness may have changed; tells those who watch it."""
-        # Whoever waits holds the old event; whoever comes later waits for the next change.
+        """Notify the watchers that readiness may have changed."""
+        # Current waiters hold the old event; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def readiness(self) -> AsyncIterator[bool]:
-        """Yields whether the server is ready: now, and after each change; ends after STOPPED."""
+        """Yield the readiness now and after each change; ends after STOPPED."""
         while True:
             phase, changed = self.phase, self._changed
             yield self.ready

@@ -1,5 +1,4 @@
-"""Settings of this process: its limit of open files, and glibc's allocator tuned for messages as large as images; and
-the memory that it has."""
+"""Settings of this process (descriptor limit, malloc) and its resource usage."""
 from __future__ import annotations
 
 import ctypes
@@ -13,8 +12,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# glibc's malloc.h. By default a buffer above 128 KiB is mapped when it is allocated and unmapped when it is freed, and
-# each page of it is faulted in anew: for a request of 600 KB that costs more than all of protobuf.
+# Parameters of glibc's malloc.h. By default a buffer above 128 KiB is mapped when it is allocated and unmapped when it
+# is freed, with a fault for each page: for a request of 600 KB that costs more than all of protobuf.
+
 _OPTIONS = {
     "M_MMAP_THRESHOLD": (-3, 1 << 30),
     "M_TRIM_THRESHOLD": (-1, (1 << 31) - 1),
@@ -23,39 +23,41 @@ _OPTIONS = {
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files and sockets (RLIMIT_NOFILE) to the hard one.
+    """Raise the soft limit of open files and sockets (RLIMIT_NOFILE) to the hard one.
 
-    The soft one that a shell sets is low for the sake of old programs.
+    The soft limit of a shell is low for the sake of old programs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:      # macOS has no number that means all
-        log.info("the limit of %d open files stays: %s", soft, error)
+    except (ValueError, OSError) as error:      # macOS rejects an unlimited soft limit
+        log.info("the limit of %d open files is unchanged: %s", soft, error)
 
 
 def trim() -> None:
-    """Gives freed memory back to the system, where the allocator can."""
+    """Return freed memory to the system, if the allocator can."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def resident_bytes(process: str = "self") -> int:
-    """Of this process, or of another by its number, in memory."""
+    """Return the resident memory of this process, or of another by its process id."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_secs(process: str = "self") -> float:
-    """What the threads of this process, or of another, have computed."""
+    """Return the CPU time of this process, or of another by its process id."""
     user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Blocks signals in this thread, and for good in the processes that it starts meanwhile: signals to a process group
-    are for the server alone. Those that come here meanwhile are not lost."""
+    """Block signals in this thread and, permanently, in processes that are started meanwhile.
+
+    Signals to a process group then reach the server alone; signals to this thread are delivered afterwards.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -64,7 +66,7 @@ def blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
 
 
 def age_secs() -> float:
-    """Return how long ago this process was started; 0 where there is no /proc."""
+    """Return the seconds since this process was started; 0 without /proc."""
     try:
         started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up_secs = float(Path("/proc/uptime").read_text().split()[0])
@@ -74,10 +76,10 @@ def age_secs() -> float:
 
 
 def tune_malloc() -> None:
-    """Keeps freed memory in the process for the next message or array. Says so where the allocator cannot be tuned."""
+    """Keep freed memory in the process for the next message or array. Logs if the allocator cannot be tuned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
-        log.info("no mallopt in this C library: large messages cost more")
+        log.info("this C library has no mallopt: large messages cost more")
         return
     for name, (parameter, value) in _OPTIONS.items():
         if not mallopt(parameter, value):

@@ -1,10 +1,10 @@
-"""Who may execute next, where executions need resources that instances of all models share.
+"""Rate limiter: order executions that need resources shared by the instances of all models.
 
-Each instance has a gate. Those that have a batch and must wait stand in line, by turns: an execution moves the turn of
-its instance back by its priority, so that of two that always wait the one of priority 2 executes half as often. Whoever
-stands further back passes only with what those before it leave of the resources: nobody waits for ever. Who did not
-wait begins at the turn that its resources have come to, each of them by itself: what others execute with other
-resources is nothing to it.
+Each instance has a gate. Gates that have a batch and must wait form a line, ordered by their turns: an execution delays
+the turn of its instance by its priority, so that of two instances that always wait, one of priority 2 executes half as
+often as one of priority 1. A gate further back passes only with resources that those before it leave, so that none
+waits for ever. A gate that did not wait begins at the latest turn of its resources; executions with other resources do
+not affect it.
 
 C. A. Waldspurger, W. E. Weihl, Stride Scheduling: Deterministic Proportional-Share Resource Management, 1995
 """
@@ -18,55 +18,61 @@ from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
 
 
-class Gate:
-    """Of one instance. Made by RateLimiter.gates()."""
+class RateGate:
+    """Gate of one instance, created by RateLimiter.gates()."""
 
     def __init__(self, limiter: RateLimiter, limit: RateLimit, wake: Callable[[], None]) -> None:
         self._limiter, self.limit, self.wake = limiter, limit, wake
-        self.turn = 0               # belongs to the limiter
-        self.in_line = False        # likewise
+        self.turn = 0               # this and in_line are changed by the limiter
+        self.in_line = False
 
     def enter(self) -> bool:
-        """Whether its instance may execute now, until leave(); else it stands in line, and is woken."""
+        """Return True if the instance may execute now, until leave(); otherwise it stands in line and is woken."""
         return self._limiter.enter(self)
 
     def leave(self) -> None:
-        """It has executed. Not to be called with a lock that a wake() takes, as all below."""
+        """Release the resources after an execution. Do not hold a lock that a wake() acquires, here and below."""
         self._limiter.leave(self)
 
     def step_aside(self) -> None:
-        """It has nothing to execute now, and stands in line no longer, if it did."""
+        """Leave the line, because the instance has nothing to execute now."""
         self._limiter.step_aside(self)
 
     def close(self) -> None:
-        """There is no such instance any more."""
+        """Remove the gate of an instance that has ended."""
         self._limiter.close(self)
 
 
 class RateLimiter:
-    """Thread-safe."""
+    """Rate limiter of all models. Thread-safe."""
 
-    def __init__(self, given: Mapping[str, int]) -> None:
-        """given: of resources, by name, how much there is; of others as much as the most demanding instance needs."""
-        self._given = given
+    def __init__(self, amounts: Mapping[str, int]) -> None:
+        """Create; `amounts` of resources by name default to what the most demanding instance needs."""
+        self._amounts = amounts
         self._lock = threading.Lock()
-        self._gates: dict[Gate, None] = {}
+        self._gates: dict[RateGate, None] = {}
         self._used = Counter[Resource]()
-        self._turns = Counter[Resource]()       # how far those who executed with it have come
+        self._turns = Counter[Resource]()       # latest turn of executions with each resource
 
-    def gates(self, limits: Sequence[RateLimit], wakes: Sequence[Callable[[], None]]) -> list[Gate]:
-        """wakes: have an instance that waits call enter() again. Raises ModelConfigError: one could never execute."""
+    def gates(self, limits: Sequence[RateLimit], wakes: Sequence[Callable[[], None]]) -> list[RateGate]:
+        """Create a gate for each limit; `wakes` are functions that make the waiting instance call enter() again.
+
+        Raises
+        ------
+        ModelConfigError
+            An instance needs more of a resource than there is.
+        """
         for resource, count in (need for limit in limits for need in limit.needs.items()):
-            if count > self._given.get(resource.name, count):
+            if count > self._amounts.get(resource.name, count):
                 raise ModelConfigError(
                     f"instance_group.rate_limiter: it needs {count} of '{resource.name}', and there are "
-                    f"{self._given[resource.name]}: give --rate-limit-resource {resource.name}:{count}, or more")
-        made = [Gate(self, limit, wake) for limit, wake in zip(limits, wakes, strict=True)]
+                    f"{self._amounts[resource.name]}: give --rate-limit-resource {resource.name}:{count}, or more")
+        gates = [RateGate(self, limit, wake) for limit, wake in zip(limits, wakes, strict=True)]
         with self._lock:
-            self._gates.update(dict.fromkeys(made))
-        return made
+            self._gates.update(dict.fromkeys(gates))
+        return gates
 
-    def enter(self, gate: Gate) -> bool:
+    def enter(self, gate: RateGate) -> bool:
         with self._lock:
             if not gate.in_line:
                 self._begin(gate)
@@ -84,34 +90,36 @@ class RateLimiter:
             gate.in_line = False
             return True
 
-    def leave(self, gate: Gate) -> None:
+    def leave(self, gate: RateGate) -> None:
         with self._lock:
             self._used.subtract(gate.limit.needs)
         self._wake()
 
-    def step_aside(self, gate: Gate) -> None:
+    def step_aside(self, gate: RateGate) -> None:
         with self._lock:
             if not gate.in_line:
                 return
             gate.in_line = False
         self._wake()
 
-    def close(self, gate: Gate) -> None:
+    def close(self, gate: RateGate) -> None:
         with self._lock:
             del self._gates[gate]
         self._wake()
 
-    def _begin(self, gate: Gate) -> None:
-        """Who needs several resources begins where the furthest of them is, and so does from then on whoever needs the
-        others: else all their turns up to there would come before it."""
+    def _begin(self, gate: RateGate) -> None:
+        """Put a gate in line at the latest turn of its resources, and advance all of them to that turn.
+
+        Otherwise all turns of the other resources up to there would come before it.
+        """
         now = max((self._turns[resource] for resource in gate.limit.needs), default=0)
         self._turns.update({resource: now - self._turns[resource] for resource in gate.limit.needs})
         gate.in_line, gate.turn = True, max(gate.turn, now)
 
     def _total(self, resource: Resource) -> int:
-        return self._given.get(resource.name) or max(gate.limit.needs.get(resource, 0) for gate in self._gates)
+        return self._amounts.get(resource.name) or max(gate.limit.needs.get(resource, 0) for gate in self._gates)
 
-    def _line(self) -> list[Gate]:
+    def _line(self) -> list[RateGate]:
         return sorted((gate for gate in self._gates if gate.in_line), key=lambda gate: gate.turn)
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""The server as a whole: the endpoints over one repository, and the order in which they come and go."""
+"""Server: the endpoints over one repository, and the order in which they start and stop."""
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.files import user_cache
 from infer_server.backend import EngineLoader, load_plan
 from infer_server.batching.cache import ResponseCache
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.grpcio.server import Behind, GrpcioServer
 from infer_server.endpoints.grpc.methods import Methods
@@ -50,82 +50,82 @@ from infer_server.repository.building import Compiler
 from infer_server.repository.kinds.local import TensorMemory
 from infer_server.repository.loader import Loader
 from infer_server.repository.on_demand import OnDemand
-from infer_server.repository.places import LocalFolder, Place
 from infer_server.repository.polling import Poller
 from infer_server.repository.remote import RemoteFolder, is_remote
 from infer_server.repository.repository import LOADS, Repository
+from infer_server.repository.roots import LocalFolder, RepositoryRoot
 from infer_server.serving import Inferences
 from infer_server.workers import in_daemon_thread, wait_until
 from protos.version import NAME
 
 log = logging.getLogger(__name__)
 
-_WINDOWS = 32           # that fit into max_inflight_bytes: see TensorMemory
+_WINDOWS = 32           # number of windows of decoupled steps that fit into max_inflight_bytes; see TensorMemory
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the command line decides. A port of 0 is any free one."""
-    model_repositories: tuple[Path | str, ...]  # folders, and addresses of others: s3://bucket/models
-    repository_cache: Path | None = None        # where models of addresses are copied to; None: the user's cache
-    repository_cache_bytes: int = 20 << 30      # of the copies of an address
-    cache_dir: Path | None = None               # engines built from ONNX files; None: the user's engine cache
+    """Options of the command line. A port of 0 is any free one."""
+    model_repositories: tuple[Path | str, ...]  # folders, or addresses such as s3://bucket/models
+    repository_cache: Path | None = None        # folder of the copies of remote repositories; None: the user's cache
+    repository_cache_bytes: int = 20 << 30      # limit of the copies of each remote repository
+    cache_dir: Path | None = None               # folder of the engine cache; None: the user's
     host: str = "127.0.0.1"
-    hosts: Mapping[str, str] = field(default_factory=dict)      # of "grpc", "http", "metrics", where not `host`
-    closed: frozenset[str] = frozenset()        # those of them that have no port
+    hosts: Mapping[str, str] = field(default_factory=dict)      # hosts of "grpc", "http", "metrics"; default `host`
+    closed: frozenset[str] = frozenset()        # those of "grpc", "http", "metrics" without a port
     grpc_port: int = 8001
     http_port: int = 8000
     metrics_port: int = 8002
-    threads: int = 1                            # for one batch of one instance
-    name: str = NAME                            # that the server's metadata give
-    cores: int = 1                              # for the instances of a model that does not say how many it has
-    rate_limit: Mapping[str, int] | None = None     # the resources that there are; None: rate_limiters do not count
-    kind_gpu: str = "cpu"                       # instances of KIND_GPU are served on the CPU, or "refuse"
-    kind_auto: str = "cpu"                      # of a model.onnx, instances that leave the kind open; or "gpu"
-    explicit_control: bool = False              # models are loaded and unloaded by clients
-    model_memory_bytes: int = 0                 # of models, which are loaded on demand; 0: they are loaded at start
-    config_name: str = ""                       # of the configuration of a model that goes before its config.pbtxt
-    poll_secs: float = 0.0                      # between looks at what has changed in the repository; 0: none
-    load_models: tuple[str, ...] | None = ()    # under explicit control: at start; None: every one
-    load_threads: int = LOADS                   # models that are loaded at a time
-    strict_readiness: bool = True               # not ready while a model that was to be served has failed
-    drain_grace_secs: float = 1.0               # between readiness dropping and refusing what is new
-    exit_timeout_secs: float = 30.0             # for what was accepted to be answered
-    response_cache_bytes: int = 64 << 20        # of the responses of models that ask for a cache
-    max_message_bytes: int = 256 << 20         # over gRPC
-    max_body_bytes: int = 256 << 20            # over HTTP
-    max_inflight_bytes: int = 1 << 30           # of requests and answers that are held at a time
-    max_json_bytes: int = 64 << 20              # of the JSON of a request over HTTP
-    min_body_rate: int = 500                    # bytes per second of a request's body over HTTP; 0: any
-    body_grace_secs: float = 10.0               # that the rate is an average over
-    send_timeout_secs: float = 60.0             # for a client to read an answer that it asked for
-    allow_client_shm: bool = False              # clients may pass tensors in system shared memory
-    workers: int = 1                            # processes that read and answer; 1: this one does
-    grpc_front: str = NGHTTP2                   # or "grpcio": the library that serves gRPC
+    threads: int = 1                            # threads of one instance
+    name: str = NAME                            # name in the server's metadata
+    cores: int = 1                              # cores for the instances of a model without an instance count
+    rate_limit: Mapping[str, int] | None = None     # amounts of resources; None: rate_limiters have no effect
+    kind_gpu: str = "cpu"                       # KIND_GPU without a GPU: "cpu" or "refuse"
+    kind_auto: str = "cpu"                      # device of a model.onnx with KIND_AUTO groups: "cpu" or "gpu"
+    explicit_control: bool = False              # True if clients load and unload models
+    model_memory_bytes: int = 0                 # memory limit of models loaded on demand; 0: all are loaded at start
+    config_name: str = ""                       # name of the custom configuration to use instead of config.pbtxt
+    poll_secs: float = 0.0                      # interval of polling the repository; 0: none
+    load_models: tuple[str, ...] | None = ()    # models to load at start under explicit control; None: all
+    load_threads: int = LOADS                   # number of parallel loads
+    strict_readiness: bool = True               # not ready while a model has failed to load
+    drain_grace_secs: float = 1.0               # time from reporting not ready until new requests are refused
+    exit_timeout_secs: float = 30.0             # time for accepted requests to be answered
+    response_cache_bytes: int = 64 << 20        # size of the response cache
+    max_message_bytes: int = 256 << 20          # limit of a gRPC message
+    max_body_bytes: int = 256 << 20             # limit of an HTTP body
+    max_inflight_bytes: int = 1 << 30           # limit of the requests and responses in memory
+    max_json_bytes: int = 64 << 20              # limit of the JSON of an HTTP request
+    min_body_rate: int = 500                    # minimum rate of an HTTP body in bytes per second; 0: none
+    body_grace_secs: float = 10.0               # period over which the rate is averaged
+    send_timeout_secs: float = 60.0             # time for a client to read a response
+    allow_client_shm: bool = False              # True if clients may register system shared memory
+    workers: int = 1                            # frontend worker processes; 1: none, this process does it all
+    grpc_front: str = NGHTTP2                   # library that serves gRPC: "nghttp2" or "grpcio"
     grpc_tls: Tls | None = None
     http_tls: Tls | None = None
-    grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # by the category of calls that ask for it
+    grpc_secrets: Mapping[str, Secret] = field(default_factory=dict)        # secrets by category of calls
     http_secrets: Mapping[str, Secret] = field(default_factory=dict)
     grpc_reflection: bool = False
-    access_log: str = ""                        # of access_log.FORMS; "": none
+    access_log: str = ""                        # one of access_log.FORMS; "" for none
     tracing: SpanSettings | TraceSettings | None = None
     metrics: MetricsSettings = MetricsSettings()
-    grpc_channel: Mapping[str, int] = field(default_factory=dict)           # by the names of gRPC's C core
+    grpc_channel: Mapping[str, int] = field(default_factory=dict)           # gRPC channel arguments by name
     forwarded: Mapping[str, re.Pattern[str]] = field(default_factory=dict)  # see Inferences
-    allowed_hosts: tuple[str, ...] = ()         # host names of this server beside its own; see HostCheck
-    page_cache_secs: float = 1.0                # how long a page of metrics or of the status is given to all who ask
+    allowed_hosts: tuple[str, ...] = ()         # additional host names of this server; see HostCheck
+    page_cache_secs: float = 1.0                # time for which a page of metrics or status is reused
 
 
 @dataclass(frozen=True)
 class Ports:
-    """0: there is none."""
+    """Numbers of the open ports; 0 if there is none."""
     grpc: int
     http: int
     metrics: int
 
 
-def places_of(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[Place]:
-    """The places of models, by folder or by address. Raises RepositoryError: an address cannot be read here."""
+def repository_roots(repositories: Iterable[Path | str], store: Path | None, most_bytes: int) -> list[RepositoryRoot]:
+    """Return the repositories, local or remote. Raises RepositoryError if a package for an address is missing."""
     store = store or user_cache() / "models"
     return [RemoteFolder(str(each), store, most_bytes) if is_remote(str(each)) else LocalFolder(Path(each))
             for each in repositories]
@@ -136,7 +136,7 @@ def _tracer(settings: SpanSettings | TraceSettings) -> Tracer:
 
 
 class Server:
-    """start() once, then stop() once, on one event loop."""
+    """Inference server. Call start() once, then stop() once, on one event loop."""
 
     def __init__(self, options: ServerOptions, load_engine: EngineLoader = load_plan) -> None:
         self._options = options
@@ -153,11 +153,12 @@ class Server:
                             lambda size: self._inflight.lend(size), options.max_inflight_bytes // _WINDOWS))
         self.lifecycle = Lifecycle(lambda: not (options.strict_readiness and self.failures()),
                                    lambda: not self._without_repository(), lambda: not self._inflight.is_spent)
-        self._places = places_of(options.model_repositories, options.repository_cache, options.repository_cache_bytes)
-        self.repository = Repository(self._places, loader.load, options.config_name, options.load_threads)
+        self._roots = repository_roots(options.model_repositories, options.repository_cache,
+                                       options.repository_cache_bytes)
+        self.repository = Repository(self._roots, loader.load, options.config_name, options.load_threads)
         self.repository.watch(self.lifecycle.changed)
-        self._poller = Poller(self.repository, self._places, options.poll_secs) if options.poll_secs else None
-        self._unreadable: dict[str, str] = {}   # why there is no repository
+        self._poller = Poller(self.repository, self._roots, options.poll_secs) if options.poll_secs else None
+        self._unreadable: dict[str, str] = {}   # reason why the repository cannot be read
         self._inflight = Inflight(options.max_inflight_bytes, options.send_timeout_secs)
         self._inflight.watch_spent(self.lifecycle.changed)
         self._listeners = Listeners(Limits(options.max_body_bytes, self._inflight, options.max_json_bytes,
@@ -185,12 +186,15 @@ class Server:
         self._state = ServerState(self.repository, self.lifecycle, self._inflight, options.max_inflight_bytes,
                                   self._front_processes)
         self._history = History(self.repository.models)
-        redaction.register([*(place.path for place in self._places), *filter(None, [options.cache_dir])])
+        redaction.register([*(root.path for root in self._roots), *filter(None, [options.cache_dir])])
 
     async def start(self) -> Ports:
-        """Opens the ports, and begins to load models: those that are ready are served while others load.
+        """Open the ports and begin to load models; ready ones are served while others load.
 
-        Raises OSError for a port that cannot be had.
+        Raises
+        ------
+        OSError
+            A port cannot be opened.
         """
         options = self._options
         hosts = HostCheck([*options.allowed_hosts, self._host("http")])
@@ -203,7 +207,7 @@ class Server:
             metrics_port = await self._listen_http("metrics", options.metrics_port, metrics_routes(
                 self.repository, metrics, options.page_cache_secs))
             if self._fronts:
-                grpc, http = await self._fronts.start(self._of_fronts(), routes)
+                grpc, http = await self._fronts.start(self._frontend_settings(), routes)
             else:
                 http = await self._listen_http("http", options.http_port, routes, options.http_tls)
                 grpc = 0 if "grpc" in options.closed else await self._listen_grpc(self._methods)
@@ -215,20 +219,26 @@ class Server:
         return self._fronts.processes() if self._fronts else {}
 
     async def loaded(self) -> None:
-        """Waits until the models to be loaded at start are ready, or have failed: see failures()."""
+        """Wait until the models to load at start are ready or have failed; see failures()."""
         assert self._loading is not None, "start() comes first"
         await self._loading
 
     def failures(self) -> dict[str, str]:
-        """Why models that were to be served are not."""
+        """Return the reasons why models are not served, by name."""
         return {**self._without_repository(), **self.repository.failures()}
 
     def _without_repository(self) -> dict[str, str]:
-        """Why there is nothing to serve, until a poll could read it."""
-        return {} if self._poller and self._poller.has_looked else self._unreadable
+        """Return the reason why the repository cannot be read, until a poll succeeds."""
+        return {} if self._poller and self._poller.has_polled else self._unreadable
 
     async def stop(self) -> bool:
-        """Drops readiness, answers what was accepted, and closes. False: not all of it within exit_timeout_secs."""
+        """Drop readiness, answer the accepted requests, and close.
+
+        Returns
+        -------
+        bool
+            False if some requests were not answered within exit_timeout_secs.
+        """
         assert self._loading is not None, "start() comes first"
         self.lifecycle.enter(ServerPhase.DRAINING)
         self._loading.cancel()
@@ -238,29 +248,32 @@ class Server:
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
         self.lifecycle.enter(ServerPhase.STOPPED)
-        answered = True                 # the models go first: what arrives while the ports close is refused
+        answered = True                 # models are drained first: requests are refused while the ports close
         self._front.inferences.close()
         try:
             await asyncio.wait_for(self._drain(), self._options.exit_timeout_secs)
         except TimeoutError:
             answered = False
-            log.error("requests were still executing after %g s; they are given up", self._options.exit_timeout_secs)
+            log.error("requests were still executing after %g s and are dropped (--exit-timeout-secs)",
+                      self._options.exit_timeout_secs)
         if self._fronts:
             if answered:
-                await self._inflight.wait_sent(SENDING_SECS)        # streams, to the fronts that hand them on
+                await self._inflight.wait_sent(SENDING_SECS)        # streams, to the frontend workers
             await self._fronts.close(answered)
         await self._listeners.close(answered)
         if self._tracer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(in_daemon_thread(self._tracer.close), SENDING_SECS)
-        for place in self._places:
-            place.close()
+        for root in self._roots:
+            root.close()
         return answered
 
     async def _drain(self) -> None:
-        """Closes the models, once ensembles and Python models have no requests left: these may yet ask any other model.
-        That is waited for at most half of the exit timeout, so that the models have the rest to drain in."""
-        callers = [model for model in self.repository.models() if model.config.kind is not Kind.ENGINE]
+        """Close the models after ensembles and Python models, which call other models, have no requests left.
+
+        That wait takes at most half of the exit timeout, so that the models have the rest to drain.
+        """
+        callers = [model for model in self.repository.models() if model.config.kind is not ModelKind.ENGINE]
         await wait_until(lambda: not any(model.is_busy for model in callers), self._options.exit_timeout_secs / 2)
         await self.repository.close()
 
@@ -272,7 +285,7 @@ class Server:
                 if self._poller:
                     await self._poller.begin()
                 await self.repository.load_all(names)
-        except RepositoryError as error:        # the folder itself: clients can still ask what is there
+        except RepositoryError as error:        # the repository cannot be read; the server still answers
             self._unreadable["model repository"] = str(error)
             log.error("%s", error)
         if self.lifecycle.phase is ServerPhase.STARTING:
@@ -286,7 +299,7 @@ class Server:
                              options.max_message_bytes, options.min_body_rate, options.body_grace_secs)
         return await self._listeners.listen_grpc(server, self._host("grpc"), options.grpc_port, options.grpc_tls)
 
-    def _of_fronts(self) -> FrontSettings:
+    def _frontend_settings(self) -> FrontSettings:
         options = self._options
 
         def door(what: str, port: int, tls: Tls | None) -> Door | None:

@@ -1,10 +1,9 @@
-"""What happens to an inference, whatever protocol it came by: its model is found, it is compared with that, queued,
-counted and, if its client goes away, cancelled.
+"""Common path of inferences of all protocols: look up the model, check the request, queue it, log it, cancel it.
 
-An endpoint writes a Call, which decodes its protocol's messages, and a Reply, which takes the response:
+An endpoint implements a Call, which decodes its protocol's messages, and a Reply, which takes the response:
 
     submitted = inferences.submit(call, reply)      # raises a ServeError
-    submitted.cancel()                              # its client went away
+    submitted.cancel()                              # its client has disconnected
 """
 from __future__ import annotations
 
@@ -23,114 +22,117 @@ from infer_server.config.sequences import sequence_of
 from infer_server.config.signature import Fit
 from infer_server.errors import InvalidRequestError, MemoryLimitError, NotServedError, UnavailableError
 from infer_server.gpu_tensors import GpuRoom
-from infer_server.observing.access_log import CANCELED, OK, AccessLog, Entry
-from infer_server.observing.traces import Trace, Tracer
+from infer_server.observing.access_log import CANCELED, OK, AccessEntry, AccessLog
+from infer_server.observing.traces import RequestTrace, Tracer
 from infer_server.protocol.codec import InputTensor
 from infer_server.protocol.parameters import Parameters, check_forwarded, check_reserved, for_models, natural
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
 
-_KEPT = 256                         # of the forms of a model's requests
+_KEPT = 256                         # number of request layouts cached for each model
 _NONE: Mapping[str, Any] = MappingProxyType({})
-# Where requests are answered with one response each, by protocol, in Triton's words.
+# Triton's names of the calls with a single response, by protocol.
 _ONE_RESPONSE = {"gRPC": "ModelInfer RPC", "HTTP": "HTTP end point"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What a response says of where it comes from, and the outputs that it has."""
+    """Metadata of a response: model and outputs."""
     model: str
     version: int
     outputs: tuple[TensorSpec, ...]
-    batched: bool                   # they have a leading batch axis
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)       # of their classes, by output
+    batched: bool                   # True if the outputs have a leading batch axis
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)       # class labels by output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What follows of a request's form alone: it is found once for all requests of a model that have the same."""
+    """Checked request layout, shared by all requests to a model that differ only in contents and id."""
     tensors: Sequence[InputTensor]
     fit: Fit
     served: Served
-    answer_bytes: int               # 0: not known before
+    answer_bytes: int               # size of the response's tensors; 0 if not known in advance
     parameters: Parameters
     timeout_us: int
     priority: int
     sequence: InSequence | None
-    outputs: tuple[str, ...]        # their names
+    outputs: tuple[str, ...]        # names of the outputs to send
 
 
 class Call(ABC):
-    """An inference as an endpoint received it. Its methods are called in the order in which they stand here, so that no
-    more is decoded of a message than fits the model; each may raise a ServeError. Of a form that the model has met,
-    inputs(), outputs() and parameters() are not called."""
+    """Inference as an endpoint received it.
+
+    Its methods are called in the order in which they are defined, so that no more of a message is decoded than matches
+    the model; each may raise a ServeError. inputs(), outputs() and parameters() are skipped for a known layout.
+    """
     model: str
-    version: str                    # "": the highest that is ready
+    version: str                    # "" for the highest ready version
     received_ns: int
-    deadline_ns: int = 0            # when its client gives up; 0: never
-    id: str = ""                    # the client's name of it
-    protocol: str                   # for the access log, and for errors: "gRPC" or "HTTP"
-    form: Hashable = None           # equal for requests that differ in contents and id alone; None: not known
-    rooms: Mapping[str, GpuRoom] = {}       # of outputs on GPUs; known when encoder() has been called
-    lengthy: bool = False           # encoder()'s compresses the response, or copies outputs into shared memory
+    deadline_ns: int = 0            # client's deadline; 0 for none
+    id: str = ""                    # request id of the client
+    protocol: str                   # "gRPC" or "HTTP", for the access log and for errors
+    form: Hashable = None           # equal for requests that differ only in contents and id; None if not known
+    rooms: Mapping[str, GpuRoom] = {}       # output buffers on GPUs, known after encoder() was called
+    lengthy: bool = False           # True if the encoder compresses the response or writes to shared memory
 
     @abstractmethod
     def client(self) -> str:
-        """Its address, for the access log."""
+        """Return the client's address, for the access log."""
 
     def headers(self) -> Iterable[tuple[str, str]]:
-        """What came beside the message: names, in small letters, and texts."""
+        """Return the request headers: names in lower case, and values."""
         return ()
 
     def header(self, name: str) -> str:
-        """What came beside the message under that name; "": nothing."""
+        """Return the value of a header; "" if there is none."""
         return dict(self.headers()).get(name, "")
 
     @abstractmethod
     def inputs(self) -> Sequence[InputTensor]:
-        """As the message declares them."""
+        """Return the inputs that the message declares."""
 
     @abstractmethod
     def outputs(self) -> Iterable[str]:
-        """The names of those asked for; none: all of the model's."""
+        """Return the names of the requested outputs; empty for all."""
 
     @abstractmethod
     def parameters(self) -> Parameters:
-        """What its client asks for beside the tensors: timeout (in us), priority, sequence_id, ..."""
+        """Return the parameters of the request: timeout (in us), priority, sequence_id, ..."""
 
     @abstractmethod
     def expect(self, response_bytes: int, decoded_bytes: int) -> None:
-        """Takes the bytes that the tensors of the response will have, and those of tensors that are made of files.
-        Raises MemoryLimitError."""
+        """Reserve memory for the tensors of the response and for decoded files. Raises MemoryLimitError."""
 
     @abstractmethod
     def contents(self, tensors: Sequence[InputTensor], devices: Set[int | None]) -> Mapping[str, Any]:
-        """The arrays of the inputs, which fit the model; in the memory of these devices the very tensors of clients."""
+        """Return the arrays of the inputs, which match the model.
+
+        On `devices`, tensors in clients' memory are not copied.
+        """
 
     @abstractmethod
     def encoder(self, served: Served) -> Callable[[Arrays], Any]:
-        """What makes the response of the outputs' arrays, on an instance's thread; or returns the ServeError why there
-        is none."""
+        """Return a function that makes the response on an instance's thread, or returns a ServeError."""
 
 
 class Submitted(NamedTuple):
-    """A request in the queue of its model."""
+    """Request in the queue of its model."""
     model: Model
     request: Request
 
     def cancel(self) -> None:
-        """Drops it, for nobody waits any more; if it is executing already, its result is dropped instead."""
+        """Drop the request, or its result if it is already executing."""
         self.model.cancel(self.request)
         if isinstance(self.request.reply, LoggedReply):
             self.request.reply.end_with(CANCELED)
 
 
 class LoggedReply:
-    """A reply whose end is told: to the access log, to the tracer."""
+    """Reply that reports its end to the access log and the tracer."""
 
-    def __init__(self, reply: Reply, entry: Entry, trace: Trace | None,
-                 tell: Callable[[LoggedReply, str], None]) -> None:
-        self._reply, self.entry, self.trace, self._tell = reply, entry, trace, tell
+    def __init__(self, reply: Reply, entry: AccessEntry, trace: RequestTrace | None,
+                 on_end: Callable[[LoggedReply, str], None]) -> None:
+        self._reply, self.entry, self.trace, self._on_end = reply, entry, trace, on_end
         self._ended = False
 
     @property
@@ -151,7 +153,7 @@ class LoggedReply:
     def end_with(self, status: str) -> None:
         if not self._ended:
             self._ended = True
-            self._tell(self, status)
+            self._on_end(self, status)
 
     def _responding(self) -> None:
         if self.trace:
@@ -159,7 +161,7 @@ class LoggedReply:
 
 
 class LoggedStreamReply(LoggedReply):
-    """The same of one that takes any number of responses."""
+    """StreamReply that reports its end to the access log and the tracer."""
     _reply: StreamReply
 
     def part(self, response: Any, is_last: bool = False) -> None:
@@ -174,38 +176,41 @@ class LoggedStreamReply(LoggedReply):
 
 
 class Inferences:
-    """The way from every endpoint to the models. Belongs to the event loop."""
+    """Entry point of all endpoints to the models. Belongs to the event loop."""
 
     def __init__(self, repository: Repository, access_log: AccessLog | None = None,
                  tracer: Tracer | None = None, forwarded: Mapping[str, re.Pattern[str]] = _NONE) -> None:
-        """forwarded: of headers that become parameters, by protocol: whose names it finds."""
+        """Create; headers whose names match a pattern of `forwarded`, by protocol, become request parameters."""
         self._repository, self._forwarded = repository, forwarded
         self._access_log, self._tracer = access_log, tracer
         self._closed = False
 
     def observes(self, protocol: str) -> bool:
-        """Return True if requests over a protocol are traced or logged, or if their headers become parameters."""
+        """Return True if requests of a protocol are traced or logged, or if their headers become parameters."""
         return bool(self._tracer or self._access_log or protocol in self._forwarded)
 
     def find(self, model: str, version: str) -> Model:
-        """Return a model that takes requests. Raises ServeErrors."""
+        """Return a model that takes requests. Raises ServeError."""
         found = self._repository.find(model, version)
         if self._closed:
             raise UnavailableError.closed(found.name)
         return found
 
     def close(self) -> None:
-        """Takes no more; what models ask of each other for those that were taken goes on."""
+        """Refuse new inferences; requests between models for accepted ones continue."""
         self._closed = True
 
     def submit(self, call: Call, reply: Reply) -> Submitted:
-        """Queues an inference. Raises ServeErrors: no such model, what does not fit it, no room, too late."""
+        """Queue an inference.
+
+        Raises ServeError if the model is unknown, the request invalid, memory full, or it is too late.
+        """
         trace = self._tracer.begin(call.model, call.header) if self._tracer else None
         if not (trace or self._access_log):
             submitted = self._prepared(call, reply)
             submitted.model.submit(submitted.request)
             return submitted
-        entry = Entry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
+        entry = AccessEntry(call.client(), call.protocol, call.id, call.model, call.version, call.received_ns)
         kind = LoggedStreamReply if isinstance(reply, StreamReply) else LoggedReply
         logged = kind(reply, entry, trace, self._ended)
         try:
@@ -226,11 +231,11 @@ class Inferences:
             reply.trace.end(reply.entry, status)
 
     def _prepared(self, call: Call, reply: Reply) -> Submitted:
-        """The request, to be submitted to its model."""
+        """Return the request for submission to its model."""
         model = self.find(call.model, call.version)
         if model.config.decoupled and not isinstance(reply, StreamReply):
             raise NotServedError(f"{_ONE_RESPONSE[call.protocol]} doesn't support models with decoupled transaction "
-                                 f"policy: model '{model.name}' has any number of responses; ask for it in a stream "
+                                 f"policy: model '{model.name}' has any number of responses; use a stream "
                                  "(ModelStreamInfer, generate_stream)")
         try:
             request = _request(call, model, reply)
@@ -254,10 +259,10 @@ def _request(call: Call, model: Model, reply: Reply) -> Request:
             model.prepared[call.form] = prepared
     call.expect(prepared.answer_bytes, prepared.fit.decoded_bytes)
     return Request(
-        inputs=model.signature.to_model(call.contents(prepared.tensors, model.reached), prepared.fit.items),
+        inputs=model.signature.to_model(call.contents(prepared.tensors, model.zero_copy_devices), prepared.fit.items),
         items=prepared.fit.items,
         shape_key=prepared.fit.shape_key, encode=model.signature.to_client(call.encoder(prepared.served)), reply=reply,
-        lengthy=call.lengthy, rooms=call.rooms if model.reached else {},
+        lengthy=call.lengthy, output_buffers=call.rooms if model.zero_copy_devices else {},
         timeout_us=prepared.timeout_us, received_ns=call.received_ns, deadline_ns=call.deadline_ns, id=call.id,
         parameters=prepared.parameters, priority=prepared.priority, sequence=prepared.sequence,
         outputs=prepared.outputs)
@@ -277,8 +282,10 @@ def _prepare(call: Call, model: Model) -> Prepared:
 
 
 def _served(model: Model, outputs: tuple[TensorSpec, ...], names: tuple[str, ...]) -> Served:
-    """One for all forms with these outputs, by which encoders know what they have encoded before: a sequence alone has
-    a form for each of its requests."""
+    """Return the response metadata for these outputs, one object for all request layouts.
+
+    Encoders cache by this object; requests of sequences have many layouts.
+    """
     served: Served | None = model.served.get(names)
     if served is None:
         if len(model.served) >= _KEPT:

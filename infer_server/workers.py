@@ -1,4 +1,4 @@
-"""Between the event loop and threads: what runs beside it, what it is given to do, what it waits for."""
+"""Threads and the event loop: run work on threads, post to the loop, run generators in steps."""
 from __future__ import annotations
 
 import asyncio
@@ -15,15 +15,15 @@ from infer_server.errors import RepositoryError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_LOOKING_SECS = 0.02            # between two looks at what nobody tells of
+_POLL_SECS = 0.02               # interval of checks in wait_until
 
 
 class NoThreadError(RepositoryError):
-    """The system gives this process no more threads."""
+    """Raised if the system gives this process no more threads."""
 
 
 def start(thread: threading.Thread) -> None:
-    """Raises NoThreadError."""
+    """Start a thread. Raises NoThreadError."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -32,43 +32,43 @@ def start(thread: threading.Thread) -> None:
 
 
 def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function on the loop, from any thread; does nothing if the loop is closed, for nobody waits any more."""
+    """Call a function on the event loop, from any thread; do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
         if not loop.is_closed():
             raise
-        log.debug("%s came after the end of the event loop", function)
+        log.debug("%s was posted after the end of the event loop", function)
 
 
-class Turns(asyncio.Semaphore):
-    """So many at a time."""
+class AdjustableSemaphore(asyncio.Semaphore):
+    """Semaphore whose value can be increased temporarily."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._taken_back = set[asyncio.Task[bool]]()
+        self._acquiring = set[asyncio.Task[bool]]()
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """While somebody who may have a turn waits for others, who may wait for theirs."""
+        """Increase the value by one: a holder waits for other tasks, which may themselves wait for the semaphore."""
         self.release()
         try:
             yield
         finally:
-            task = asyncio.create_task(self.acquire())      # when there is one: nobody waits for that
-            self._taken_back.add(task)
-            task.add_done_callback(self._taken_back.discard)
+            task = asyncio.create_task(self.acquire())      # in the background, once a slot is free
+            self._acquiring.add(task)
+            task.add_done_callback(self._acquiring.discard)
 
 
-class Waits:
-    """Which models wait for others to be loaded."""
+class WaitGraph:
+    """Wait-for graph of models that wait for others to be loaded."""
 
     def __init__(self) -> None:
         self._awaited = defaultdict[str, Counter[str]](Counter)
 
     @contextmanager
     def waiting(self, name: str, other: str) -> Iterator[None]:
-        """While a model waits for another one to be loaded. Raises RepositoryError: that waits for it."""
+        """Record that a model waits for another one until the context exits. Raises RepositoryError for a deadlock."""
         seen, left = set[str](), [other]
         while left:
             one = left.pop()
@@ -87,7 +87,7 @@ class Waits:
 
 
 def at_once(steps: Generator[None, None, T]) -> T:
-    """Run a generator to its end, where its input is small. Returns or raises what it does."""
+    """Run a generator to its end without pauses and return or raise what it does; for small inputs."""
     while True:
         try:
             next(steps)
@@ -97,17 +97,17 @@ def at_once(steps: Generator[None, None, T]) -> T:
 
 
 class StepRunner:
-    """Runs generators on the event loop, one step in each iteration of the loop.
+    """Runner of generators on the event loop, one step in each iteration of the loop.
 
-    A step takes a millisecond or two, so the loop answers other requests meanwhile. A thread would not do: a parser
-    written in C keeps the interpreter's lock until it returns. Generators that run at the same time take turns.
+    A step takes a millisecond or two, so that the loop answers other requests meanwhile. A thread would not help: a
+    parser written in C holds the interpreter lock until it returns. Generators that run at the same time take turns.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()             # FIFO
 
     async def run(self, steps: Generator[None, None, T]) -> T:
-        """Run a generator to its end, and return or raise what it does."""
+        """Run a generator to its end and return or raise what it does."""
         with closing(steps):
             while True:
                 async with self._turn:
@@ -120,8 +120,7 @@ class StepRunner:
 
 
 async def beside_loop(function: Callable[[], T]) -> T:
-    """Runs a function of Python code on a thread, so that the loop answers others meanwhile; on the loop where the
-    system gives no more threads."""
+    """Run a function on a thread so that the loop stays responsive; on the loop if there are no more threads."""
     try:
         return await in_daemon_thread(function)
     except NoThreadError:
@@ -129,10 +128,10 @@ async def beside_loop(function: Callable[[], T]) -> T:
 
 
 class Cached(Generic[T]):
-    """A value that is computed at most once in a while, however many ask for it. Belongs to the event loop."""
+    """Value that is computed at most once in a period, however many callers there are. Belongs to the event loop."""
 
     def __init__(self, compute: Callable[[], Awaitable[T]], secs: float) -> None:
-        """secs: how long a value is given out. An error is raised to those who waited for it, and not kept."""
+        """Create; a value is reused for `secs` seconds, an error is raised to the current callers only."""
         self._compute, self._secs = compute, secs
         self._value: asyncio.Future[T] | None = None
         self._until = 0.0
@@ -140,8 +139,8 @@ class Cached(Generic[T]):
     async def get(self) -> T:
         if self._value is None or self._value.done() and time.monotonic() >= self._until:
             self._value = asyncio.ensure_future(self._computed())
-            self._value.add_done_callback(lambda done: done.cancelled() or done.exception())    # logs no lost error
-        return await asyncio.shield(self._value)        # who asks may leave, and the others have their answer
+            self._value.add_done_callback(lambda done: done.cancelled() or done.exception())    # avoids asyncio's log
+        return await asyncio.shield(self._value)        # a cancelled caller does not affect the others
 
     async def _computed(self) -> T:
         self._until = 0.0
@@ -151,25 +150,25 @@ class Cached(Generic[T]):
 
 
 async def wait_until(is_so: Callable[[], bool], timeout_secs: float) -> None:
-    """Waits on the loop until something is so, at most `timeout_secs`."""
+    """Wait on the loop until a predicate is true, at most `timeout_secs`."""
     end = time.monotonic() + timeout_secs
     while not is_so() and time.monotonic() < end:
-        await asyncio.sleep(_LOOKING_SECS)
+        await asyncio.sleep(_POLL_SECS)
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Runs a function on a thread of its own and returns (or raises) what it did.
+    """Run a function on a new thread and return or raise what it does. Raises NoThreadError.
 
-    Unlike an executor's threads it is not joined at exit: a load that hangs in native code, which nothing can cancel,
-    must not keep the process alive after everything accepted is answered. Raises RepositoryError: there are no more.
+    Unlike an executor's threads it is not joined at exit: a load that hangs in native code, which cannot be cancelled,
+    must not keep the process alive after all accepted requests are answered.
     """
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()      # from here on, who gives up waiting does not stop it
+    outcome.set_running_or_notify_cancel()      # from here on, cancelling the await does not stop the function
 
     def run() -> None:
         try:
             outcome.set_result(function())
-        except BaseException as error:          # raised where it is awaited
+        except BaseException as error:          # raised by the await
             outcome.set_exception(error)
 
     start(threading.Thread(target=run, name=f"worker {getattr(function, '__qualname__', '')}", daemon=True))

@@ -1,7 +1,7 @@
-"""The queue between the event loop, which submits requests, and the instances' threads, which take batches.
+"""Request queue between the event loop, which submits requests, and the instances' threads, which take batches.
 
-Whoever is free pulls: a batch is formed at the moment when an instance can execute it, never earlier, so that all that
-gathered while it was busy goes together.
+Instances pull: a batch is formed when an instance is free to execute it, never earlier, so that all requests that
+arrived meanwhile are batched together.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 from typing import Protocol
 
-from infer_server.batching.batch_times import BatchTimes, PayingBatch
+from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes
 from infer_server.batching.expiry import Expiries
 from infer_server.batching.policy import (
     BatchChoice,
@@ -29,24 +29,26 @@ from infer_server.batching.request import Request
 from infer_server.errors import DeadlineExceededError, QueueFullError, RequestExpiredError, ServeError, UnavailableError
 
 Refuse = Callable[[list[Request], ServeError], None]
-# In order of arrival, and any of them found by identity. A plain dict forgets at each look for its first key which ones
-# were deleted before it.
+# Requests in order of arrival with removal in O(1). In a plain dict, finding the first key skips all deleted entries.
 _Queue = OrderedDict[Request, object]
 _GONE = object()
 
 
 class _Level:
-    """The requests of one priority."""
+    """Requests of one priority level."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
         self.queue: _Queue = OrderedDict()          # oldest first
-        self.delayed: _Queue = OrderedDict()        # expired under timeout_action DELAY: behind the others of the level
+        self.delayed: _Queue = OrderedDict()        # expired with timeout_action DELAY; executed after `queue`
 
 
 class Admission(Protocol):
-    """What an instance asks before it executes. All but enter() may wake the instances of any model."""
-    in_line: bool                   # it has been refused, and asks again when wake_all() is called
+    """Interface that an instance asks for permission to execute.
+
+    All methods but enter() may wake instances of any model.
+    """
+    in_line: bool                   # True after a refusal; the instance asks again when wake_all() is called
 
     def enter(self) -> bool: ...
 
@@ -58,7 +60,10 @@ class Admission(Protocol):
 
 
 class Batcher:
-    """Thread-safe. `refuse` is called with requests that expired and why, on the thread that noticed it."""
+    """Request queue of a model's instances. Thread-safe.
+
+    `refuse` is called with expired requests and an error, on the thread that found them.
+    """
 
     def __init__(self, model: str, batching: BatchPolicy, queueing: Priorities | QueuePolicy, refuse: Refuse,
                  instances: int = 1, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -66,19 +71,19 @@ class Batcher:
         self._batching = batching
         self._holds_back = batching.max_queue_delay_us > 0
         self._priorities = Priorities((queueing,)) if isinstance(queueing, QueuePolicy) else queueing
-        self._levels = [_Level(policy) for policy in self._priorities.policies]     # the highest priority first
+        self._levels = [_Level(policy) for policy in self._priorities.policies]     # highest priority first
         self._refuse = refuse
         self._instances = instances
         self._clock_ns = clock_ns
         self._times = BatchTimes()
-        self._paying = PayingBatch(batching.max_batch_size, instances)
-        self._timeouts = Expiries()                 # of those that have one, and are not delayed
-        self._deadlines = Expiries()                # of all that have one
+        self._paying = AdaptiveBatchLimit(batching.max_batch_size, instances)
+        self._timeouts = Expiries()                 # queue timeouts of requests that are not delayed
+        self._deadlines = Expiries()                # deadlines of clients
         self._idle = 0                              # instances that wait for requests
-        self._refused = 0                           # instances that wait to be let through
+        self._refused = 0                           # instances that wait for admission
         self._closed = False
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)     # slower to enter than the lock
+        self._changed = threading.Condition(self._lock)     # entering the lock directly is faster
 
     def __len__(self) -> int:
         if len(self._levels) == 1:
@@ -87,9 +92,16 @@ class Batcher:
         return sum(len(level.queue) + len(level.delayed) for level in self._levels)
 
     def submit(self, request: Request) -> None:
-        """Appends a request. The instances learn of it by wake().
+        """Append a request; `wake` tells the instances.
 
-        Raises QueueFullError; DeadlineExceededError if it cannot be answered in time; UnavailableError after close().
+        Raises
+        ------
+        QueueFullError
+            The request's priority level has max_queue_size requests.
+        DeadlineExceededError
+            The request cannot be answered before its deadline.
+        UnavailableError
+            The queue is closed.
         """
         if len(self._levels) > 1:
             request.level = self._priorities.level(request.priority)
@@ -107,29 +119,31 @@ class Batcher:
             self._append(request)
 
     def wake(self) -> None:
-        """Wakes an idle instance. Apart from submit(), so that requests which arrive together cost one wake-up."""
+        """Wake an idle instance. Separate from `submit`, so that requests that arrive together cost one wake-up."""
         with self._lock:
             self._notify()
 
     def wake_all(self) -> None:
-        """Wakes the instances that wait, for requests or to be let through."""
+        """Wake all instances that wait for requests or for admission."""
         with self._lock:
             self._changed.notify_all()
 
     def withdraw(self, request: Request) -> bool:
-        """Takes a request out of the queue; False if it is no longer there: executing, or ended."""
+        """Remove a request from the queue; return False if it is executing or has ended."""
         with self._lock:
             level = self._levels[request.level]
             if level.queue.pop(request, _GONE) is _GONE and level.delayed.pop(request, _GONE) is _GONE:
                 return False
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
-            self._empty_the_line()
+            self._wake_refused()
             return True
 
     def take(self, gate: Admission | None = None) -> list[Request] | None:
-        """Blocks until there is a batch to execute, and removes it. None: closed, and nothing is left. gate: what lets
-        a batch through."""
+        """Block until there is a batch to execute and remove it; return None if the queue is closed and empty.
+
+        `gate` admits batches; None admits all.
+        """
         with self._lock:
             while True:
                 now_ns = self._clock_ns()
@@ -137,7 +151,7 @@ class Batcher:
                 choice = self._choose(now_ns, self._idle) if self else None
                 if gate and gate.in_line and (choice is None or isinstance(choice, Wait)):
                     self._lock.release()
-                    gate.step_aside()               # which takes this lock
+                    gate.step_aside()               # acquires this lock
                     self._lock.acquire()
                     continue
                 if choice is None:
@@ -158,25 +172,26 @@ class Batcher:
                 if choice.batch:
                     self._begin(choice.batch)
                     if self:
-                        self._notify()              # what is left may keep another instance busy
+                        self._notify()              # another instance may execute the remaining requests
                     return choice.batch
 
     def take_short(self, is_short: Callable[[int], bool]) -> list[Request]:
-        """Removes a batch that may be executed now, if it is short by its number of items, and by none of its requests
-        lengthy; []: there is none."""
+        """Remove a batch that may execute now if it is short by its number of items and no request of it is lengthy.
+
+        Return [] if there is none.
+        """
         with self._lock:
             if self._closed:
                 return []
-            batch = self._lone() or self._short_choice()
+            batch = self._single_request() or self._short_choice()
             if not batch or not is_short(sum([request.items for request in batch])) or any(
                     [request.lengthy for request in batch]):
                 return []
             self._begin(batch)
             return batch
 
-    def _lone(self) -> list[Request]:
-        """The request that waits, if it is the only one, and there is nothing to decide: none of what waits can
-        expire, and no policy has it wait."""
+    def _single_request(self) -> list[Request]:
+        """Return the only waiting request if it can be executed without a decision: no timeout, deadline or delay."""
         queue = self._levels[0].queue
         if self._holds_back or len(queue) != 1 or len(self) != 1 or self._timeouts.at or self._deadlines.at:
             return []
@@ -188,42 +203,42 @@ class Batcher:
         choice = self._choose(now_ns, idle=0) if self else None
         return choice.batch if isinstance(choice, BatchChoice) and not choice.lost else []
 
-    def measured(self, items: int, ns: int) -> None:
-        """A batch of `items` took `ns` from take() until its answers were handed on."""
+    def record_time(self, items: int, ns: int) -> None:
+        """Record that a batch of `items` took `ns` from `take` until its responses were handed on."""
         with self._lock:
             now_ns = self._clock_ns()
             self._times.add(items, ns, now_ns)
             self._paying.add(items, ns, now_ns)
 
     def expire(self) -> None:
-        """Refuses the requests that have waited too long, or delays them, as the queue policy says."""
+        """Refuse or delay the requests whose timeout has passed, as the queue policy says."""
         with self._lock:
             self._expire(self._clock_ns())
 
     def next_expiry_ns(self) -> int | None:
-        """The time at which the next request expires; None: none of those that wait can."""
+        """Return the time at which the next request expires, or None."""
         with self._lock:
             return self._next_expiry_ns()
 
     def close(self) -> None:
-        """Accepts nothing more; what waits is still executed, without waiting for fuller batches."""
+        """Accept no more requests; execute the waiting ones without waiting for fuller batches."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def _notify(self) -> None:
-        """Wakes an instance that can do what those in line cannot, if one waits."""
+        """Wake an idle instance; instances without admission wait on the same condition, so wake that many more."""
         self._changed.notify(1 + self._refused)
 
     def _admit(self, gate: Admission) -> bool:
-        """Whether a batch is let through; if not, waits until that may have changed."""
+        """Return True if a batch is admitted; otherwise wait until that may have changed."""
         waited = gate.in_line
         if gate.enter():
             return True
         if not waited:
-            self._notify()                          # another instance may need nothing of what this one waits for
+            self._notify()                          # another instance may need none of the resources
         self._refused += 1
-        self._changed.wait()                        # who expires meanwhile is refused by the event loop
+        self._changed.wait()                        # the event loop refuses requests that expire meanwhile
         self._refused -= 1
         return False
 
@@ -253,12 +268,12 @@ class Batcher:
             decision = decide(waiting, now_ns, self._batching, idle, most)
             choice = decision if isinstance(decision, Wait) else BatchChoice(list(islice(waiting, decision.count)))
         if isinstance(choice, Wait) and self._closed:
-            return BatchChoice(list(waiting))        # all of it is one batch that waited for a fuller one
+            return BatchChoice(list(waiting))        # Wait means that all requests fit into one batch
         return choice
 
     def _begin(self, batch: Collection[Request]) -> None:
         """Remove a batch that an instance executes now."""
-        self._paying.taken(sum([request.items for request in batch]), self._clock_ns())
+        self._paying.record_start(sum([request.items for request in batch]), self._clock_ns())
         self._remove(batch)
 
     def _remove(self, requests: Iterable[Request]) -> None:
@@ -268,10 +283,10 @@ class Batcher:
                 level.delayed.pop(request, None)
             if request.expires_ns or request.deadline_ns:
                 self._forget_times(request)
-        self._empty_the_line()
+        self._wake_refused()
 
-    def _empty_the_line(self) -> None:
-        """Wakes the instances that stand in line with nothing to execute: they hold up those of other models."""
+    def _wake_refused(self) -> None:
+        """Wake the instances that wait for admission while the queue is empty: they block other models."""
         if self._refused and not self:
             self._changed.notify_all()
 
@@ -309,10 +324,10 @@ class Batcher:
         return min((ns + 1 for ns in times if ns is not None), default=None)
 
     def _shortest_ns(self, now_ns: int) -> int:
-        """How long the fastest batch takes, most likely: a deadline nearer than that has been missed."""
+        """Return the likely time of a batch of one item; a deadline that is nearer will be missed."""
         return int(self._times.estimate(1, now_ns).likely)
 
     def _too_late(self, now_ns: int) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"Deadline Exceeded: model '{self._model}' could not have answered in time (an execution takes about "
-            f"{self._shortest_ns(now_ns) / 1e6:.3g} ms); it was not executed")
+            f"{self._shortest_ns(now_ns) / 1e6:.3g} ms); the request was not executed")

@@ -1,4 +1,4 @@
-"""Responses kept by what was asked: model, version, outputs and the bytes of all inputs. Bounded in bytes."""
+"""Response cache, keyed by model, version, requested outputs, parameters and input contents; bounded in bytes."""
 from __future__ import annotations
 
 import asyncio
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from infer_server.batching.request import Arrays, Outputs, Request
 from infer_server.batching.statistics import Failure, Statistics
 
-_OVERHEAD_BYTES = 512           # of an entry, beside its arrays
+_OVERHEAD_BYTES = 512           # size of an entry in addition to its arrays
 
 
 class ResponseCache:
-    """Of all models together; the least used go first. Thread-safe."""
+    """Least-recently-used cache shared by all models. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
-        self._entries: OrderedDict[bytes, tuple[Arrays, int]] = OrderedDict()       # the least used first
+        self._entries: OrderedDict[bytes, tuple[Arrays, int]] = OrderedDict()       # least recently used first
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Arrays | None:
-        """The outputs of an execution, not to be written."""
+        """Return the cached outputs, which must not be modified, or None."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -35,7 +35,7 @@ class ResponseCache:
             return self._entries[key][0]
 
     def put(self, key: bytes, outputs: Arrays) -> None:
-        """Keeps copies of the outputs, if they are not larger than all of the cache."""
+        """Store copies of the outputs unless they exceed the size of the cache."""
         kept = {name: np.array(array) for name, array in outputs.items()}
         size = sum(map(bytes_of, kept.values())) + _OVERHEAD_BYTES
         if size > self._limit_bytes:
@@ -49,29 +49,31 @@ class ResponseCache:
                 self._bytes -= self._entries.popitem(last=False)[1][1]
 
     def drop(self, prefix: bytes) -> None:
-        """Forgets the responses of a model: its keys begin with `prefix`."""
+        """Remove all entries whose keys begin with `prefix`, which is that of a model."""
         with self._lock:
             for key in [key for key in self._entries if key.startswith(prefix)]:
                 self._bytes -= self._entries.pop(key)[1]
 
 
 class CachedResponses:
-    """The responses of one model in the cache. Belongs to the event loop."""
+    """Response cache of one model. Belongs to the event loop."""
 
     def __init__(self, cache: ResponseCache, statistics: Statistics, prefix: bytes) -> None:
-        """prefix: of the keys of this model, and of no other."""
+        """Create for the model whose keys, and no others, begin with `prefix`."""
         self._cache, self._statistics, self._prefix = cache, statistics, prefix
 
     def answers(self, request: Request, revision: bytes) -> bool:
-        """Answers a request from the cache; False: its response will be kept there. revision: begins with the prefix;
-        another one finds nothing."""
+        """Answer a request from the cache and return True, or arrange that its response is stored and return False.
+
+        `revision` begins with the prefix; after a change of the revision, older entries are not found.
+        """
         begun_ns = time.monotonic_ns()
         key = key_of(revision, request)
         outputs, encode = self._cache.get(key), request.encode
         if outputs is not None:
             response = encode(outputs)
             took_ns = time.monotonic_ns() - begun_ns
-            if isinstance(response, Exception):         # it has no room where its client wants it, for one
+            if isinstance(response, Exception):         # e.g. the client's shared memory region is too small
                 self._statistics.failed(Failure.BACKEND, took_ns)
             else:
                 self._statistics.looked_up(True, took_ns)
@@ -79,7 +81,7 @@ class CachedResponses:
             return True
 
         def keep(computed: Arrays) -> Any:
-            if not isinstance(computed, Outputs):       # not whole, or more than its arrays
+            if not isinstance(computed, Outputs):       # outputs are missing, or there are parameters
                 self._cache.put(key, computed)
             return encode(computed)
 
@@ -88,20 +90,20 @@ class CachedResponses:
         return False
 
     def drop(self) -> None:
-        """Forgets them."""
+        """Remove the model's entries."""
         self._cache.drop(self._prefix)
 
 
 def key_of(prefix: bytes, request: Request) -> bytes:
-    """What equal requests have in common, behind a prefix that says whose they are."""
-    beside = request.outputs, sorted(request.parameters.items())    # a Python model's answer may follow from these
-    digest = hashlib.blake2b(repr(beside).encode(), digest_size=20)
+    """Return the cache key of a request: a digest of its inputs, outputs and parameters after `prefix`."""
+    options = request.outputs, sorted(request.parameters.items())   # the response of a Python model may depend on them
+    digest = hashlib.blake2b(repr(options).encode(), digest_size=20)
     for name in sorted(request.inputs):
         array = request.inputs[name]
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         if array.dtype.hasobject:
             for value in array.flat:
-                raw = value.encode() if isinstance(value, str) else value      # which a program makes, for an ensemble
+                raw = value.encode() if isinstance(value, str) else value      # programs make str, in ensembles
                 digest.update(len(raw).to_bytes(8, "little") + raw)
         else:
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

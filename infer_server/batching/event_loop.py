@@ -1,5 +1,4 @@
-"""What the event loop does for a queue: it executes short batches or wakes an idle instance when requests wait, and
-refuses those that expire."""
+"""Event-loop side of a request queue: wake instances, execute short batches, refuse expired requests."""
 from __future__ import annotations
 
 import asyncio
@@ -9,35 +8,35 @@ from collections.abc import Callable
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.request import Request
 
-_QUIET_TURNS = 8            # of the loop without a new request; about 20 us when there is nothing else to do
-_LIMIT_NS = 5_000_000       # while requests keep coming; only a loop that is busy reading them gets this far
-_LONGEST_NS = 1_000_000_000     # between two looks: a batch may turn out to take longer, which moves what is due
+_QUIET_TURNS = 8            # iterations of the loop without a new request; about 20 us if the loop is idle
+_LIMIT_NS = 5_000_000       # limit of the wait while requests keep coming; reached only by a busy loop
+_LONGEST_NS = 1_000_000_000     # longest timer: due times change with the measured times of batches
 
 
 class Waker:
-    """Has requests executed once the event loop has no more of them at hand. Belongs to the event loop.
+    """Wake instances once the event loop has no more requests at hand. Belongs to the event loop.
 
-    Requests that arrive together are read one after the other, each over several turns of the loop. To wake an instance
-    for the first would execute it alone, and would have its thread fight the loop for the interpreter while the others
-    are read. No timer is waited for: a loop without work takes its quiet turns at once. Where requests come alone, one
-    after the other, they become fewer, down to one.
+    Requests that arrive together are read one after the other, each over several iterations of the loop. Waking an
+    instance for the first one would execute it alone, and its thread would compete with the loop for the interpreter
+    lock. There is no timer: an idle loop completes its quiet iterations at once. While requests arrive one by one,
+    their number is reduced, down to one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
                  execute_short: Callable[[], bool]) -> None:
-        """execute_short: executes a batch that is no longer than to wake an instance for it. False: there is none."""
+        """Create; `execute_short` executes a short batch on the event loop and returns False if there is none."""
         self._loop = loop
         self._batcher = batcher
         self._max_batch_size = max_batch_size
         self._execute_short = execute_short
         self._watching = False
         self._quiet_turns = 0
-        self._wanted_turns = _QUIET_TURNS
-        self._together = 0              # requests since it began to watch
+        self._required_turns = _QUIET_TURNS
+        self._together = 0              # requests since the first one of this wait
         self._limit_ns = 0
 
     def submitted(self) -> None:
-        """To be called when a request was put into the queue: an instance is woken a few turns of the loop later."""
+        """Note that a request was queued; an instance is woken a few iterations of the loop later."""
         self._quiet_turns = 0
         self._together += 1
         if not self._watching:
@@ -51,33 +50,30 @@ class Waker:
 
     def _turn(self) -> None:
         self._quiet_turns += 1
-        gathering = 0 < len(self._batcher) < self._max_batch_size       # 0: a busy instance came by and took them
-        if gathering and self._quiet_turns < self._wanted_turns and time.monotonic_ns() < self._limit_ns:
+        gathering = 0 < len(self._batcher) < self._max_batch_size       # 0: an instance took them meanwhile
+        if gathering and self._quiet_turns < self._required_turns and time.monotonic_ns() < self._limit_ns:
             self._loop.call_soon(self._turn)
             return
-        self._wanted_turns = _QUIET_TURNS if self._together > 1 else max(1, self._wanted_turns // 2)
+        self._required_turns = _QUIET_TURNS if self._together > 1 else max(1, self._required_turns // 2)
         self._watching = False
         if not self._execute_short():
             self._batcher.wake()
         elif len(self._batcher) and not self._watching:
-            self._quiet_turns = self._wanted_turns
+            self._quiet_turns = self._required_turns
             self._watch()
 
 
 class ExpiryTimer:
-    """Has the queue refuse what expires while every instance is busy: at once, not when the next batch is taken.
-
-    Belongs to the event loop.
-    """
+    """Timer that refuses expired requests promptly even while every instance is busy. Belongs to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher) -> None:
         self._loop = loop
         self._batcher = batcher
         self._timer: asyncio.TimerHandle | None = None
-        self._fires_ns = 0              # when the timer does
+        self._fires_ns = 0              # time at which the timer fires
 
     def submitted(self, request: Request) -> None:
-        """To be called when a request was put into the queue: it may expire before the timer is due."""
+        """Note that a request was queued, which may expire before the timer fires."""
         due_ns = min(request.deadline_ns or request.expires_ns, request.expires_ns or request.deadline_ns)
         if due_ns and (self._timer is None or due_ns < self._fires_ns + _LONGEST_NS):
             self._arm()

@@ -1,4 +1,4 @@
-"""What executes batches: a thread for each instance of a model, or who finds a short one while that is idle."""
+"""Instances of a model: threads that execute batches. Short batches may execute on the event loop instead."""
 from __future__ import annotations
 
 import logging
@@ -18,39 +18,59 @@ log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """What runs a model for one instance; used by one thread at a time."""
+    """Interface that runs a model for one instance; used by one thread at a time."""
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """The outcome of each request of the batch; None: nothing was executed. What it raises ends all of them."""
+        """Execute a batch and return the outcome of each request, and the execution, or None if nothing was executed.
+
+        An exception fails all requests of the batch.
+        """
 
     def close(self) -> None: ...
 
 
 class Instance:
-    """Pulls batches and executes them until the batcher is closed and empty."""
+    """Thread that takes batches and executes them until the batcher is closed and empty."""
 
     def __init__(self, name: str, batcher: Batcher, executor: Executor,
                  deliver: Callable[[list[Outcome], BatchExecution | None], None], cpu: int | None = None,
                  gate: Admission | None = None, short: ShortBatches | None = None) -> None:
-        """cpu: the CPU that its thread is pinned to; None: not pinned. gate: of the rate limiter, if there is one.
-        short: the batches that others may execute in its place; None: none."""
+        """Create an instance.
+
+        Parameters
+        ----------
+        name : str
+            Name of the thread.
+        batcher : Batcher
+            Queue to take batches from.
+        executor : Executor
+            Executor of the batches.
+        deliver : callable
+            Function that passes the outcomes of a batch to the event loop.
+        cpu : int, optional
+            CPU to pin the thread to.
+        gate : Admission, optional
+            Gate of the rate limiter.
+        short : ShortBatches, optional
+            Record of batches that `execute_short` may execute.
+        """
         self._batcher = batcher
         self._executor = executor
-        self._deliver = deliver                     # hands results to the event loop: once a batch; None: it failed
+        self._deliver = deliver
         self._cpu, self._gate = cpu, gate
         self._short = short if cpu is None and gate is None else None
-        self._executing = threading.Lock()          # held by the thread that uses the executor
+        self._executing = threading.Lock()          # held while the executor is in use
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Raises RepositoryError: there are no more threads."""
+        """Start the thread. Raises RepositoryError if the system has no more threads."""
         start(self._thread)
 
     def join(self) -> None:
         self._thread.join()
 
     def execute_short(self) -> tuple[list[Outcome], BatchExecution | None] | None:
-        """Executes what waits on the calling thread, if it is free and that is done at once; None: it was not."""
+        """Execute a waiting short batch on the calling thread; return None if the instance is busy or there is none."""
         if self._short is None or not self._executing.acquire(blocking=False):
             return None
         try:
@@ -67,14 +87,14 @@ class Instance:
         self.end()
 
     def end(self) -> None:
-        """Lets go of what it executes with. For its thread, or who could not start that."""
+        """Close the gate and the executor. Called by the instance's thread, or if that could not be started."""
         if self._gate:
             self._gate.close()
         with self._executing:
             self._executor.close()
 
     def _serve_batch(self) -> bool:
-        """Waits for a batch, serves it, and keeps no reference to it. False: the queue is closed and empty."""
+        """Take a batch, execute it and keep no reference to it; return False if the queue is closed and empty."""
         batch = self._batcher.take(self._gate)
         if batch is None:
             return False
@@ -82,8 +102,8 @@ class Instance:
             with self._executing:
                 outcomes, execution = self._execute(batch)
             self._deliver(outcomes, execution)
-        except Exception:                   # a front's bug: who waits for the next batch must not notice
-            log.exception("%s could not hand out the answers of a batch", self._thread.name)
+        except Exception:                   # an internal error of an endpoint must not end the thread
+            log.exception("%s could not deliver the responses of a batch", self._thread.name)
         finally:
             if self._gate:
                 self._gate.leave()
@@ -92,7 +112,7 @@ class Instance:
     def _execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         try:
             outcomes, execution = self._executor.execute(batch)
-        except Exception as error:          # whatever an engine raises ends this batch, and never the thread
+        except Exception as error:          # an engine may raise anything, which must not end the thread
             log.exception("%s failed on a batch of %d requests", self._thread.name, len(batch))
             reason = f"the engine failed: {error}"
             return [(request, ExecutionError(reason)) for request in batch], None

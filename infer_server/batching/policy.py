@@ -1,8 +1,8 @@
-"""When to send a batch, and of which requests: pure functions of queue, clock, policy and measured times.
+"""Decide when to execute a batch and of which requests: pure functions of queue, clock, policy and measured times.
 
 Without deadlines the rules are Triton's (core/src/dynamic_batch_scheduler.cc, GetDynamicBatch; scheduler_utils.cc,
-ApplyPolicy). Triton's queue knows nothing of the deadlines of clients: under overload it executes, first come first
-served, requests that are answered too late, and hardly any in time.
+ApplyPolicy). Triton's queue does not know clients' deadlines: under overload it executes, first come first served,
+requests that are answered too late, and hardly any in time.
 """
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from infer_server.batching.batch_times import BatchTimes
 
 
 class Queued(Protocol):
-    """What a decision needs to know of a waiting request."""
+    """Properties of a waiting request that a decision depends on."""
     @property
-    def items(self) -> int: ...                  # items on its batch axis
+    def items(self) -> int: ...                  # items on the batch axis
     @property
-    def shape_key(self) -> Hashable: ...        # requests of unequal keys never share a batch
+    def shape_key(self) -> Hashable: ...        # only requests with equal keys share a batch
     @property
     def enqueued_ns(self) -> int: ...
     @property
-    def deadline_ns(self) -> int: ...           # by which it must be answered; 0: its client waits for ever
+    def deadline_ns(self) -> int: ...           # time by which the request must be answered; 0 if there is none
 
 
 Q = TypeVar("Q", bound=Queued)
 
 _NEVER_NS = 1 << 63
-_ANY = 1 << 63              # items of a batch: no limit
-_BETTER = 1.1               # how much better a smaller batch must be: the times are measured, and noisy
+_ANY = 1 << 63              # no limit on the items of a batch
+_BETTER = 1.1               # factor by which a smaller batch must be better, because measured times are noisy
 
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """How requests are put together; the fields of config.pbtxt's max_batch_size and dynamic_batching."""
+    """Batching policy: max_batch_size and dynamic_batching of config.pbtxt."""
     max_batch_size: int = 1
     preferred_batch_sizes: frozenset[int] = frozenset()
-    max_queue_delay_us: int = 0                 # how long the oldest request may wait for a fuller batch
-    merges: bool = True                         # requests share a batch; without dynamic_batching each has its own
+    max_queue_delay_us: int = 0                 # time that the oldest request may wait for a fuller batch
+    merges: bool = True                         # requests share batches; False without dynamic_batching
 
     @property
     def largest_preferred(self) -> int:
@@ -48,20 +48,20 @@ class BatchPolicy:
 
     @property
     def takes_what_waits(self) -> bool:
-        """True if no preferred size and no delay decides how large a batch is."""
+        """True if neither a preferred size nor a delay determines the batch size."""
         return not self.preferred_batch_sizes and not self.max_queue_delay_us
 
 
 @dataclass(frozen=True)
 class QueuePolicy:
-    """How long requests wait and how many may; the fields of config.pbtxt's default_queue_policy."""
-    max_queue_size: int = 0                     # requests; 0: no limit
-    default_timeout_us: int = 0                 # 0: none
-    allow_timeout_override: bool = False        # a request may ask for a shorter timeout
-    delay_expired: bool = False                 # expired requests go behind all others, instead of being refused
+    """Queue policy: default_queue_policy of config.pbtxt."""
+    max_queue_size: int = 0                     # limit of the waiting requests; 0 for none
+    default_timeout_us: int = 0                 # 0 for none
+    allow_timeout_override: bool = False        # requests may set a shorter timeout
+    delay_expired: bool = False                 # execute expired requests after all others instead of refusing them
 
     def timeout_us(self, requested_us: int) -> int:
-        """The timeout of a request that asks for `requested_us`; 0 is none, here as there."""
+        """Return the timeout of a request that sets `requested_us`; 0 means none in both."""
         if not self.allow_timeout_override or not requested_us:
             return self.default_timeout_us
         return min(requested_us, self.default_timeout_us or requested_us)
@@ -69,61 +69,62 @@ class QueuePolicy:
 
 @dataclass(frozen=True)
 class Priorities:
-    """The levels of a queue: dynamic_batching's priority_levels, default_priority_level and priority_queue_policy."""
-    policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)        # of each level, the highest priority first
-    default: int = 1                            # the level of a request that asks for none, counted from 1
+    """Priority levels: priority_levels, default_priority_level and priority_queue_policy of dynamic_batching."""
+    policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)        # policy of each level, highest priority first
+    default: int = 1                            # level of requests without a priority, counted from 1
 
     def level(self, requested: int) -> int:
-        """The index of the level of a request that asks for `requested`; where there is none, it is the default."""
+        """Return the index of a requested level, or of the default level if there is no such level."""
         return (requested if 1 <= requested <= len(self.policies) else self.default) - 1
 
 
 @dataclass(frozen=True)
 class Send:
-    """Execute the first `count` requests of the queue together."""
+    """Decision to execute the first `count` requests of the queue together."""
     count: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to execute before `until_ns`, unless a request arrives."""
+    """Decision to execute nothing before `until_ns` unless a request arrives."""
     until_ns: int
 
 
 @dataclass(frozen=True)
 class BatchChoice(Generic[Q]):
-    """Execute `batch` together and refuse `lost`, which cannot be answered in time. One of them may be empty."""
+    """Decision to execute `batch` and refuse `lost`, which cannot be answered in time. One of them may be empty."""
     batch: list[Q]
     lost: list[Q] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Instances:
-    """A model's instances: how many there are, and how many others wait for requests beside the one that decides."""
+    """Instances of a model: the total, and those that are idle besides the one that decides."""
     total: int = 1
     idle: int = 0
-    most: int = _ANY            # items beyond which a batch saves no time per item
+    most: int = _ANY            # batch size beyond which the time per item does not fall (AdaptiveBatchLimit)
 
 
 def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int = 0, most: int = _ANY) -> Send | Wait:
     """Decide whether an idle instance takes the front of a queue now, and how many requests of it.
 
     The window for a fuller batch opens when the oldest request arrives. Without max_queue_delay_us there is no window:
-    a batch is what gathered while the instance was busy, shared with the other idle instances, up to `most` items.
+    a batch is what gathered while the instance was busy, shared with the `idle` other instances, up to `most` items.
 
     Parameters
     ----------
-    queue : requests that wait, the oldest first; not empty
-    idle : other instances that could execute requests now
-    most : items beyond which a batch saves no time per item (PayingBatch). It has no effect where the policy has
+    queue : iterable of Queued
+        Waiting requests, oldest first; not empty.
+    most : int
+        Batch size beyond which the time per item does not fall (AdaptiveBatchLimit). It has no effect if the policy has
         preferred sizes or a delay, which mean what they mean in Triton. A larger request is executed by itself.
     """
     if not policy.merges:
         return Send(1)
     largest = policy.largest_preferred
     items = count = 0
-    preferred = 0                               # requests up to the largest preferred size that was met
-    paying = 0                                  # requests up to `most` items
+    preferred = 0                               # number of requests at the largest preferred size reached
+    paying = 0                                  # number of requests within `most` items
     full = False
     oldest_ns = now_ns
     first_key: Hashable = None
@@ -133,11 +134,11 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
         else:
             grown = items + request.items
             if not preferred and grown > largest:
-                preferred = count               # to wait would step over every preferred size
+                preferred = count               # waiting would skip all preferred sizes
             if grown > policy.max_batch_size or request.shape_key != first_key:
                 full = True
                 break
-        if request.enqueued_ns < oldest_ns:     # not of the first, where another has a higher priority
+        if request.enqueued_ns < oldest_ns:     # with priorities, the oldest need not be the first
             oldest_ns = request.enqueued_ns
         items += request.items
         count += 1
@@ -159,18 +160,31 @@ def decide(queue: Iterable[Queued], now_ns: int, policy: BatchPolicy, idle: int 
 def share(count: int, idle: int) -> int:
     """Return how many of `count` requests an instance takes if `idle` others could take some as well.
 
-    Cores that would be idle make two small batches faster than one large.
+    Two small batches on otherwise idle cores are faster than one large batch.
     """
     return -(-count // (1 + idle))
 
 
 def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: Instances, times: BatchTimes
            ) -> BatchChoice[Q] | Wait:
-    """What an instance does with `queue` (oldest first, not empty), where some of it have deadlines.
+    """Decide what an instance does with a queue of which some requests have deadlines.
 
-    It executes the front of the queue, as decide() has it, as long as all of that can be answered in time. Otherwise
-    the batch has the size that answers most items in time a second, and shed() says whose. Who shares no batch is
-    judged by its own size.
+    It executes the front of the queue as `decide` says if all of that can be answered in time. Otherwise the batch has
+    the size that answers the most items in time per second, and `shed` says which requests are refused. Requests that
+    share no batch are judged by their own size.
+
+    Parameters
+    ----------
+    queue : collection of Queued
+        Waiting requests, oldest first; not empty.
+    now_ns : int
+        Current time in ns.
+    policy : BatchPolicy
+        Batching policy.
+    instances : Instances
+        Instances of the model.
+    times : BatchTimes
+        Measured times of batches.
     """
     decision = decide(queue, now_ns, policy, instances.idle, instances.most)
     if isinstance(decision, Wait):
@@ -186,7 +200,7 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
             largest = min(largest, max(instances.most, front[0].items))
         takes = {size: times.estimate(size, now_ns) for size in _halves(largest)}
         for takes_ns in ({size: each.safe for size, each in takes.items()},
-                         {size: each.likely for size, each in takes.items()}):  # who may just make it, after all
+                         {size: each.likely for size, each in takes.items()}):  # requests that may just make it
             size = _best_size(queue, now_ns, takes_ns)
             if size:
                 kept, lost = shed(queue, size, now_ns + takes_ns[size], takes[size].likely / instances.total)
@@ -195,8 +209,10 @@ def choose(queue: Collection[Q], now_ns: int, policy: BatchPolicy, instances: In
 
 
 def _by_itself(queue: Iterable[Q], now_ns: int, times: BatchTimes) -> BatchChoice[Q]:
-    """The first of `queue` that is safely answered in time if it is executed by itself, or else the first that may just
-    make it; lost are those that it finds on the way and that are late."""
+    """Return the first request that is safely answered in time alone, or else the first that is likely to be.
+
+    Requests before it that are late in any case are refused.
+    """
     hasty, lost = list[Q](), list[Q]()
     for request in queue:
         takes = times.estimate(request.items, now_ns)
@@ -207,42 +223,60 @@ def _by_itself(queue: Iterable[Q], now_ns: int, times: BatchTimes) -> BatchChoic
 
 
 def shed(queue: Iterable[Q], size: int, done_ns: float, next_ns: float) -> tuple[list[Q], list[Q]]:
-    """(kept, lost): the requests that can all be answered in time, and those that must be refused for it.
+    """Divide a queue into the requests that can all be answered in time, and those that must be refused for it.
 
-    Batches of `size` items go in the order of arrival; the first is answered at `done_ns`, each other `next_ns` after
-    the one before. Where a request would be late, the one with the nearest deadline of all up to it is given up: no
-    other choice answers more, and those who stay have the most time to spare.
+    Batches of `size` items are executed in the order of arrival; the first is answered at `done_ns`, each other
+    `next_ns` after the one before. Whenever a request would be late, the one with the nearest deadline so far is
+    refused. This minimises the number of late requests (J. M. Moore, An n Job, One Machine Sequencing Algorithm for
+    Minimizing the Number of Late Jobs, Management Science 15, 1968).
 
-    J. M. Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs, 1968
+    Parameters
+    ----------
+    queue : iterable of Queued
+        Waiting requests, oldest first. Those of more than `size` items are in neither result.
+    size : int
+        Items of a batch.
+    done_ns : float
+        Time at which the first batch is answered.
+    next_ns : float
+        Time between batches in ns.
+
+    Returns
+    -------
+    kept, lost : list of Queued
+        Requests that are answered in time, and refused ones.
     """
     kept: dict[int, Q] = {}                         # by position in the queue
-    deadlines: list[tuple[int, int]] = []           # of those kept that have one, a heap
+    deadlines: list[tuple[int, int]] = []           # heap of (deadline, position) of the kept requests
     lost = []
     items = 0
     for position, request in enumerate(queue):
         if request.items > size:
-            continue                                # not part of such batches: neither kept nor lost
+            continue                                # not part of such batches: in neither result
         kept[position] = request
         items += request.items
         if not request.deadline_ns:
             continue
         heapq.heappush(deadlines, (request.deadline_ns, position))
         if request.deadline_ns < done_ns + next_ns * ((items - 1) // size):
-            given_up = kept.pop(heapq.heappop(deadlines)[1])
-            items -= given_up.items
-            lost.append(given_up)
+            late = kept.pop(heapq.heappop(deadlines)[1])
+            items -= late.items
+            lost.append(late)
     return list(kept.values()), lost
 
 
 def is_hopeless(request: Queued, now_ns: int, times: BatchTimes) -> bool:
-    """Whether a request is most likely late even if it is executed at once and alone."""
+    """Return True if a request is likely to be late even if it is executed at once and alone."""
     if not request.deadline_ns or request.deadline_ns > now_ns + times.longest_ns:
         return False
     return now_ns + times.estimate(request.items, now_ns).likely > request.deadline_ns
 
 
 def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, float]) -> int:
-    """The batch size, of those given, that answers most items in time per second; of equals the first. 0: none does."""
+    """Return the size of `takes_ns` that answers the most items in time per second; 0 if none answers any.
+
+    Of nearly equal sizes the first one wins.
+    """
     best, best_rate = 0, 0.0
     for size, ns in takes_ns.items():
         rate = _items(_in_time(queue, now_ns + ns, size)) / max(ns, 1)
@@ -252,7 +286,7 @@ def _best_size(queue: Iterable[Queued], now_ns: int, takes_ns: Mapping[int, floa
 
 
 def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
-    """The oldest requests, up to `size` items of one shape, that may be answered at `done_ns`."""
+    """Return the oldest requests, up to `size` items of one shape, that are in time if answered at `done_ns`."""
     batch: list[Q] = []
     items = 0
     for request in queue:
@@ -268,7 +302,7 @@ def _in_time(queue: Iterable[Q], done_ns: float, size: int) -> list[Q]:
 
 
 def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) -> int:
-    """When a batch must start so that each of its requests is safely answered in time."""
+    """Return the time by which a batch must start so that all its requests are safely answered in time."""
     batch = list(batch)
     deadlines = [request.deadline_ns for request in batch if request.deadline_ns]
     if not deadlines:
@@ -277,7 +311,7 @@ def _latest_start_ns(batch: Iterable[Queued], now_ns: int, times: BatchTimes) ->
 
 
 def _halves(size: int) -> list[int]:
-    """`size`, half of it, and so on down to 1."""
+    """Return `size` and its successive halves down to 1."""
     return [size >> i for i in range(size.bit_length())]
 
 

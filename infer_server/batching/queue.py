@@ -1,4 +1,4 @@
-"""A queue of requests with what the event loop does for it."""
+"""Request queue together with its wake-ups and expiry timer on the event loop."""
 from __future__ import annotations
 
 import asyncio
@@ -10,17 +10,20 @@ from infer_server.batching.request import Request
 
 
 class RequestQueue:
-    """Its instances take batches of `batcher`; the rest belongs to the event loop."""
+    """Batcher with its Waker and ExpiryTimer.
+
+    Instances take batches of `batcher`; everything else belongs to the event loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
                  execute_short: Callable[[], bool]) -> None:
-        """execute_short: see Waker."""
+        """Create; see `Waker` for `execute_short`."""
         self.batcher = batcher
         self._waker = Waker(loop, batcher, max_batch_size, execute_short)
-        self.watch_expiry = ExpiryTimer(loop, batcher).submitted    # has a request end when it expires in the queue
+        self.watch_expiry = ExpiryTimer(loop, batcher).submitted    # refuses a queued request when it expires
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises as Batcher.submit."""
+        """Queue a request; raises as `Batcher.submit`."""
         self.batcher.submit(request)
         self._waker.submitted()
         if request.deadline_ns or request.expires_ns:

@@ -1,7 +1,7 @@
-"""What a model has done so far: plain counters that both ModelStatistics and the metrics endpoint read.
+"""Count the requests and executions of a model, for ModelStatistics and the metrics endpoint.
 
-Counts and durations mean what Triton's mean (docs/protocol/extension_statistics.md): durations of a batch are
-counted once for each of its requests in the totals, and once an execution in the statistics by batch size.
+Counts and durations are defined as in Triton (docs/protocol/extension_statistics.md): the durations of a batch count
+once for each of its requests in the totals, and once per execution in the statistics by batch size.
 """
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from enum import Enum
 from operator import sub
 from typing import NamedTuple
 
-from infer_server.batching.batch_times import counted_as
+from infer_server.batching.batch_times import size_bucket
 from infer_server.observing.closing import FREE, REASONS
 from infer_server.observing.latencies import Latencies
 
-ANSWERED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)     # bounds of a histogram
+ANSWERED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)     # histogram bounds in ms
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
-OF_CACHE = ("cache_hit", "cache_miss")
+CACHE_PHASES = ("cache_hit", "cache_miss")
 
 
 class Failure(Enum):
-    """Why a request was not answered; the values of the label `reason` in the metrics."""
-    REJECTED = "REJECTED"       # queue full, or expired while it waited
-    CANCELED = "CANCELED"       # its client no longer waits: it gave up, or its deadline passed during the execution
+    """Reason why a request failed; the values are those of the metrics' label `reason`."""
+    REJECTED = "REJECTED"       # the queue was full, or the request expired in it
+    CANCELED = "CANCELED"       # the client cancelled, or its deadline passed during the execution
     BACKEND = "BACKEND"         # the engine failed
     OTHER = "OTHER"
 
 
 @dataclass
 class Duration:
+    """Number of events and the sum of their durations in ns."""
     count: int = 0
     ns: int = 0
 
@@ -44,7 +45,7 @@ class Duration:
 
 @dataclass
 class BatchStatistics:
-    """Executions of one batch size."""
+    """Durations of the executions of one batch size."""
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
@@ -52,66 +53,77 @@ class BatchStatistics:
 
 @dataclass
 class Executions:
-    """On one device."""
+    """Numbers of items and batches executed on one device."""
     items: int = 0
     batches: int = 0
 
 
 @dataclass
 class Counters(BatchStatistics):
-    """Executions of all batch sizes, their durations counted for each request: a snapshot, or the running state."""
-    last_inference_ms: int = 0                  # since the epoch
-    used_ns: int = 0                            # the same on the clock that nobody sets
-    inference_count: int = 0                    # items
-    execution_count: int = 0                    # batches
+    """Counters of a model over all batch sizes: a snapshot, or the running state."""
+    last_inference_ms: int = 0                  # time of the last execution in ms since the epoch
+    used_ns: int = 0                            # time of the last execution on the monotonic clock
+    inference_count: int = 0                    # executed items
+    execution_count: int = 0                    # executed batches
     success: Duration = field(default_factory=Duration)
     failures: dict[Failure, int] = field(default_factory=lambda: dict.fromkeys(Failure, 0))
     fail: Duration = field(default_factory=Duration)
-    responding_ns: int = 0                      # of successes, between their first and their last responses
+    responding_ns: int = 0                      # sum of the times between the first and last responses of requests
     queue: Duration = field(default_factory=Duration)
-    cache_hit: Duration = field(default_factory=Duration)       # looking up what was there, and encoding it
-    cache_miss: Duration = field(default_factory=Duration)      # ... and what was not
+    cache_hit: Duration = field(default_factory=Duration)       # lookups that succeeded, with encoding
+    cache_miss: Duration = field(default_factory=Duration)      # lookups that failed
     batches: dict[int, BatchStatistics] = field(default_factory=dict)
-    devices: dict[int | None, Executions] = field(default_factory=dict)     # by GPU; None: the CPU
-    answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by the time to the first
-    closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches, by why
+    devices: dict[int | None, Executions] = field(default_factory=dict)     # by GPU number; None is the CPU
+    answered: list[int] = field(default_factory=lambda: [0] * (len(ANSWERED_MS) + 1))   # by time to the first response
+    closed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))   # batches by closing reason
 
 
 class BatchExecution(NamedTuple):
-    """The times of one batch, all from the same clock."""
+    """Times of one batch execution, all on the monotonic clock."""
     items: int
-    enqueued_ns: int                            # its first request came into the queue
-    started_ns: int                             # the batch was taken from it
-    copied_ns: int                              # its inputs are in their slots
-    computed_ns: int
-    encoded_ns: int                             # its responses are ready
-    gpu: int | None = None                      # that it was executed on; None: the CPU
-    apart_ns: tuple[int, ...] = ()              # when those of its requests were queued that are answered apart from it
+    enqueued_ns: int                            # the first request was queued
+    started_ns: int                             # the batch was taken from the queue
+    copied_ns: int                              # the inputs were copied
+    computed_ns: int                            # the outputs were computed
+    encoded_ns: int                             # the responses were encoded
+    gpu: int | None = None                      # number of the GPU; None is the CPU
+    apart_ns: tuple[int, ...] = ()              # queueing times of requests that are answered after the execution
 
 
 class Totals(NamedTuple):
     """Cumulative counters of requests."""
-    requests: int               # that were answered
-    ns: int                     # that these took, together
+    requests: int               # number of answered requests
+    ns: int                     # sum of their durations
     failures: int
 
 
 class Statistics:
-    """Thread-safe."""
+    """Statistics of a model. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = Counters()
-        self._latencies = {phase: Latencies() for phase in (*PHASES, *OF_CACHE)}
+        self._latencies = {phase: Latencies() for phase in (*PHASES, *CACHE_PHASES)}
 
     def executed(self, execution: BatchExecution, enqueued_ns: Sequence[int], closed: str = FREE,
                  responding_ns: Sequence[int] = ()) -> None:
-        """Counts an executed batch. enqueued_ns: when those of its requests that were answered in time were queued;
-        closed: why there were no more in it; responding_ns: see answered()."""
+        """Count an executed batch.
+
+        Parameters
+        ----------
+        execution : BatchExecution
+            Times of the execution.
+        enqueued_ns : sequence of int
+            Queueing times of the requests that were answered in time.
+        closed : str
+            Reason why the batch was not larger.
+        responding_ns : sequence of int
+            See `answered`.
+        """
         e, c, requests = execution, self._counters, len(enqueued_ns) + len(execution.apart_ns)
         with self._lock:
             c.closed[closed] += 1
-            size = counted_as(e.items, c.batches)
+            size = size_bucket(e.items, c.batches)
             batch = c.batches.get(size)
             if batch is None:
                 batch = c.batches[size] = BatchStatistics()
@@ -136,7 +148,7 @@ class Statistics:
                 of_size.ns += ns
 
     def looked_up(self, hit: bool, ns: int) -> None:
-        """Counts a look into the cache of responses. A hit is a success, and no execution."""
+        """Count a lookup in the response cache. A hit is a success, but no execution."""
         now_ns = time.monotonic_ns()
         with self._lock:
             self._latencies["cache_hit" if hit else "cache_miss"].add((ns,), 1, now_ns)
@@ -147,8 +159,10 @@ class Statistics:
                 self._counters.cache_miss.add(1, ns)
 
     def answered(self, enqueued_ns: Sequence[int], now_ns: int, responding_ns: Sequence[int] = ()) -> None:
-        """Counts requests whose last responses came apart from the execution that began them. responding_ns: how long
-        before now their first ones came; empty: they had one each."""
+        """Count requests whose last responses came after the execution that began them.
+
+        `responding_ns` has the time since the first response of each; it is empty if they had one response each.
+        """
         with self._lock:
             self._answered([now_ns - since_ns for since_ns in enqueued_ns], now_ns, responding_ns)
 
@@ -166,19 +180,22 @@ class Statistics:
         self._latencies["request"].add(times_ns, 1, now_ns)
 
     def failed(self, reason: Failure, ns: int) -> None:
-        """Counts a request that ended without an answer, `ns` after it was received."""
+        """Count a request that failed `ns` after it was received."""
         with self._lock:
             self._counters.failures[reason] += 1
             self._counters.fail.add(1, ns)
 
-    def quantiles(self, wanted: Sequence[float]) -> dict[str, list[float]]:
-        """Of the requests of the last minute, in ns, by phase; nan: there were none. `wanted` ascends."""
+    def quantiles(self, levels: Sequence[float]) -> dict[str, list[float]]:
+        """Return quantiles of the durations within the last minute in ns by phase, NaN without requests.
+
+        `levels` are between 0 and 1 and ascending.
+        """
         now_ns = time.monotonic_ns()
         with self._lock:
-            return {phase: latencies.quantiles(wanted, now_ns) for phase, latencies in self._latencies.items()}
+            return {phase: latencies.quantiles(levels, now_ns) for phase, latencies in self._latencies.items()}
 
     def totals(self) -> Totals:
-        """Return the counters of requests alone, which costs less than a snapshot."""
+        """Return the counters of requests alone, which is cheaper than a snapshot."""
         with self._lock:
             return Totals(self._counters.success.count, self._counters.success.ns, self._counters.fail.count)
 

@@ -42,24 +42,24 @@ from infer_server.process import tune_malloc
 
 
 def parse_constant(text: str) -> tuple[str, Value]:
-    """"sr=16000" -> ("sr", 16000); "sizes=[64, 64]" -> ("sizes", [64, 64])"""
+    """Parse "sr=16000" to ("sr", 16000) and "sizes=[64, 64]" to ("sizes", [64, 64])."""
     name, _, value = text.partition("=")
     try:
         number = json.loads(value)
         if name and np.asarray(number).dtype.kind in "bif":
             return name, number
-    except ValueError:      # no JSON; a list whose parts are not alike
+    except ValueError:      # not JSON, or a ragged list
         pass
     raise argparse.ArgumentTypeError(f"'{text}' is not NAME=16000 or NAME=[64,64]")
 
 
 class Bar:
-    """Progress on stderr: on a terminal a bar for each stage of the build, else a line whenever QUIET seconds passed.
+    """Progress on stderr: a bar for each stage of the build on a terminal, else a line every QUIET seconds.
 
-    A thread of its own writes these, so that a build is never silent for longer, whatever it is busy with.
+    A thread writes the lines, so that a long step of a build does not delay them.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
-    QUIET, BEAT = 4.0, 0.5      # seconds: at most 4.5 pass between lines
+    QUIET, BEAT = 4.0, 0.5      # seconds between lines, and between checks
 
     def __init__(self, quiet: bool = False) -> None:
         self._stage, self._bar, self._text = "", tqdm(disable=True), "reading the model"
@@ -87,10 +87,10 @@ class Bar:
             self._stage = ""
             self._bar.close()
 
-    def say(self, text: str) -> None:
+    def notice(self, text: str) -> None:
         """Print a notice."""
         self._last = time.perf_counter()
-        _say(text)
+        _print_error(text)
 
     def _beat(self) -> None:
         while not self._done.wait(self.BEAT):
@@ -98,7 +98,7 @@ class Bar:
             if not self._bar.disable:
                 self._bar.refresh()
             elif now - self._last >= self.QUIET:
-                self.say(f"{self._text}, {now - self._begin:.0f} s")
+                self.notice(f"{self._text}, {now - self._begin:.0f} s")
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -107,7 +107,7 @@ def _command(options: argparse.Namespace) -> int:
     config, calibration = _config(options), _calibration(options)
     begin = time.perf_counter()
     with Bar(options.quiet) as bar:
-        notify = _nothing if options.quiet else bar.say
+        notify = _nothing if options.quiet else bar.notice
         build = build_engine(options.model, calibration=_of_build(calibration, config),
                              cache=not options.no_cache and EngineCache(options.cache_dir or "", options.cache_size),
                              progress=bar, notify=notify, **vars(config))
@@ -126,7 +126,7 @@ def _command(options: argparse.Namespace) -> int:
         _export(build.plan, options.export_qdq, notify)
     if options.tensorrt_cache:
         _for_tensorrt(build.plan, options, notify)
-    if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _say):
+    if options.verify and not verify_build(options.output, options.model, config, calibration, notify, _print_error):
         return NOT_VERIFIED
     if options.strip:       # last: verifying asks the plan for its graph
         build.save(options.output, strip=True)
@@ -150,17 +150,19 @@ def _shapes(options: argparse.Namespace) -> dict[str, tuple[int | None, ...]]:
 
 
 def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
-    """The shapes of --min-shapes, --opt-shapes and --max-shapes, the n-th of each together; what is not given is as
-    --opt-shapes has it."""
+    """Return the optimization profiles: the n-th of --min-shapes, --opt-shapes and --max-shapes together.
+
+    Missing minimum or maximum shapes default to --opt-shapes.
+    """
     usual = options.opt_shapes or []
     groups = [options.min_shapes or usual, usual, options.max_shapes or usual]
     if any(len(group) != len(usual) for group in groups):
-        raise ConfigError("--min-shapes, --opt-shapes and --max-shapes make profiles together: give --opt-shapes for "
-                          "each profile, and the others for each or for none")
+        raise ConfigError("--min-shapes, --opt-shapes and --max-shapes form profiles: give --opt-shapes for each "
+                          "profile, and the others for each or for none")
     profiles = []
     for least, opt, most in zip(*groups, strict=True):
         if not least.keys() == opt.keys() == most.keys():
-            raise ConfigError("--min-shapes, --opt-shapes and --max-shapes of a profile are of the same inputs")
+            raise ConfigError("--min-shapes, --opt-shapes and --max-shapes of a profile must name the same inputs")
         profiles.append({name: (least[name], opt[name], most[name]) for name in opt})
     return tuple(profiles)
 
@@ -172,21 +174,21 @@ def _calibration(options: argparse.Namespace) -> Calibration | None:
 
 
 def _of_build(calibration: Calibration | None, config: BuildConfig) -> Calibration | None:
-    """The calibration, if it is for the build itself and not for --verify alone."""
+    """Return the calibration if the build itself needs it, and not only --verify."""
     needed = config.precision in ("int8", "best") or config.precision == "fp16" and calibration and calibration.data
     return calibration if needed else None
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _nothing(text: str) -> None:
-    """--quiet"""
+    """Discard a notice, for --quiet."""
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that make no sense together before minutes of calibration; all of them at once."""
+    """Raise ConfigError with all contradictory options before minutes of calibration."""
     faults = [f"cannot write {output}: name a file in a folder that exists and is yours to write"
               for output in map(Path, filter(None, (
                   options.output, options.export_qdq, options.tensorrt_cache and options.tensorrt_cache[0])))
@@ -194,40 +196,40 @@ def _check(options: argparse.Namespace) -> None:
     if options.calib and options.precision not in ("int8", "best", "fp16") and not options.verify:
         faults.append(f"--calib is for --int8, --best, --fp16 and --verify; this build is {options.precision}")
     if options.uint8_input and not options.preprocess:
-        faults.append("--uint8-input needs --preprocess: the scale, mean and std by which pixels become what the model "
-                      "takes")
+        faults.append("--uint8-input needs --preprocess: the scale, mean and std that normalise pixels for the model")
     if options.export_qdq and options.precision != "int8":
         faults.append("--export-qdq writes the quantised model: it needs --int8")
     if options.tensorrt_cache and not options.calib_cache:
         faults.append("--tensorrt-cache writes the ranges of --calib-cache: give that, too")
     if options.tensorrt_cache and not _version(text := options.tensorrt_cache[1]):
-        faults.append(f"--tensorrt-cache: '{text}' is no version of TensorRT that reads one, as 8.6.1 and 10.3.0 are")
+        faults.append(f"--tensorrt-cache: '{text}' is not a version of TensorRT that reads calibration caches; write "
+                      "one up to 10, such as 8.6.1 or 10.3.0")
     if faults:
         raise ConfigError("\n  ".join(faults))
 
 
 def _refuse_reference(coverage: Coverage) -> None:
     if coverage.by_reference:
-        raise ConfigError(f"--strict: nothing is written, for {len(coverage.by_reference)} of {coverage.steps} steps "
-                          f"run by reference:\n{coverage.reasons}")
+        raise ConfigError(f"--strict: nothing is written, because {len(coverage.by_reference)} of {coverage.steps} "
+                          f"steps run on the reference:\n{coverage.reasons}")
 
 
 def _for_tensorrt(plan: Plan, options: argparse.Namespace, notify: Notify) -> None:
     if plan.program is not None:
         raise ConfigError(f"--tensorrt-cache: {plan.name} is a program, whose ranges are in no calibration cache")
     if not Path(options.calib_cache).exists():
-        raise ConfigError(f"--tensorrt-cache: there is no {options.calib_cache}, for the plan was taken from the "
-                          "engine cache; --no-cache calibrates anew")
+        raise ConfigError(f"--tensorrt-cache: {options.calib_cache} does not exist, because the plan was taken from "
+                          "the engine cache; write --no-cache to calibrate again")
     path, text = options.tensorrt_cache
     version = _version(text)
     assert version, "it was checked"
     left_out = write_tensorrt(read_table(options.calib_cache), path, version)
     notify(f"{path}: calibration cache of TensorRT {text}"
-           + (f", without {len(left_out)} tensors that it cannot have ({left_out[0]}, ...)" if left_out else ""))
+           + (f", without {len(left_out)} tensors that it cannot contain ({left_out[0]}, ...)" if left_out else ""))
 
 
 def _version(text: str) -> tuple[int, int, int] | None:
-    """None: it is none that has calibration caches."""
+    """Parse a version of TensorRT up to 10, which has calibration caches; None if it is not one."""
     found = re.fullmatch(r"(\d|10)\.(\d+)\.(\d+)", text, re.ASCII)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
@@ -243,7 +245,7 @@ def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) ->
     if options.verbose:
         print(layers(plan))
     if missing := by_reference(coverage):
-        _say(missing)
+        _print_error(missing)
     size = Path(options.output).stat().st_size / 1e6
     notify(f"{options.output}: {plan.precision} for {plan.machine.target}, {kernels(plan)}, {size:.1f} MB")
     notify(coverage.line)
@@ -254,15 +256,15 @@ def _summary(build: EngineBuild, options: argparse.Namespace, notify: Notify) ->
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("build-engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="an ONNX file")
-    parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="the plan file to write")
+    parser.add_argument("model", help="ONNX file to compile")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="plan file to write")
     precision = parser.add_mutually_exclusive_group()
     for name in ("int8", "fp16", "bf16", "fp32"):
         precision.add_argument(f"--{name}", action="store_const", const=name, dest="precision", help=f"build in {name}")
     precision.add_argument("--best", action="store_const", const="best", dest="precision",
-                           help="build in the fastest: int8 or fp32, layer by layer, where there is --calib; "
-                                "else one of the floats")
-    parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: where the plan is in the cache
+                           help="build in the fastest precision: int8 or fp32, layer by layer, with --calib; otherwise "
+                                "the fastest floating-point type")
+    parser.add_argument("--entry-file", help=argparse.SUPPRESS)     # for infer-server: the plan's file in the cache
     parser.set_defaults(precision="fp32")
     _add_calibration(parser)
     _add_shapes(parser)
@@ -274,81 +276,85 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calib", metavar="PATH", help="calibration data: a folder of images or .npz files, an .npz "
                                                         "file, or script.py:function")
-    parser.add_argument("--calibrator", metavar="NAME", help=f"{', '.join(CALIBRATORS)}; without it, the one with the "
-                                                             "least error on the calibration data")
-    parser.add_argument("--calib-cache", metavar="FILE", help="ranges: read if the file exists and fits, else written")
+    parser.add_argument("--calibrator", metavar="NAME", help=f"calibrator: {', '.join(CALIBRATORS)} (default: the one "
+                                                             "with the least error on the calibration data)")
+    parser.add_argument("--calib-cache", metavar="FILE", help="calibration cache: read if the file exists and matches "
+                                                              "the model, else written")
     parser.add_argument("--tensorrt-cache", nargs=2, metavar=("FILE", "VERSION"),
-                        help="also write these ranges as the calibration cache of TensorRT, of version 10 at most: its "
-                             "own tools read it (trtexec --calib), with the same ONNX model")
+                        help="also write the ranges as a calibration cache of TensorRT, up to version 10, for its own "
+                             "tools (trtexec --calib) with the same ONNX model")
     parser.add_argument("--preprocess", metavar="FILE|PRESET",
-                        help=f"how images become inputs: a TOML file, or {', '.join(PRESETS)}")
+                        help=f"preprocessing of images: a TOML file, or {', '.join(PRESETS)}")
     parser.add_argument("--uint8-input", action="store_true",
-                        help="the engine takes images as uint8 [N, H, W, C] and normalises them as --preprocess says")
+                        help="build an engine that takes images as uint8 [N, H, W, C] and normalises them as "
+                             "--preprocess says")
     parser.add_argument("--keep-float", action="append", metavar="NODE",
-                        help="an ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
-                             "leaves all that follows it")
+                        help="ONNX node that --int8 leaves in float, or a pattern of names ('head/*'); NODE... also "
+                             "leaves all nodes that follow it; can be repeated")
 
 
 def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=positive, metavar="N",
-                        help=f"most items a run (default {DEFAULT_MAX_BATCH}; fewer large items, more small ones)")
+                        help=f"maximum number of items in a batch (default {DEFAULT_MAX_BATCH}; fewer for large items, "
+                             "more for small ones)")
     parser.add_argument("--opt-batch", type=positive, metavar="N",
-                        help="optimise for batches of N items: tactics are timed with so many (default: with one; "
-                             "where several items share a tile, with a full batch too)")
+                        help="optimise for batches of N items: time tactics with N items (default: with one, and also "
+                             "with a full batch if several items share a tile)")
     parser.add_argument("--shape", type=parse_shape, action="append", metavar="NAME:batchx128",
-                        help="fix the shape of an input whose extents are symbolic; a number in place of \"batch\" "
-                             "fixes the batch too, unless --max-batch is given")
+                        help="fix the shape of an input with symbolic dimensions; a number instead of \"batch\" also "
+                             "fixes the batch, unless --max-batch is given")
     parser.add_argument("--dims", type=parse_dims, action="append", metavar="NAME:3x-1x224",
-                        help="as --shape, for what the model leaves open, with or without the batch as a server's "
-                             "config.pbtxt has it; an input with a -1 stays open")
+                        help="like --shape, for dimensions that the model leaves open, with or without the batch as in "
+                             "config.pbtxt; an input with a -1 stays open")
     parser.add_argument("--batch-first", action="store_true",
-                        help="the leading extent of every input is the batch, if it is open; needed where the model "
-                             "does not give it one name")
+                        help="take the leading dimension of every input as the batch, if it is open; needed if the "
+                             "model does not give it one name")
     parser.add_argument("--ragged", action="append", metavar="NAME",
-                        help="an input of one open extent that holds what several requests have, one behind the "
-                             "other (allow_ragged_batch of a config.pbtxt); no extent of the model is the batch then")
+                        help="input with one open dimension in which several requests are concatenated "
+                             "(allow_ragged_batch in config.pbtxt); no dimension is the batch then")
     parser.add_argument("--optional", action="append", metavar="NAME",
-                        help="an input that has a value in the ONNX file (an initialiser of its name) and stays an "
-                             "input, which a run may leave out; without this option it is a constant")
+                        help="input with a default value in the ONNX file (an initializer of its name) that stays an "
+                             "optional input; without this option it becomes a constant")
     parser.add_argument("--constant", type=parse_constant, action="append", metavar="NAME=VALUE",
-                        help="an input that has this value in every run (a number, or a list of numbers), and is none "
-                             "of the engine's: what decides which branch is taken, say")
-    for which, of in (("min", "least shapes that are accepted"), ("max", "largest shapes that are accepted"),
-                      ("opt", "shapes for which a model with open extents is compiled and tuned at once; others are "
-                              "specialised when they are met")):
+                        help="replace an input by a constant, a number or a list of numbers; for example one that "
+                             "selects a branch")
+    for which, of in (("min", "minimum shapes of a profile"), ("max", "maximum shapes of a profile"),
+                      ("opt", "shapes for which a model with open dimensions is compiled and tuned; other shapes are "
+                              "specialised when they first occur")):
         parser.add_argument(f"--{which}-shapes", type=parse_shapes, action="append", metavar="X:1x3x64x64,...",
-                            help=f"{of}; the n-th of each of the three make a profile")
+                            help=f"{of}; the n-th of the min, opt and max shapes form a profile")
 
 
 def _add_tuning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
-                        help="threads that run-engine takes for the plan where it is not told (default 1)")
+                        help="default number of threads of run-engine for this plan (default 1)")
     parser.add_argument("--target", metavar="NAME",
-                        help=f"an instruction set, or another backend ({', '.join(known_targets())}: the GPU at hand); "
-                             "default: this CPU's best")
-    parser.add_argument("--timing-cache", metavar="FILE", help="times of tactics, read and added to")
-    parser.add_argument("--no-timing", action="store_true", help="take each kernel's usual tactic without timing")
+                        help="target to build for: an instruction set or another backend "
+                             f"({', '.join(known_targets())}) (default: the best of this CPU)")
+    parser.add_argument("--timing-cache", metavar="FILE", help="file with measured times of tactics, read and updated")
+    parser.add_argument("--no-timing", action="store_true",
+                        help="choose tactics by the cost model instead of timing them")
     cache = parser.add_mutually_exclusive_group()
-    cache.add_argument("--cache-dir", metavar="DIR", help="the engine cache, from which an identical build is taken "
+    cache.add_argument("--cache-dir", metavar="DIR", help="folder of the engine cache, which answers identical builds "
                                                           f"(default {usual_folder()})")
-    cache.add_argument("--no-cache", action="store_true", help="build in any case, and keep nothing")
+    cache.add_argument("--no-cache", action="store_true", help="do not use the engine cache")
     parser.add_argument("--cache-size", type=gibibytes, metavar="GIB",
-                        help=f"what the engine cache may take (default ${SIZE_VARIABLE}, or {USUAL_GIB:g})")
+                        help=f"limit of the size of the engine cache (default ${SIZE_VARIABLE}, or {USUAL_GIB:g})")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strip", action="store_true",
-                        help="leave the graph's weights out of the plan: it takes about half the room, and cannot be "
-                             "compiled again for another CPU")
+                        help="omit the graph's weights from the plan, which halves its size; it cannot be compiled "
+                             "again for another CPU")
     parser.add_argument("--export-qdq", metavar="FILE", help="also write the quantised model as ONNX")
     parser.add_argument("--verify", action="store_true",
-                        help="run the plan and the model (by ONNX Runtime where it is installed) on items of --calib "
-                             f"or generated ones; exit with {NOT_VERIFIED} if an output is further off than the "
-                             "precision explains")
+                        help="compare the plan with the model (in ONNX Runtime, if installed) on items of --calib or "
+                             f"on generated inputs; exit with {NOT_VERIFIED} if an error exceeds what the precision "
+                             "explains")
     parser.add_argument("--strict", action="store_true",
-                        help="write nothing, and fail, if any step would run by reference")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print what was fused, and every kernel")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print errors and fallbacks only")
+                        help="fail without writing a plan if any step would run on the reference")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the fusions and all kernels")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only errors and fallbacks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What the commands share: how errors end a command, and how tables are printed."""
+"""Shared parts of the commands: error handling, argument types, tables."""
 from __future__ import annotations
 
 import argparse
@@ -15,23 +15,23 @@ from engines.faults import summary
 from infer_server.errors import NotBuiltError
 from protos.version import VERSION
 
-USER_ERROR = 2              # exit code: something that the user can mend
-FAULT = 70                  # ... and a fault of ours: EX_SOFTWARE of sysexits.h
-NOT_VERIFIED = 1            # ... and a plan that is written, but fails build-engine --verify
+USER_ERROR = 2              # exit code of errors that the user can correct
+FAULT = 70                  # exit code of internal errors: EX_SOFTWARE of sysexits.h
+NOT_VERIFIED = 1            # exit code of build-engine --verify if the plan, which is written, fails
 Cell = str | int | float
 
 
 def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser,
             arguments: Sequence[str] | None) -> int:
-    """Parse and run; an error becomes one line on stderr, never a traceback, and the exit code of its kind."""
+    """Parse the arguments and run a command; print an error as one line on stderr and return its exit code."""
     add_version(parser)
     options = parser.parse_args(arguments)
     try:
         code = command(options)
-        sys.stdout.flush()      # here a closed pipe can still be caught
+        sys.stdout.flush()      # raises BrokenPipeError here rather than at exit
         return code
-    except BrokenPipeError:     # `... | head` has read enough; that is no error
-        # What is left would be flushed, and fail, again at exit: https://docs.python.org/3/library/signal.html#note-on-sigpipe
+    except BrokenPipeError:     # the reader, such as `head`, has closed the pipe
+        # Python flushes again at exit: https://docs.python.org/3/library/signal.html#note-on-sigpipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -40,12 +40,12 @@ def guarded(command: Callable[[argparse.Namespace], int], parser: argparse.Argum
     except Exception as error:
         if debugging("traceback"):
             traceback.print_exc()
-        print(f"{parser.prog}: {_said(parser.prog, error)}", file=sys.stderr)
+        print(f"{parser.prog}: {_error_line(parser.prog, error)}", file=sys.stderr)
         return _code_of(error)
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Gives a command the option --version, which prints the version of infer-server and ends it."""
+    """Add the option --version, which prints the version of infer-server."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
 
 
@@ -56,25 +56,25 @@ def _code_of(error: Exception) -> int:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the user can mend it: all that we raise on purpose, and files that the system refuses."""
+    """Return True for errors that the user can correct: those raised on purpose, and operating system errors."""
     return isinstance(error, EngineError | OSError) and not isinstance(error, CompilerFault)
 
 
-def _said(prog: str, error: Exception) -> str:
+def _error_line(prog: str, error: Exception) -> str:
     if _is_users(error):
         return f"error: {message_of(error)}"
     return str(error) if isinstance(error, CompilerFault) else f"a fault of {prog}: {summary(error)}"
 
 
 def message_of(error: Exception) -> str:
-    """What a user reads of an error: the file before what the system says of it, and no error number."""
+    """Return the message of an error for users: the file before the system's message, without the error number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def table(rows: Sequence[Sequence[Cell]], header: Sequence[str]) -> str:
-    """Aligned columns: text to the left, numbers to the right; floats with three digits."""
+    """Format a table with aligned columns: text to the left, numbers to the right, floats with three digits."""
     text = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *text]) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
@@ -87,14 +87,14 @@ def table(rows: Sequence[Sequence[Cell]], header: Sequence[str]) -> str:
 
 
 def positive(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
+    """Parse a whole number of at least 1, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)
 
 
 def up_to(most: int) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from 1 to `most`."""
+    """Return an argparse type for whole numbers from 1 to `most`."""
     def read(text: str) -> int:
         number = positive(text)
         if number > most:
@@ -104,14 +104,14 @@ def up_to(most: int) -> Callable[[str], int]:
 
 
 def natural(text: str) -> int:
-    """Read a whole number of at least 0, as an argparse type."""
+    """Parse a whole number of at least 0, as an argparse type."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
     return int(text)
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
-    """"input:1x3x224x224" -> ("input", (1, 3, 224, 224)); "ids:batchx128" -> ("ids", (None, 128))"""
+    """Parse "input:1x3x224x224" to ("input", (1, 3, 224, 224)) and "ids:batchx128" to ("ids", (None, 128))."""
     name, colon, extents = text.rpartition(":")
     first, *others = extents.lower().split("x")
     sizes = [*[first] * (first != "batch"), *others]
@@ -121,7 +121,7 @@ def parse_shape(text: str) -> tuple[str, tuple[int | None, ...]]:
 
 
 def parse_shapes(text: str) -> dict[str, tuple[int | None, ...]]:
-    """"ids:1x128,mask:1x128" -> the shape of each input, as trtexec has them"""
+    """Parse "ids:1x128,mask:1x128" to shapes by input, in the format of trtexec."""
     return dict(map(parse_shape, text.split(",")))
 
 
@@ -135,12 +135,12 @@ def _at_least_0(unit: str, text: str) -> float:
     return value
 
 
-# argparse types: a time and a size, 0 or more
+# argparse types for times and sizes of at least 0
 seconds, gibibytes = partial(_at_least_0, "seconds"), partial(_at_least_0, "GiB")
 
 
 def boolean(text: str) -> bool:
-    """An argparse type: true or false, in the spellings of Triton's options."""
+    """Parse true or false in the spellings of Triton's options, as an argparse type."""
     values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")

@@ -1,5 +1,4 @@
-"""build-engine --dims and --batch-first: the shapes that a server's configuration gives inputs, which may leave out the
-batch."""
+"""Options --dims and --batch-first of build-engine: shapes from a server's configuration, which may omit the batch."""
 from __future__ import annotations
 
 import argparse
@@ -12,11 +11,11 @@ from engines.ir.graph import Dim
 
 Dims = tuple[int, ...]
 Extents = Sequence[Dim | None]
-Shape = tuple[int | None, ...]          # None: the batch, or an extent that stays open
+Shape = tuple[int | None, ...]          # None is the batch, or an extent that stays open
 
 
 def parse_dims(text: str) -> tuple[str, Dims]:
-    """"x:3x-1x224" -> ("x", (3, -1, 224))"""
+    """Parse "x:3x-1x224" to ("x", (3, -1, 224))."""
     name, colon, extents = text.rpartition(":")
     try:
         return name, tuple(int(extent) for extent in extents.split("x") if extents)
@@ -25,30 +24,38 @@ def parse_dims(text: str) -> tuple[str, Dims]:
 
 
 def given_shapes(model: str, dims: Mapping[str, Dims], batch_first: bool) -> dict[str, Shape]:
-    """The shapes to build for: of the inputs whose extents the model leaves open, and all of `dims` are numbers; of
-    those of unknown rank, all that dims say.
+    """Return the shapes to build for, by input.
 
-    batch_first: the leading extent of every input is the batch, if it is open; a model that leaves these extents
-    without a name, or gives each one its own, does not say so. What does not fit is left out here: the server compares
-    the engine with its configuration, and says so.
+    These are inputs with open extents whose `dims` are all numbers, and inputs of unknown rank with any dims. Dims that
+    do not match the model are ignored here: the server compares the engine with its configuration and reports them.
+
+    Parameters
+    ----------
+    model : str
+        Path of the ONNX file.
+    dims : mapping of str to tuple of int
+        Values of --dims.
+    batch_first : bool
+        True if the leading extent of every input is the batch, if it is open. Models that leave these extents unnamed,
+        or name each differently, do not say so themselves.
     """
     declared = {name: kind.extents for name, kind in declared_inputs(Path(model)).items()}
     every = {name: extents for name, extents in declared.items() if extents}
     opened = [extents[0] for extents in every.values() if not is_size(extents[0])]
-    said = batch_first and len(opened) > 1 and (None in opened or len(set(opened)) > 1)
+    is_unnamed = batch_first and len(opened) > 1 and (None in opened or len(set(opened)) > 1)
     shapes: dict[str, Shape] = {
         name: ((None,) if batch_first else ()) + tuple(None if extent == -1 else extent for extent in dims[name])
         for name, extents in declared.items() if extents is None and name in dims}
     for name, extents in every.items():
         if fixed := _fixed(extents, dims.get(name)):
             shapes[name] = fixed
-        elif said and not is_size(extents[0]):
+        elif is_unnamed and not is_size(extents[0]):
             shapes[name] = (None, *(extent if isinstance(extent, int) else None for extent in extents[1:]))
     return shapes
 
 
 def _fixed(extents: Extents, dims: Dims | None) -> Shape | None:
-    """The shape of an input that leaves extents open behind its batch; None: dims do not say all of them."""
+    """Return the shape of an input with open extents after the batch; None if dims do not fix all of them."""
     if dims is None or all(isinstance(extent, int) for extent in extents[1:]):
         return None
     whole = dims if len(dims) == len(extents) else (-1, *dims)

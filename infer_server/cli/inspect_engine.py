@@ -1,7 +1,7 @@
-"""inspect-engine: what is in a plan: its kernels, what each fuses, in which precision, by which tactic, how fast.
+"""inspect-engine: show a plan: its kernels with fused nodes, precision, tactic and time.
 
-    inspect-engine m.plan               as timed at the build, or expected
-    inspect-engine m.plan --profile     as timed now, beside what this core allows: the next thing to speed up is on top
+    inspect-engine m.plan               times of the build, or expected times
+    inspect-engine m.plan --profile     times measured now, with the bound of this core; largest gain first
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infer_server.cli.run_engine import ready_context
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """The plan as the JSON that --json prints."""
+    """Return the plan as the JSON object that --json prints."""
     machine, modelled = plan.machine, expected_us(plan)
     return {
         "name": plan.name, "target": machine.target, "cpu": dict(machine.cpu), "precision": plan.precision,
@@ -53,7 +53,7 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 
 
 def _open(plan: Plan, part: OpenPart) -> dict[str, Any]:
-    """What a plan with open extents takes, and for which extents there are specialisations in it."""
+    """Describe the open extents of a plan and its specialisations."""
     return {"inputs": [_tensor(t) for t in part.inputs], "outputs": [_tensor(t) for t in part.outputs],
             "deciding": list(part.deciding),
             "profiles": [{name: list(bounds) for name, bounds in profile.items()} for profile in part.profiles],
@@ -65,13 +65,13 @@ def _tensor(tensor: IoTensor) -> dict[str, Any]:
 
 
 def kernels(plan: Plan) -> str:
-    """As people read it: 56 kernels, 3 border writers."""
+    """Return the number of kernels as text: "56 kernels, 3 border writers"."""
     borders = sum(map(writes_border, plan.machine.steps))
     return f"{len(plan.machine.steps) - borders} kernels" + (f", {borders} border writers" if borders else "")
 
 
 def program(plan: Plan) -> str:
-    """The instructions of a program, a line each; those of regions stand further in."""
+    """Return the instructions of a program, one on each line, with indented regions."""
     part = plan.program
     assert part is not None
 
@@ -82,7 +82,7 @@ def program(plan: Plan) -> str:
             else:
                 plans = [one for plan in part.segments[instruction.segment].plans for one in plan.within()]
                 met = "; ".join(f"{kernels(one)} for {text(one.extents) or 'its only shapes'}" for one in plans)
-                yield f"{indent}segment {instruction.name}: {met or 'compiled when it is met'}"
+                yield f"{indent}segment {instruction.name}: {met or 'compiled at first use'}"
             for inner in instruction.regions:
                 yield from lines(inner, indent + "    ")
 
@@ -95,7 +95,7 @@ def is_kept(plan: Plan, step: Step) -> bool:
 
 
 def layers(plan: Plan) -> str:
-    """A line a kernel, as people read it; of a program a line an instruction."""
+    """Return a table with a line for each kernel, or the instructions of a program."""
     if plan.program:
         return program(plan)
     modelled, steps = expected_us(plan), plan.machine.steps
@@ -113,7 +113,7 @@ def _times(plan: Plan) -> str:
 
 
 def by_reference(coverage: Coverage) -> str:
-    """The steps that run on the reference, with the reasons; "" where there are none."""
+    """Return a text with the steps that run on the reference and the reasons; "" if there are none."""
     return f"not compiled, running on the reference:\n{coverage.reasons}" if coverage.by_reference else ""
 
 
@@ -161,11 +161,10 @@ def _command(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("inspect-engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", help="a plan file written by build-engine")
+    parser.add_argument("plan", help="plan file written by build-engine")
     parser.add_argument("--profile", action="store_true",
-                        help="run it here, and show how far each kernel is from what this core, or GPU, allows (its "
-                             "roofline)")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run of --profile (default 1)")
+                        help="run the plan and show how far each kernel is from the roofline of this core or GPU")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="batch size of --profile (default 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return guarded(_command, parser, arguments)
 

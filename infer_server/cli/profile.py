@@ -1,4 +1,4 @@
-"""A profile of a plan on this machine: every step's time, beside the peaks of the core that it ran on."""
+"""Profile a plan on this machine: time of every step, compared with the measured peaks of the core."""
 from __future__ import annotations
 
 import math
@@ -15,13 +15,13 @@ from engines.runtime.open_context import AnyContext
 from engines.runtime.program_engine import AnyEngine, ProgramEngine
 from infer_server.cli.common import Cell, table
 
-SECONDS = 1.0                       # of runs, and again of passes step by step, as far as they are within:
+SECONDS = 1.0                       # time for whole runs, and again for passes step by step, within these limits:
 FEWEST_PASSES, MOST_PASSES = 5, 200
 
 
 @dataclass(frozen=True)
 class Line:
-    """A step, its time (the least of all passes) and its bound, both of one run of the whole batch on one thread."""
+    """Step with its time, the minimum of all passes, and its bound; both for a whole batch on one thread."""
     step: Step
     seconds: float
     bound: Bound
@@ -45,34 +45,52 @@ class Line:
 
     @property
     def over(self) -> float:
-        """Seconds that it takes beyond its bound."""
+        """Seconds above the bound."""
         return max(self.seconds - self.bound.seconds, 0.0)
 
 
 @dataclass(frozen=True)
 class Profile:
+    """Profile of a plan."""
     lines: tuple[Line, ...]         # in the order of execution
-    run: float                      # seconds of the whole network, the least of all runs: CPU time of one thread, or of
-                                    # several, and of a GPU, the time on the wall
+    run: float                      # seconds of the whole network, the minimum of all runs: CPU time for one thread,
+                                    # wall time for several threads or a GPU
     peaks: Peaks
     batch: int
 
     @property
     def seconds(self) -> float:
-        """Of all steps, one by one."""
+        """Sum of the times of all steps."""
         return sum(line.seconds for line in self.lines)
 
     @property
     def percent_of_peak(self) -> float:
-        """Of one core's arithmetic, over the whole run."""
+        """Percentage of one core's peak arithmetic throughput over the whole run."""
         return _percent(sum(line.bound.compute for line in self.lines), self.run)
 
 
 def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
-    """Runs the network on what its inputs hold, step by step, between two measurements of the machine's peaks (for a
-    plan of compiled code they need the compiler: llvmlite). Raises InputError: a program has no steps of its own."""
+    """Run the network on the contents of its inputs, as a whole and step by step, and measure the machine's peaks.
+
+    The peaks of the CPU need the compiler (llvmlite).
+
+    Parameters
+    ----------
+    engine : Engine, OpenEngine or ProgramEngine
+        Engine of the plan.
+    context : context of the engine
+        Context whose inputs are set.
+    batch : int
+        Number of items.
+
+    Raises
+    ------
+    InputError
+        The plan is a program, which has no steps of its own.
+    """
     if isinstance(engine, ProgramEngine):
-        raise InputError(f"{engine.name}: --profile is of plans that are one graph, and this is a program")
+        raise InputError(f"{engine.name}: --profile needs a plan of one graph, and this is a program; profile its "
+                         "segments as models of their own")
     backend = backend_named(engine.plan.machine.backend)
     peaks = backend.peaks()
     clock = thread_seconds if engine.threads == 1 and peaks.is_core else time.perf_counter
@@ -85,14 +103,14 @@ def profile(engine: AnyEngine, context: AnyContext, batch: int) -> Profile:
     passes = min(max(int(SECONDS / run_once()), FEWEST_PASSES), MOST_PASSES)
     run = min(run_once() for _ in range(passes))
     times = context.profile(batch, repeats=passes)
-    peaks = peaks.or_better(backend.peaks())        # a core's clock moves within a second
+    peaks = peaks.or_better(backend.peaks())        # the clock frequency may change within a second
     lines = (Line(step, seconds, bound(step, context.plan, batch, peaks), batch) for step, seconds in times)
     return Profile(tuple(lines), run, peaks, batch)
 
 
-# ---- as people read it
+# ---- text
 def header(found: Profile) -> str:
-    """The peaks that the rest is measured by."""
+    """Return the peaks and the times of the whole network as text."""
     peaks = found.peaks
     macs = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks.macs_per_second.items())
     reads = ", ".join(f"{level.name} {level.bytes_per_second / 1e9:.0f}" for level in peaks.levels)
@@ -107,7 +125,7 @@ def header(found: Profile) -> str:
 
 
 def slowest(found: Profile) -> str:
-    """run-engine's table: the slowest first, with their share of the arithmetic's peak and of the whole time."""
+    """Return run-engine's table: slowest steps first, with their share of the peak and of the total time."""
     rows: list[tuple[Cell, ...]] = [
         (line.step.name, line.step.precision, line.seconds * 1e6, _percent(line.seconds, found.seconds),
          line.macs_per_second / 1e9, of_peak(line, found.peaks), line.step.tactic)
@@ -116,7 +134,7 @@ def slowest(found: Profile) -> str:
 
 
 def roofline(found: Profile) -> str:
-    """inspect-engine's table: what there is most to gain from first, with what bounds each step."""
+    """Return inspect-engine's table: largest possible gains first, with the bound of each step."""
     rows: list[tuple[Cell, ...]] = [
         (line.step.name, line.over * 1e6, line.seconds * 1e6, line.bound.seconds * 1e6, line.bound.limit,
          line.macs / 1e6, line.activation_bytes / 1e3, line.step.constant_bytes / 1e3, line.step.tactic,
@@ -126,7 +144,7 @@ def roofline(found: Profile) -> str:
 
 
 def of_peak(line: Line, peaks: Peaks) -> float:
-    """Percent of the peak of the step's arithmetic; 0 where nothing is multiplied."""
+    """Return the percentage of the peak of the step's precision; 0 for a step without multiplications."""
     return _percent(line.macs_per_second, peaks.macs_per_second.get(line.step.precision, math.inf))
 
 
@@ -134,9 +152,9 @@ def _percent(part: float, whole: float) -> float:
     return 100 * part / whole if whole else 0.0
 
 
-# ---- as programs read it
+# ---- JSON
 def as_json(found: Profile) -> dict[str, Any]:
-    """All of it; seconds, bytes and MACs are of the whole batch."""
+    """Return the profile as a JSON object; seconds, bytes and MACs are those of the whole batch."""
     peaks = found.peaks
     return {"batch": found.batch, "run_seconds": found.run, "percent_of_peak": found.percent_of_peak,
             "seconds": found.seconds,

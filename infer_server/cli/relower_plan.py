@@ -1,5 +1,7 @@
-"""relower-plan: compile the graph in a plan again for this machine, or with tactics that are timed on a GPU of it;
-infer-server runs it for a plan made elsewhere."""
+"""relower-plan: compile the graph of a plan again for this machine, or time its tactics on a GPU.
+
+infer-server runs this command for plans that were built on another machine.
+"""
 from __future__ import annotations
 
 import argparse
@@ -15,20 +17,21 @@ from infer_server.cli.common import guarded
 def _command(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan)
     if options.retune is None:
-        made = relower(plan)
+        result = relower(plan)
     else:
-        made = retuned(plan, EngineCache(options.cache_dir or ""), options.retune)
-    write_plan(made, options.output)
+        result = retuned(plan, EngineCache(options.cache_dir or ""), options.retune)
+    write_plan(result, options.output)
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("relower-plan", description=__doc__)
-    parser.add_argument("plan", help="a plan file, made for any machine")
-    parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="the plan file to write")
+    parser.add_argument("plan", help="plan file for any machine")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT.plan", help="plan file to write")
     parser.add_argument("--retune", type=int, metavar="GPU",
-                        help="of a plan for a GPU that was built without one: time its tactics on this one")
-    parser.add_argument("--cache-dir", metavar="DIR", help="the engine cache, where what --retune finds is kept")
+                        help="time the tactics of a GPU plan that was built without a GPU on this GPU")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder of the engine cache, which keeps the times of "
+                                                           "--retune")
     return guarded(_command, parser, arguments)
 
 

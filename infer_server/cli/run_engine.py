@@ -1,4 +1,4 @@
-"""run-engine: runs a plan on random or given data and prints throughput and latency."""
+"""run-engine: run a plan on random or given data and print throughput and latency."""
 from __future__ import annotations
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP_SECONDS = 0.2
 
 
 def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[str, Array]:
-    """Standard normal floats, small non-negative integers; symbolic extents become the batch."""
+    """Return random inputs: standard normal floats, integers 0 and 1; symbolic extents become the batch."""
     random = np.random.default_rng(seed)
     feed: dict[str, Array] = {}
     for tensor in inputs:
@@ -46,7 +46,7 @@ def random_feed(inputs: Sequence[IoTensor], batch: int, seed: int = 0) -> dict[s
 
 
 def read_feed(path: str, engine: Engine | OpenEngine, batch: int) -> dict[str, Array]:
-    """The first `batch` items of an .npz with an array per input. InputError: it cannot be read, or does not fit."""
+    """Read the first `batch` items of an .npz file with an array for each input. Raises InputError."""
     arrays = _arrays(path, engine)
     shapes = {name: array.shape for name, array in arrays.items()}
     plan = engine.plan if isinstance(engine, Engine) else engine.at(shapes, arrays).plan
@@ -57,11 +57,11 @@ def read_feed(path: str, engine: Engine | OpenEngine, batch: int) -> dict[str, A
 
 
 def _arrays(path: str, engine: AnyEngine) -> dict[str, Array]:
-    """Those of an .npz. InputError: it cannot be read, or lacks one."""
+    """Read the inputs from an .npz file. Raises InputError if it cannot be read or lacks one."""
     try:
         with open(path, "rb") as file:
             if not is_zipfile(file):
-                raise InputError(f"'{path}' is no .npz file; write one with numpy.savez(path, NAME=array, ...)")
+                raise InputError(f"'{path}' is not an .npz file; write one with numpy.savez(path, NAME=array, ...)")
             file.seek(0)
             archive = np.load(file)
             if missing := [t.name for t in engine.inputs if t.name not in archive]:
@@ -73,8 +73,24 @@ def _arrays(path: str, engine: AnyEngine) -> dict[str, Array]:
 
 def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
                   shapes: Mapping[str, tuple[int | None, ...]] | None = None) -> AnyContext:
-    """A context whose inputs hold `batch` items: of an .npz file, or random ones, of these shapes where extents are
-    open. InputError: they do not fit."""
+    """Return a context whose inputs hold `batch` items, from an .npz file or random.
+
+    Parameters
+    ----------
+    engine : Engine, OpenEngine or ProgramEngine
+        Engine of the plan.
+    batch : int
+        Number of items.
+    data : str, optional
+        Path of the .npz file.
+    shapes : mapping of str to tuple, optional
+        Shapes of random inputs with open extents.
+
+    Raises
+    ------
+    InputError
+        The batch, the data or the shapes do not match the plan.
+    """
     if engine.max_batch and batch > engine.max_batch:
         raise InputError(f"--batch {batch}: the plan was built for batches of up to {engine.max_batch}; build it with "
                          f"--max-batch {batch}")
@@ -90,8 +106,8 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
     elif isinstance(engine, Engine):
         feed = random_feed(engine.inputs, batch)
     else:
-        wanted = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
-        here = {**engine.usual_shapes(batch), **wanted}
+        given = {name: tuple(extent or batch for extent in shape) for name, shape in (shapes or {}).items()}
+        here = {**engine.usual_shapes(batch), **given}
         feed = random_feed(engine.at(here).inputs, batch)
     context = engine.create_context().at({**here, **{name: array.shape for name, array in feed.items()}})
     for name, array in feed.items():
@@ -101,17 +117,17 @@ def ready_context(engine: AnyEngine, batch: int, data: str | None = None,
 
 def _of_program(engine: ProgramEngine, feed: Mapping[str, Array],
                 shapes: Mapping[str, tuple[int | None, ...]]) -> AnyContext:
-    """A program's context: what is not fed is ones, of what may decide about shapes."""
-    wanted = {name: tuple(extent or 1 for extent in shape) for name, shape in shapes.items()}
-    given = {name: array.shape for name, array in feed.items()}
-    context = engine.create_context().at({**engine.usual_shapes(), **wanted, **given})
+    """Return a context of a program; inputs that are not fed are ones, since they may determine shapes."""
+    given = {name: tuple(extent or 1 for extent in shape) for name, shape in shapes.items()}
+    fed = {name: array.shape for name, array in feed.items()}
+    context = engine.create_context().at({**engine.usual_shapes(), **given, **fed})
     for name, array in feed.items():
         context.input(name)[...] = array
     return context
 
 
 def measure(context: AnyContext, batch: int, seconds: float) -> np.ndarray[Any, Any]:
-    """Seconds of each run, for at least `seconds` and at least ten runs."""
+    """Return the time of each run in seconds, for at least `seconds` and at least ten runs."""
     end = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < end:
         context.execute(batch)
@@ -125,7 +141,7 @@ def measure(context: AnyContext, batch: int, seconds: float) -> np.ndarray[Any, 
 
 
 def report(engine: AnyEngine, batch: int, times: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The JSON that --json prints; throughput is in items a second."""
+    """Return the JSON object that --json prints; throughput is in items per second."""
     milliseconds = 1e3 * times
     p50, p90, p95, p99 = (float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99))
     return {"throughput": batch * len(times) / float(times.sum()),
@@ -136,7 +152,7 @@ def report(engine: AnyEngine, batch: int, times: np.ndarray[Any, Any]) -> dict[s
 
 
 def pinned(threads: int) -> list[int]:
-    """The first CPUs that this process may use, one for each thread. ConfigError: there are not as many."""
+    """Return the first CPUs that this process may use, one for each thread. Raises ConfigError if there are too few."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--pin: this system does not let a thread choose its CPU")
     cpus = allowed_cpus()
@@ -151,7 +167,7 @@ def _command(options: argparse.Namespace) -> int:
     engine = load_engine(options.plan, threads, cpus=cpus, specialise="off" if options.no_specialise else "wait",
                          gpu=options.gpu, retune=options.retune)
     context = ready_context(engine, options.batch, options.data, dict(options.shapes or ()))
-    if cpus:        # after the helpers were made: they inherit what their maker may use
+    if cpus:        # after the worker threads were started, which inherit the affinity of this thread
         os.sched_setaffinity(0, {cpus[0]})
     if options.profile:
         found = profile(engine, context, options.batch)
@@ -170,22 +186,24 @@ def _command(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("run-engine", description=__doc__)
-    parser.add_argument("plan", help="a plan file written by build-engine")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="items a run (default 1)")
+    parser.add_argument("plan", help="plan file written by build-engine")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="batch size (default 1)")
     parser.add_argument("--threads", type=positive, metavar="N",
-                        help="threads a run (default: what the plan was built for)")
-    parser.add_argument("--pin", action="store_true", help="keep each thread on a CPU of its own")
-    parser.add_argument("--data", metavar="X.npz", help="an array per input; without it, random numbers")
+                        help="number of threads (default: what the plan was built for)")
+    parser.add_argument("--pin", action="store_true", help="pin each thread to its own CPU")
+    parser.add_argument("--data", metavar="X.npz", help="file with an array for each input (default: random numbers)")
     parser.add_argument("--shapes", type=parse_shapes, metavar="X:1x77,...",
                         help="shapes of random inputs of a plan with open extents (default: those it was built for)")
     parser.add_argument("--no-specialise", action="store_true",
-                        help="of a plan with open extents: run the general version at shapes that it was not built for")
-    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="which, for a plan for GPUs (default 0)")
+                        help="run the general version of a plan with open extents at shapes that it was not built for")
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU, for a GPU plan (default 0)")
     parser.add_argument("--retune", action="store_true",
-                        help="time the tactics of a plan that was built without timing; the engine cache keeps it")
-    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="how long to measure (default 2)")
+                        help="time the tactics of a plan that was built without timing, and keep it in the engine "
+                             "cache")
+    parser.add_argument("--seconds", type=seconds, default=2.0, metavar="S",
+                        help="duration of the measurement (default 2)")
     parser.add_argument("--profile", action="store_true",
-                        help="print the time of each kernel instead, beside this core's measured peaks")
+                        help="print the time of each kernel, compared with this core's measured peaks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return guarded(_command, parser, arguments)
 

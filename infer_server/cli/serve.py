@@ -1,4 +1,4 @@
-"""infer-server: serves a repository of models over Triton's protocols, gRPC and HTTP/REST."""
+"""infer-server: serve a repository of models over Triton's protocols, gRPC and HTTP/REST."""
 from __future__ import annotations
 
 import argparse
@@ -34,19 +34,22 @@ from infer_server.process import age_secs, raise_descriptor_limit, tune_malloc
 from infer_server.repository.checking import check
 from infer_server.repository.remote import is_remote
 from infer_server.repository.repository import LOADS, MOST_LOADS
-from infer_server.server import Server, ServerOptions, places_of
+from infer_server.server import Server, ServerOptions, repository_roots
 
 log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 256
-_USUAL_LOADS = 16       # at most: a build takes gigabytes
+_USUAL_LOADS = 16       # upper limit of the default number of parallel loads: a build takes gigabytes
 
 
 def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_plan) -> int:
-    """Runs until SIGTERM, SIGINT or SIGQUIT. SIGHUP and SIGUSR1 open the log file anew.
+    """Serve until SIGTERM, SIGINT or SIGQUIT; SIGHUP and SIGUSR1 reopen the log file.
 
-    0: all accepted requests answered; 1: not, or a port taken, a model failed under --exit-on-error, or --check found
-    what will not be served; 2: bad options.
+    Returns
+    -------
+    int
+        0 if all accepted requests were answered. 1 if not, if a port is in use, if a model failed under
+        --exit-on-error, or if --check found errors. 2 for invalid options.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -65,7 +68,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     if parsed.check is not None:
         return _check(parsed, load_engine)
     if useless := without_effect(parsed):
-        log.warning("options that change nothing on this server: %s", ", ".join(useless))
+        log.warning("options without effect on this server: %s", ", ".join(useless))
     tune_malloc()
     raise_descriptor_limit()
     try:
@@ -77,12 +80,12 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
 
 
 def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
-    """Prints what is to be said of the repositories. 1: one cannot be read, or a model of them will not be served."""
+    """Print the remarks on the repositories; return 1 if one cannot be read or a model will not be served."""
     try:
-        places = places_of(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
-        # Of another backend's plans nothing is known but by its loader.
+        roots = repository_roots(parsed.model_repository, parsed.repository_cache, parsed.repository_cache_mib << 20)
+        # Plans of another loader can only be described by loading them.
         describe = describe_plan if load_engine is load_plan else partial(load_engine, threads=1)
-        remarks = list(check(places, parsed.kind_gpu, parsed.model_config_name, describe, parsed.threads))
+        remarks = list(check(roots, parsed.kind_gpu, parsed.model_config_name, describe, parsed.threads))
     except RepositoryError as error:
         print(f"infer-server: error: {error}", file=sys.stderr)
         return 1
@@ -92,12 +95,12 @@ def _check(parsed: argparse.Namespace, load_engine: EngineLoader) -> int:
 
 
 def _mistake(parsed: argparse.Namespace) -> str:
-    """What is wrong with the options together; nothing if they can be served."""
+    """Return an error message for contradictory options, or ""."""
     folders = parsed.model_repository
     if not folders:
         return "--model-repository is missing: a folder of models"
     missing = [f"{folder}: {why}" for folder in folders if not is_remote(folder) and (why := _why_no_folder(folder))]
-    if missing and parsed.exit_on_error is not False:       # else it answers, and is not live, as in Triton
+    if missing and parsed.exit_on_error is not False:       # otherwise it serves and is not live, as in Triton
         return f"--model-repository {missing[0]}"
     for name, _ in parsed.rate_limit_resource:
         if [other for other, _ in parsed.rate_limit_resource].count(name) > 1:
@@ -105,18 +108,18 @@ def _mistake(parsed: argparse.Namespace) -> str:
     if parsed.load_model and parsed.model_control_mode != "explicit" and not parsed.model_memory_limit_mib:
         return "--load-model needs --model-control-mode explicit; otherwise every model is loaded"
     if parsed.model_memory_limit_mib and parsed.model_control_mode == "poll":
-        return "--model-memory-limit-mib loads models when they are asked for, poll when they change: give one of them"
+        return "--model-memory-limit-mib loads models at their first request, poll when they change: give one of them"
     try:
         access_of(parsed)
     except ValueError as error:
         return str(error)
     if "*" in parsed.load_model and len(parsed.load_model) > 1:
-        return "--load-model=* loads every model; give no other --load-model beside it"
+        return "--load-model=* loads every model; remove the other --load-model options"
     return ""
 
 
 def _why_no_folder(path: str) -> str:
-    """Nothing: it is one."""
+    """Return the reason why a path is not a folder, or ""."""
     try:
         return "" if stat.S_ISDIR(os.stat(path).st_mode) else "no such folder"
     except FileNotFoundError:
@@ -126,16 +129,16 @@ def _why_no_folder(path: str) -> str:
 
 
 def _settled(repository: str) -> str:
-    """One name of each repository."""
+    """Return a canonical name of a repository, to detect duplicates."""
     return repository.rstrip("/") if is_remote(repository) else os.path.realpath(repository)
 
 
 def _run(main: Coroutine[Any, Any, bool]) -> bool:
-    """Runs `main` on uvloop's event loop, or on asyncio's where uvloop is not installed."""
+    """Run a coroutine on uvloop's event loop, or on asyncio's if uvloop is not installed."""
     try:
         from uvloop import run
     except ImportError:
-        log.warning("uvloop is not installed: serving on asyncio's own event loop, which is slower")
+        log.warning("uvloop is not installed: serving on asyncio's own event loop, which is slower; pip install uvloop")
         return asyncio.run(main)
     return run(main)
 
@@ -147,7 +150,7 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
         loop.add_signal_handler(number, _on_reopen, number)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT):
-        # Ctrl-C in a terminal is not for a job that a script started in the background.
+        # A background job of a shell script ignores Ctrl-C in the terminal.
         if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, _on_signal, number, stop)
     imported_secs = age_secs()
@@ -162,14 +165,14 @@ async def _serve(options: ServerOptions, exit_on_error: bool, load_engine: Engin
     await stop.wait()
     loading.cancel()
     failed = exit_on_error and bool(server.failures())
-    log.info("draining: what was accepted is answered; a second signal exits at once")
+    log.info("draining: accepted requests are answered; a second signal exits at once")
     answered = await server.stop()
     log.info("stopped")
     return answered and not failed
 
 
 async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
-    """Says when the models are loaded. stop: to be set if one has failed."""
+    """Log when the models are loaded; set `stop` if one has failed."""
     await server.loaded()
     failures = server.failures()
     if not failures:
@@ -184,7 +187,7 @@ async def _report_loaded(server: Server, stop: asyncio.Event | None) -> None:
 def _on_reopen(number: int) -> None:
     is_file = reopen_log()
     log.info("%s: %s", signal.Signals(number).name,
-             "the log file was opened anew" if is_file else "nothing to do, the log is written to stderr")
+             "the log file was reopened" if is_file else "nothing to do, the log is written to stderr")
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:
@@ -222,19 +225,18 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infer-server",
-        description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
-                    "batching.")
+        description="Serve a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic batching.")
     parser.add_argument("--model-repository", "--model-store", action="append", default=[], metavar="DIR|URL",
-                        help="folders <model>/<version>/model.plan (or model.onnx, built when it is loaded), here or "
-                             "at s3://, gs://, az:// or another address that fsspec knows; can be repeated")
+                        help="repository with <model>/<version>/model.plan (or model.onnx, built when it is loaded): a "
+                             "folder, or s3://, gs://, az:// or another address that fsspec supports; can be repeated")
     parser.add_argument("--repository-cache", type=Path, metavar="DIR",
-                        help="where models of addresses are copied to (default: in the user's cache)")
+                        help="folder for copies of remote repositories (default: in the user's cache)")
     parser.add_argument("--repository-cache-mib", type=positive, default=20 << 10, metavar="N",
-                        help="of the copies from an address that are kept (default %(default)s)")
+                        help="limit of the copies of each remote repository (default %(default)s)")
     parser.add_argument("--check", metavar="DIR|URL", nargs="?", const="",
-                        help="says of each model in the folder, and in those of --model-repository, what of its "
-                             "configuration means something else here, or is not served, and what to write instead; "
-                             "loads none. Exits with 1 if one will not be served")
+                        help="check the models of this repository, and of --model-repository, without loading them: "
+                             "print which parts of their configurations differ from Triton or are not served, and what "
+                             "to write instead. Exits with 1 if a model will not be served")
     add_version(parser)
     _add_models(parser)
     _add_ports(parser)
@@ -242,98 +244,99 @@ def _parser() -> argparse.ArgumentParser:
     add_access(parser)
     add_triton_options(parser)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
-                        help="the least that is written to stderr (default %(default)s)")
+                        help="minimum level of log messages (default %(default)s)")
     return parser
 
 
 def _add_ports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1",
-                        help="address to listen on; :: is every one, IPv4 and IPv6 (default %(default)s)")
-    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N", help="0 is any free port "
-                                                                                   "(default %(default)s)")
+                        help="address to listen on; :: listens on all, IPv4 and IPv6 (default %(default)s)")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="N",
+                        help="port of gRPC; 0 is any free port (default %(default)s)")
     parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
-                        help="processes that read requests and write answers, beside the one that executes models "
-                             "where there is more than one; see docs/serving.md (default %(default)s)")
+                        help="processes that read requests and write responses; with more than one, models execute in "
+                             "a separate process; see docs/serving.md (default %(default)s)")
     parser.add_argument("--grpc-front", choices=FRONTS, default=NGHTTP2,
-                        help="the library that serves gRPC; grpcio costs more for each request (default %(default)s)")
+                        help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
-                        help="HTTP/REST: inference, metadata, health, control (default %(default)s)")
+                        help="port of HTTP/REST: inference, metadata, health, control (default %(default)s)")
     parser.add_argument("--metrics-port", type=_port, default=8002, metavar="N",
-                        help="/metrics for Prometheus (default %(default)s)")
+                        help="port of /metrics for Prometheus (default %(default)s)")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-control-mode", type=str.lower, choices=("none", "poll", "explicit"),
                         default="none",
-                        help="none: every model is loaded at start; poll: and again when it changes; explicit: clients "
-                             "load and unload (default %(default)s)")
+                        help="none: load every model at start; poll: also reload models that change; explicit: clients "
+                             "load and unload models (default %(default)s)")
     parser.add_argument("--model-memory-limit-mib", type=positive, metavar="N",
-                        help="models are loaded when they are first asked for, and the least used are unloaded when "
-                             "together they hold more (default: every model is loaded at start)")
+                        help="load models at their first request, and unload the least recently used ones when all "
+                             "together exceed N MiB (default: every model is loaded at start)")
     parser.add_argument("--repository-poll-secs", type=seconds, default=15.0, metavar="S",
-                        help="between looks for changes under poll (default %(default)s)")
+                        help="interval of --model-control-mode poll (default %(default)s)")
     parser.add_argument("--load-model", action="append", default=[], metavar="NAME",
-                        help="under explicit control, a model to load at start; can be repeated; * is every one")
+                        help="model to load at start under explicit control; * is every model; can be repeated")
     parser.add_argument("--model-load-thread-count", type=up_to(MOST_LOADS), metavar="N",
-                        help="models that are loaded at a time (default: as many as --cores, at least 2, at most "
+                        help="number of models that are loaded in parallel (default: --cores, at least 2, at most "
                              f"{_USUAL_LOADS})")
     parser.add_argument("--strict-readiness", type=boolean, nargs="?", const=True, default=True, metavar="BOOL",
-                        help="not ready while a model that was to be served has failed (default true)")
+                        help="report not ready while a model has failed to load (default true)")
     parser.add_argument("--exit-on-error", type=boolean, nargs="?", const=True, metavar="BOOL",
-                        help="true: exit with status 1 if a model cannot be loaded at start; false: go on even where a "
-                             "repository is not there (default: end for the latter only)")
+                        help="true: exit with status 1 if a model cannot be loaded at start; false: serve even if a "
+                             "repository does not exist (default: exit only for a missing repository)")
     parser.add_argument("--threads", type=up_to(MOST_THREADS), default=1, metavar="N",
-                        help="threads for one batch; instance_group says how many batches run at a time "
+                        help="threads of one instance; instance_group sets the number of instances "
                              "(default %(default)s)")
     parser.add_argument("--cores", type=positive, default=len(allowed_cpus()), metavar="N",
-                        help="a model whose instance_group says nothing has an instance for every --threads of these "
-                             "(default: all, %(default)s)")
+                        help="cores for the instances of a model without an instance_group count: one instance for "
+                             "every --threads of them (default: all, %(default)s)")
     parser.add_argument("--rate-limit", type=str.lower, choices=("off", "execution_count"), default="off",
-                        help="execution_count: an instance whose group has a rate_limiter executes when the resources "
-                             "that it names are free (default %(default)s)")
+                        help="execution_count: an instance whose group has a rate_limiter executes only while its "
+                             "resources are free (default %(default)s)")
     parser.add_argument("--rate-limit-resource", type=_resource, action="append", default=[], metavar="NAME:COUNT",
-                        help="how much there is of a resource (default: what the most demanding instance needs)")
+                        help="amount of a resource (default: what the most demanding instance needs)")
     parser.add_argument("--kind-gpu", choices=("cpu", "refuse"), default="cpu",
-                        help="where no GPU runs a model's instances of KIND_GPU they are served on the CPU, with a "
-                             "warning, or it is refused (default %(default)s)")
+                        help="what to do with instances of KIND_GPU if no GPU runs the model: serve them on the CPU "
+                             "with a warning, or refuse the model (default %(default)s)")
     parser.add_argument("--kind-auto", choices=("cpu", "gpu"), default="cpu",
-                        help="what a model.onnx is built for whose instance_group leaves the kind open; gpu: the GPUs "
-                             "of this machine, where there are any, as in Triton (default %(default)s)")
+                        help="device that a model.onnx is built for if its instance_group leaves the kind open; gpu: "
+                             "the GPUs of this machine, if any, as in Triton (default %(default)s)")
     parser.add_argument("--cache-config", type=_cache_bytes, default="local,size=67108864", metavar="local,size=N",
-                        help="bytes for the responses of models that have a response_cache (default 64 MiB)")
+                        help="size in bytes of the cache for models with response_cache (default 64 MiB)")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR",
-                        help="where engines built from ONNX files are kept (default: build-engine's engine cache)")
+                        help="folder of the engine cache (default: build-engine's)")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-grace-secs", type=seconds, default=1.0, metavar="S",
-                        help="how long new requests are accepted after a signal, when ready no more "
-                             "(default %(default)s)")
+                        help="seconds for which new requests are still accepted after a signal, while the server "
+                             "reports not ready (default %(default)s)")
     parser.add_argument("--exit-timeout-secs", type=seconds, default=30.0, metavar="S",
-                        help="how long accepted requests may take to be answered after that (default %(default)s)")
+                        help="seconds for accepted requests to be answered after that (default %(default)s)")
     parser.add_argument("--max-message-mib", type=_message_mib, default=256, metavar="N",
-                        help="largest request (default %(default)s)")
+                        help="maximum size of a request (default %(default)s)")
     parser.add_argument("--max-inflight-mib", type=positive, default=1024, metavar="N",
-                        help="of requests and answers (an answer counts twice: gRPC has a copy) that are held at a "
-                             "time; requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
+                        help="limit of the requests and responses in memory (a response counts twice, because gRPC "
+                             "copies it); requests beyond it get RESOURCE_EXHAUSTED (default %(default)s)")
     parser.add_argument("--http-max-json-mib", type=positive, default=64, metavar="N",
-                        help="largest JSON of a request over HTTP; tensors as bytes behind it do not count "
+                        help="maximum size of the JSON of an HTTP request, without binary tensors after it "
                              "(default %(default)s)")
     parser.add_argument("--min-body-rate", type=natural, default=500, metavar="N",
-                        help="bytes per second at which the body of a request over HTTP must arrive, on average over "
-                             "each --body-grace-secs; slower ones get 408; 0: any (default %(default)s)")
+                        help="minimum rate in bytes per second at which the body of an HTTP request must arrive, on "
+                             "average over each --body-grace-secs; slower ones get 408; 0 for no limit "
+                             "(default %(default)s)")
     parser.add_argument("--body-grace-secs", type=seconds, default=10.0, metavar="S",
-                        help="the period of --min-body-rate (default %(default)s)")
+                        help="period of --min-body-rate (default %(default)s)")
     parser.add_argument("--send-timeout-secs", type=seconds, default=60.0, metavar="S",
-                        help="how long a client may take to read an answer, before its connection is closed "
+                        help="seconds that a client may take to read a response before its connection is closed "
                              "(default %(default)s)")
 
 
 def _message_mib(text: str) -> int:
-    """gRPC counts the bytes of a message in 31 bits."""
+    """Parse a message size in MiB, up to gRPC's limit of 31 bits of bytes."""
     count = positive(text)
     if count > 2047:
-        raise argparse.ArgumentTypeError(f"'{text}' is not at most 2047, which is what gRPC takes; over HTTP "
+        raise argparse.ArgumentTypeError(f"'{text}' is not at most 2047, the limit of gRPC; for HTTP, "
                                          "--http-max-input-size may be more")
     return count
 
@@ -341,12 +344,13 @@ def _message_mib(text: str) -> int:
 def _cache_bytes(text: str) -> int:
     size = text.removeprefix("local,size=")
     if size == text or not size.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not local,size=N: the one cache is the server's own, of N bytes")
+        raise argparse.ArgumentTypeError(f"'{text}' is not local,size=N: the only cache is the server's own, of N "
+                                         "bytes")
     return cache_bytes(size)
 
 
 def _resource(text: str) -> tuple[str, int]:
-    """A device behind the count is Triton's; there is one here."""
+    """Parse NAME:COUNT, optionally with Triton's device after the count; only one device is supported."""
     name, _, rest = text.partition(":")
     count, _, device = rest.partition(":")
     if not name or not (count.isascii() and count.isdecimal()) or not int(count) or device not in ("", "0", "global"):

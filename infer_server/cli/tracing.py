@@ -1,4 +1,4 @@
-"""infer-server's options about tracing, which are Triton's: into files, or to a collector of OpenTelemetry."""
+"""Tracing options of infer-server, as in Triton: to files, or to an OpenTelemetry collector."""
 from __future__ import annotations
 
 import argparse
@@ -15,40 +15,41 @@ from infer_server.observing.trace_settings import TraceSettings, number
 from infer_server.observing.traces import LEVELS, OFF, TENSORS, TIMESTAMPS
 
 _MODES = (trace_settings.MODE, spans.MODE)
-# Triton's older options -> what each says of --trace-config.
+# Triton's older options: setting of --trace-config that each stands for.
 _OLDER = {"trace-file": "triton,file", "trace-level": "level", "trace-rate": "rate", "trace-count": "count",
           "trace-log-frequency": "triton,log-frequency"}
 _FORMER_LEVELS = {"MIN": TIMESTAMPS, "MAX": TIMESTAMPS}
-# Setting -> (the field of TraceSettings, the least that it may be).
+# Setting with a number: (field of TraceSettings, minimum).
 _NUMBERS = {"rate": ("rate", 0), "count": ("count", -1), "triton,log-frequency": ("log_frequency", 0)}
 
 
 def add_tracing(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
     parser.add_argument("--trace-config", action="append", default=[], metavar="SETTING",
-                        help="level=TIMESTAMPS or TENSORS, with triton,file=FILE: traces of inferences, in a file of "
-                             "JSON; rate=N: of one request in N (default 1000); count=N: of so many; "
-                             "triton,log-frequency=N: so many in each of FILE.0, FILE.1, ...; mode=opentelemetry: "
-                             "spans for a collector, of one request in N whose client does not say (0: of none of "
-                             "these), with opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; level=OFF; can be "
-                             "repeated")
+                        help="trace setting; can be repeated. level=TIMESTAMPS or TENSORS with triton,file=FILE writes "
+                             "traces to a JSON file; level=OFF disables tracing; rate=N traces one request in N "
+                             "(default 1000); count=N traces N requests; triton,log-frequency=N writes N traces to "
+                             "each of FILE.0, FILE.1, ...; mode=opentelemetry sends spans to a collector, with "
+                             "opentelemetry,url=URL and opentelemetry,resource=KEY=VALUE; its rate applies to requests "
+                             "without a client's span (0: none of these)")
     for option, setting in _OLDER.items():
-        parser.add_argument(f"--{option}", dest="trace_config", action="append", type=partial(_said, setting),
+        parser.add_argument(f"--{option}", dest="trace_config", action="append", type=partial(_as_setting, setting),
                             help=argparse.SUPPRESS)
 
 
-def tracing_of(given: argparse.Namespace) -> SpanSettings | TraceSettings | None:
-    """None: nothing is traced, nor can be. Raises ValueError."""
+def tracing_of(options: argparse.Namespace) -> SpanSettings | TraceSettings | None:
+    """Return the tracing settings of the options, or None if tracing is not enabled. Raises ValueError."""
     try:
-        return parsed(given.trace_config)
+        return parsed(options.trace_config)
     except (ValueError, InvalidRequestError) as error:
         raise ValueError(f"--trace-config {error}") from error
 
 
 def parsed(texts: list[str]) -> SpanSettings | TraceSettings | None:
-    """What --trace-config says, each as Triton has it. Raises ValueError, InvalidRequestError."""
-    said = [(setting, value) for setting, _, value in (text.partition("=") for text in texts)]
+    """Parse the values of --trace-config in Triton's format. Raises ValueError or InvalidRequestError."""
+    settings = [(setting, value) for setting, _, value in (text.partition("=") for text in texts)]
     of_spans, of_files, levels = SpanSettings(), TraceSettings(), list[str]()
-    for setting, value in said:
+    for setting, value in settings:
         if setting == "level":
             levels.append(_level(value))
         elif setting == "triton,file":
@@ -62,22 +63,22 @@ def parsed(texts: list[str]) -> SpanSettings | TraceSettings | None:
         elif setting != "mode" or value not in _MODES:
             raise ValueError(f"{setting}={value}: expected mode={' or '.join(_MODES)}, level, rate, count, "
                              f"triton,file, triton,log-frequency, {spans.MODE},url or {spans.MODE},resource")
-    wanted = () if OFF in levels else tuple(level for level in LEVELS if level in levels)
-    if _mode(said) == trace_settings.MODE:
-        return _of_files(replace(of_files, levels=wanted))
-    if levels and not wanted:
+    enabled = () if OFF in levels else tuple(level for level in LEVELS if level in levels)
+    if _mode(settings) == trace_settings.MODE:
+        return _of_files(replace(of_files, levels=enabled))
+    if levels and not enabled:
         return None
-    return _checked(replace(of_spans, rate=of_files.rate, count=of_files.count), wanted)
+    return _checked(replace(of_spans, rate=of_files.rate, count=of_files.count), enabled)
 
 
-def _said(setting: str, text: str) -> str:
+def _as_setting(setting: str, text: str) -> str:
     return f"{setting}={text}"
 
 
-def _mode(said: list[tuple[str, str]]) -> str:
-    """Triton's is the default, but where all that is said of one is said of the other."""
-    of_modes = {setting.partition(",")[0] for setting, _ in said if "," in setting}
-    return next((value for setting, value in reversed(said) if setting == "mode"),
+def _mode(settings: list[tuple[str, str]]) -> str:
+    """Return the last mode setting; by default Triton's mode, unless all mode-specific settings are OpenTelemetry's."""
+    of_modes = {setting.partition(",")[0] for setting, _ in settings if "," in setting}
+    return next((value for setting, value in reversed(settings) if setting == "mode"),
                 spans.MODE if of_modes == {spans.MODE} else trace_settings.MODE)
 
 
@@ -95,8 +96,8 @@ def _of_spans(settings: SpanSettings, setting: str, value: str) -> SpanSettings:
     if name == "resource":
         key, _, of = value.partition("=")
         return replace(settings, resource={**settings.resource, key: of})
-    raise ValueError(f"{setting}={value}: expected {spans.MODE},url=URL or {spans.MODE},resource=KEY=VALUE; the rest "
-                     "is said by OpenTelemetry's own variables, OTEL_BSP_SCHEDULE_DELAY and its like")
+    raise ValueError(f"{setting}={value}: expected {spans.MODE},url=URL or {spans.MODE},resource=KEY=VALUE; use "
+                     "OpenTelemetry's own variables, such as OTEL_BSP_SCHEDULE_DELAY, for other settings")
 
 
 def _of_files(settings: TraceSettings) -> TraceSettings | None:

@@ -1,4 +1,4 @@
-"""build-engine --verify: the plan beside the model it was built from, as a table and a verdict."""
+"""build-engine --verify: compare a plan with the model it was built from."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -20,29 +20,32 @@ HEADER = ("output", "largest error", "of range", "item", "mean", "median", "SQNR
 
 def verify_build(plan: str, model: str, config: BuildConfig, calibration: Calibration | None, notify: Notify,
                  warn: Notify) -> bool:
-    """Whether the plan file passes. The table goes to `notify`, what is wrong and what to do about it to `warn`."""
+    """Return True if the plan file passes; print the table with `notify`, and faults with advice with `warn`."""
     data, read = None, read_plan(plan)
     if calibration and calibration.data:
         data = calibration.open(read.open.inputs if read.open else read.inputs, config.pixels is not None, read.extents)
-    found = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
+    result = verify(plan, model, data, shapes=config.shapes, constants=config.constants, pixels=config.pixels,
                    progress=_bar)
     source = data.source if data else "generated inputs"
-    notify(f"{plan} ({found.precision}) beside {found.oracle}, {found.items} items of {source}:\n{listed(found)}")
-    for note in found.notes:
+    notify(f"{plan} ({result.precision}) beside {result.oracle}, {result.items} items of {source}:\n{listed(result)}")
+    for note in result.notes:
         warn(f"{plan}: {note}")
-    if not found.faults:
+    if not result.faults:
         elsewhere = device_of(read.machine.backend).mismatch(read)
         notify(f"{plan}: verified" + f", as it is compiled for this machine: {elsewhere}" * bool(elsewhere))
         return True
-    warn("\n".join([f"{plan}: NOT verified", *(f"  {fault}" for fault in found.faults), f"  {found.advice}"]))
+    warn("\n".join([f"{plan}: NOT verified", *(f"  {fault}" for fault in result.faults), f"  {result.advice}"]))
     return False
 
 
-def listed(found: Verification) -> str:
-    """The errors of each output and of the parts that are judged apart, a line each; the worst part is marked."""
-    rows = [_row(errors, bool(errors.fault(found.limits))) for errors in (*found.outputs, *found.parts)]
-    for row in rows[len(found.outputs):]:
-        row[-1] += ", the worst part" * (row[0] == found.worst)
+def listed(result: Verification) -> str:
+    """Return a table with the errors of each output and of each part that is judged separately.
+
+    The worst part is marked.
+    """
+    rows = [_row(errors, bool(errors.fault(result.limits))) for errors in (*result.outputs, *result.parts)]
+    for row in rows[len(result.outputs):]:
+        row[-1] += ", the worst part" * (row[0] == result.worst)
     return table(rows, HEADER)
 
 
@@ -58,5 +61,5 @@ def _row(errors: OutputErrors, is_fault: bool) -> list[str]:
 
 
 def _bar(feeds: Iterable[Feed], slow: bool) -> Iterable[Feed]:
-    """Progress on stderr, where that is a terminal and a feed takes long."""
+    """Show progress on stderr, if that is a terminal and the verification is slow."""
     return tqdm(feeds, desc="verifying", unit="batch", disable=None, leave=False) if slow else feeds

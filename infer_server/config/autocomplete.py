@@ -1,8 +1,7 @@
-"""Completes a model's configuration from its engine, or from what is said of one, and finds where the two contradict
-each other.
+"""Complete a model's configuration from its engine, or from a description of it, and report contradictions.
 
-What config.pbtxt leaves out comes from the model, so that it may be left out wholly; the completed message is what
-ModelConfig answers.
+Everything may be left out of config.pbtxt that follows from the model. The completed message is what ModelConfig
+returns.
 """
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer_server.backend import BATCH, Described, Gpu, Tensor, is_mixed
+from infer_server.backend import BATCH, Described, GpuDevice, TensorInfo, is_mixed
 from infer_server.config.config import complete_policy
 from infer_server.config.groups import settle
 from infer_server.config.kinds import complete_names
@@ -24,11 +23,11 @@ from protos import model_config
 
 
 def complete(message: model_config.ModelConfig, name: str, engine: Described, filename: str,
-             instances: int = 1, gpus: Sequence[Gpu] = ()) -> model_config.ModelConfig:
-    """A completed copy of `message`, for a model in the folder `name`. Raises ModelConfigError.
+             instances: int = 1, gpus: Sequence[GpuDevice] = ()) -> model_config.ModelConfig:
+    """Return a completed copy of a configuration. Raises ModelConfigError if it contradicts the engine.
 
-    instances: of an instance group on the CPU that says nothing of its count. gpus: of this machine, that may
-    run the model.
+    `name` is that of the model's folder, `filename` the default of default_model_filename, `instances` the default
+    count of a group on the CPU, and `gpus` the GPUs that may run the model.
     """
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
@@ -50,7 +49,7 @@ def complete(message: model_config.ModelConfig, name: str, engine: Described, fi
             raise ModelConfigError(f"sequence_batching: the model has no {kind} '{min(missing)}', but "
                                    f"{', '.join(tensor.name for tensor in tensors)}")
     if ragged:
-        added = _made_inputs(ragged, engine)
+        added = _computed_inputs(ragged, engine)
     _complete_tensors("input", completed.input, [each for each in engine.inputs if each.name not in added], axes,
                       _defaults_of(engine, completed))
     given = {spec.name for spec in completed.output}
@@ -66,30 +65,31 @@ def complete(message: model_config.ModelConfig, name: str, engine: Described, fi
 
 
 def takes_whole(engine: Described) -> bool:
-    """Whether an engine has no batch of its own, as a program has none, and leaves the leading extent of every input
-    open: if the configuration says that this is the batch, each request is executed by itself."""
+    """Return True if an engine has no batch axis, but an open leading extent in every input, as a program has.
+
+    If max_batch_size says that this is the batch, each request is executed by itself.
+    """
     return not engine.max_batch and bool(engine.inputs) and all(
         tensor.shape and isinstance(tensor.shape[0], str) for tensor in engine.inputs)
 
 
 def _complete_batching(completed: model_config.ModelConfig, dependence: str) -> None:
-    """dependence: why requests must not share a batch; "": they may. Where they must not, every request is a batch of
-    its own, as in Triton without dynamic_batching."""
+    """Enable dynamic batching unless the items of a batch depend on each other, for the reason `dependence`."""
     if completed.max_batch_size > 1 and not dependence and not completed.HasField("sequence_batching"):
-        # Batching is what the server is for, so it is on unless max_batch_size is 1; Triton wants to be asked.
+        # Unlike in Triton, dynamic batching is on by default unless max_batch_size is 1.
         completed.dynamic_batching.SetInParent()
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where the batch is: in the engine's tensors, and implied in those of the configuration."""
-    engine: bool
-    implied: bool
-    mixed: bool                             # ... where not all tensors of the engine have it in front
-    flat: frozenset[str] = frozenset()      # tensors that have it nowhere: requests lie one behind the other
+    """Location of the batch axis in the engine's tensors and in the configuration's dims."""
+    engine: bool                            # True if the engine has a batch axis
+    implied: bool                           # True if the dims omit the batch axis
+    mixed: bool                             # True if not all tensors of the engine have a leading batch axis
+    flat: frozenset[str] = frozenset()      # tensors without a batch axis, in which requests are concatenated
 
-    def dims(self, kind: str, tensor: Tensor) -> list[int]:
-        """The extents of an engine's tensor, as a configuration has them."""
+    def dims(self, kind: str, tensor: TensorInfo) -> list[int]:
+        """Return the dims of an engine's tensor as a configuration writes them."""
         if self.mixed and next(iter(tensor.shape), 0) != BATCH:
             raise ModelConfigError(f"max_batch_size: {kind} '{tensor.name}' of shape {list(tensor.shape)} has no batch "
                                    "axis in front, as other tensors of the model have; write max_batch_size: 0 and "
@@ -102,10 +102,10 @@ def _flat(ragged: Ragged | None) -> frozenset[str]:
     return ragged.inputs | frozenset(ragged.scattered) if ragged else frozenset()
 
 
-def _made_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
-    """The inputs of the engine that are made of the requests' shapes. Raises ModelConfigError: it has no such."""
+def _computed_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
+    """Return the engine's inputs that the server computes from shapes. Raises ModelConfigError if one is missing."""
     tensors = {tensor.name: tensor for tensor in engine.inputs}
-    for made in ragged.made:
+    for made in ragged.computed:
         for name in made.names:
             if name not in tensors:
                 raise ModelConfigError(f"batch_input: target_name '{name}': the model has the inputs "
@@ -117,33 +117,33 @@ def _made_inputs(ragged: Ragged, engine: Described) -> frozenset[str]:
 
 
 def _complete_max_batch_size(completed: model_config.ModelConfig, engine: Described, ragged: Ragged | None) -> None:
-    """0 is given or found in dims that are whole shapes; the batch is then an axis as any other."""
-    asked = completed.max_batch_size
+    """Complete max_batch_size; it is 0 if the dims include the batch axis, which is then an axis like any other."""
+    requested = completed.max_batch_size
     if ragged:
         ragged.check_sources([tensor.name for tensor in engine.inputs])
         if engine.max_batch:
             flat = sorted(ragged.inputs or {source for _, source in ragged.sources})
             raise ModelConfigError("allow_ragged_batch: the plan was built with a batch of its own; rebuild it with "
                                    f"{' '.join(f'--ragged {name}' for name in flat)}")
-        completed.max_batch_size = asked        # 0 is said, too
+        completed.max_batch_size = requested    # makes the field present even if it is 0
         return
-    if asked > engine.max_batch and (completed.HasField("sequence_batching") or not takes_whole(engine)):
+    if requested > engine.max_batch and (completed.HasField("sequence_batching") or not takes_whole(engine)):
         built_for = f"a batch of {engine.max_batch} at most" if engine.max_batch else "no batch axis"
-        raise ModelConfigError(f"max_batch_size: {asked} asked for, but the engine was built for {built_for}; "
-                               f"lower it, or rebuild with --max-batch {asked}")
+        raise ModelConfigError(f"max_batch_size: {requested} requested, but the engine was built for {built_for}; "
+                               f"lower it, or rebuild with --max-batch {requested}")
     if not completed.HasField("max_batch_size"):
         completed.max_batch_size = 0 if is_mixed(engine) or _are_whole(completed, engine) else engine.max_batch
 
 
 def _are_whole(completed: model_config.ModelConfig, engine: Described) -> bool:
-    """Whether dims have as many extents as the model's tensors, the batch among them."""
+    """Return True if the dims have the rank of the model's tensors, that is, include the batch axis."""
     ranks = {tensor.name: len(tensor.shape) for tensor in (*engine.inputs, *engine.outputs)}
     specs: list[Any] = [*completed.input, *completed.output]
     return any(model_dims(spec) and len(model_dims(spec)) == ranks.get(spec.name) for spec in specs)
 
 
 def _defaults_of(engine: Described, completed: model_config.ModelConfig) -> Collection[str]:
-    """The inputs that a request may leave out. Raises ModelConfigError: one that must not."""
+    """Return the inputs that have default values. Raises ModelConfigError if an optional one has none."""
     values: Mapping[str, Any] = engine.metadata.get("defaults", {})
     if missing := [spec.name for spec in completed.input if spec.optional and spec.name not in values]:
         raise ModelConfigError(f"input '{missing[0]}': optional, but the plan has no value for it; rebuild it with "
@@ -152,9 +152,9 @@ def _defaults_of(engine: Described, completed: model_config.ModelConfig) -> Coll
     return values
 
 
-def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _Axes,
+def _complete_tensors(kind: str, given: Any, tensors: Sequence[TensorInfo], axes: _Axes,
                       optional: Collection[str] = ()) -> None:
-    """Checks the tensors that the configuration gives and appends those that it leaves out."""
+    """Check the tensors of the configuration and append those that it omits."""
     declared = {tensor.name: tensor for tensor in tensors}
     for spec in given:
         tensor = declared.get(spec.name)
@@ -171,10 +171,11 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _A
         dims = axes.dims(kind, tensor)
         if not spec.dims and not spec.HasField("reshape"):
             spec.dims.extend(dims)
-        # -1 on either side leaves an extent open; the engine has the last word when it is executed.
-        asked = model_dims(spec)
-        if len(asked) != len(dims) or not all(a == b or -1 in (a, b) for a, b in zip(asked, dims, strict=True)):
-            raise ModelConfigError(_wrong_dims(kind, spec, asked, dims, axes))
+        # -1 on either side leaves an extent open; the engine checks it when it executes.
+        given_dims = model_dims(spec)
+        if len(given_dims) != len(dims) or not all(
+                a == b or -1 in (a, b) for a, b in zip(given_dims, dims, strict=True)):
+            raise ModelConfigError(_wrong_dims(kind, spec, given_dims, dims, axes))
     present = {spec.name for spec in given}
     for tensor in tensors:
         if tensor.name not in present:
@@ -183,27 +184,28 @@ def _complete_tensors(kind: str, given: Any, tensors: Sequence[Tensor], axes: _A
                 given[-1].optional = True
 
 
-def _check_flat(kind: str, spec: Any, tensor: Tensor) -> None:
-    """dims of what is ragged are the requests', and the model need not have them."""
+def _check_flat(kind: str, spec: Any, tensor: TensorInfo) -> None:
+    """Check a ragged tensor; its dims are those of requests, which the model need not have."""
     if kind == "input" and (len(tensor.shape) != 1 or isinstance(tensor.shape[0], int)):
         raise ModelConfigError(f"input '{spec.name}': allow_ragged_batch, but the model's is of shape "
-                               f"{list(tensor.shape)}; export it to take [-1], what all requests have one behind the "
-                               "other, or remove allow_ragged_batch")
+                               f"{list(tensor.shape)}; export it to take [-1], the concatenated elements of all "
+                               "requests, or remove allow_ragged_batch")
     if not spec.dims and not spec.HasField("reshape"):
         spec.dims.append(-1)
 
 
-def _wrong_dims(kind: str, spec: Any, asked: list[int], dims: list[int], axes: _Axes) -> str:
+def _wrong_dims(kind: str, spec: Any, given: list[int], dims: list[int], axes: _Axes) -> str:
     which = "reshape" if spec.HasField("reshape") else "dims"
-    said = f"{kind} '{spec.name}': {which} are {asked}, but the model's are {dims}"
+    problem = f"{kind} '{spec.name}': {which} are {given}, but the model's are {dims}"
     if axes.implied:
-        return f"{said} without its batch axis"
-    if axes.engine and len(asked) == len(dims) - 1:
-        return f"{said}, for with max_batch_size 0 they are whole; write dims: {[-1, *asked]}, or a max_batch_size"
-    return f"{said}; write dims: {dims}"
+        return f"{problem} without its batch axis"
+    if axes.engine and len(given) == len(dims) - 1:
+        return (f"{problem}, because with max_batch_size 0 they include the batch axis; write dims: {[-1, *given]}, or "
+                "a max_batch_size")
+    return f"{problem}; write dims: {dims}"
 
 
-def _datatype(kind: str, tensor: Tensor) -> int:
+def _datatype(kind: str, tensor: TensorInfo) -> int:
     if tensor.dtype not in FROM_ENGINE:
         raise ModelConfigError(f"{kind} '{tensor.name}': the protocol has no datatype for {tensor.dtype}")
     return FROM_ENGINE[tensor.dtype].config

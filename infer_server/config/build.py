@@ -1,4 +1,4 @@
-"""How a model.onnx is built when it is loaded: `parameters` and optimization of a config.pbtxt, for build-engine."""
+"""Build options of a model.onnx that is built when it is loaded: `parameters` and optimization of config.pbtxt."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,29 +16,30 @@ _TRUTHS = ("timing", "retune", "uint8_input", "pin", "split_requests")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The `parameters` that are ours, each named as the option of build-engine or infer-server."""
+    """Options in `parameters`, each named after the option of build-engine or infer-server."""
     precision: str = "fp32"
     calib: str = ""                         # paths are relative to the model's folder
     calibrator: str = ""
     calib_cache: str = ""
     preprocess: str = ""
-    keep_float: str = ""                    # ONNX nodes that int8 leaves in float: names or patterns, commas between
-    image_input: str = ""                   # the name of an input that also takes JPEG and PNG files
-    uint8_input: str = ""                   # "true": images come as uint8 [N, H, W, C]
-    timing: str = ""                        # "false": tactics are chosen by their cost, and not timed
-    retune: str = ""                        # of a plan for a GPU that was built without one; "true": it is timed here
+    keep_float: str = ""                    # ONNX nodes that int8 leaves in float: names or patterns, comma-separated
+    image_input: str = ""                   # name of an input that also accepts JPEG and PNG files
+    uint8_input: str = ""                   # "true": images are sent as uint8 [N, H, W, C]
+    timing: str = ""                        # "false": tactics are chosen by the cost model instead of timing
+    retune: str = ""                        # "true": time the tactics of a GPU plan that was built without a GPU
     threads: str = ""                       # "": the server's --threads
-    specialise: str = ""                    # of a model with open extents: wait, background (the default) or off
-    min_shapes: str = ""                    # ... as build-engine's options
+    specialise: str = ""                    # for models with open extents: wait, background (the default) or off
+    min_shapes: str = ""                    # this and the following as build-engine's options
     opt_shapes: str = ""
     max_shapes: str = ""
-    max_batch: str = ""                     # of a model served with max_batch_size 0: items of one execution
-    pin: str = ""                           # "true": each thread of an instance stays on a CPU of its own
-    split_requests: str = ""                # "true": one of more than max_batch_size items is executed in pieces
+    max_batch: str = ""                     # items of one execution of a model served with max_batch_size 0
+    pin: str = ""                           # "true": pin each thread of an instance to its own CPU
+    split_requests: str = ""                # "true": split requests of more than max_batch_size items
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ModelConfigError(f"parameter precision: '{self.precision}' is none of {', '.join(PRECISIONS)}")
+            raise ModelConfigError(f"parameter precision: expected one of {', '.join(PRECISIONS)}, got "
+                                   f"'{self.precision}'")
         if self.specialise not in ("", "wait", "background", "off"):
             raise ModelConfigError(f"parameter specialise: expected wait, background or off, got '{self.specialise}'")
         for name in _TRUTHS:
@@ -48,19 +49,25 @@ class BuildOptions:
             given = getattr(self, name)
             if given and not (given.isascii() and given.isdecimal() and given.strip("0")):
                 raise ModelConfigError(f"parameter {name}: expected a number of {of}, got '{given}'")
-            if given and (len(given) > _DIGITS or int(given) > most):       # of more digits int() may refuse it
+            if given and (len(given) > _DIGITS or int(given) > most):       # int() rejects very long strings
                 raise ModelConfigError(f"parameter {name}: {given[:_DIGITS]} is more than the limit of {most}")
 
 
 _OURS = tuple(option.name for option in fields(BuildOptions))
-# Other servers' names of it. 0 and below: as many as they like, so the server's --threads.
+# Other servers' names of `threads`; 0 and less mean a default there, which is the server's --threads here.
 _THREADS = ("intra_op_thread_count", "INFERENCE_NUM_THREADS", "TF_NUM_INTRA_THREADS")
-_MISSPELT = 0.8                 # so like one of ours that it must be meant
+_MISSPELT = 0.8                 # similarity from which an unknown key counts as misspelt
 _PRECISION_MODES = {"FP32": "fp32", "FP16": "fp16", "INT8": "int8"}
 
 
 def build_options(message: model_config.ModelConfig) -> tuple[BuildOptions, list[str]]:
-    """The options of a configuration, and what is to be reported of the others. Raises ModelConfigError."""
+    """Return the build options of a configuration, and notices about its other parameters.
+
+    Raises
+    ------
+    ModelConfigError
+        A value is not valid, or a key is misspelt.
+    """
     given = {name: parameter.string_value for name, parameter in message.parameters.items()}
     options = {name: value for name, value in given.items() if name in _OURS}
     notices = []
@@ -73,19 +80,19 @@ def build_options(message: model_config.ModelConfig) -> tuple[BuildOptions, list
                 options["threads"] = value
             notices.append(f"parameters.{name}: taken as the parameter threads")
         else:
-            notices.append(f"parameters.{name}: kept; it changes nothing here")
+            notices.append(f"parameters.{name}: kept; it has no effect here")
     precision = _precision_mode(message)
     if precision and "precision" not in given:
         if precision != "int8" or "calib" in given or "calib_cache" in given:
             options["precision"] = precision
         else:
-            notices.append("precision_mode INT8: built in fp32, for there is nothing to calibrate with; give "
+            notices.append("precision_mode INT8: built in fp32, because there is no calibration data; give "
                            'parameters { key: "calib" value { string_value: "FOLDER" } }')
     return BuildOptions(**options), notices
 
 
 def _precision_mode(message: model_config.ModelConfig) -> str:
-    """What an execution accelerator's precision_mode is called here; "": none is given."""
+    """Return the precision for an execution accelerator's precision_mode; "" if there is none."""
     accelerators = message.optimization.execution_accelerators
     for accelerator in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
         parameters: Mapping[str, str] = accelerator.parameters

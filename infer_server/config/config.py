@@ -1,6 +1,6 @@
-"""How a model is to be served: frozen settings, read strictly from the message of a config.pbtxt.
+"""Serving configuration of a model: frozen settings, parsed strictly from the message of a config.pbtxt.
 
-What is refused, and what is kept and reported, is decided by the table in fields.py.
+The table in fields.py decides which fields are refused, and which are kept and reported.
 """
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from infer_server.config.fields import (
     findings,
 )
 from infer_server.config.groups import RateLimit, asks_for_gpu, devices, rate_limits_of
-from infer_server.config.kinds import Kind, kind_of
+from infer_server.config.kinds import ModelKind, kind_of
 from infer_server.config.ragged import Ragged, ragged_of
 from infer_server.config.sequences import SequenceConfig, sequences_of
-from infer_server.config.steps import Step, steps_of
+from infer_server.config.steps import EnsembleStep, steps_of
 from infer_server.errors import ModelConfigError
 from infer_server.protocol.codec import FROM_CONFIG, Datatype
 from protos import model_config
@@ -33,35 +33,35 @@ from protos import model_config
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output as clients see it."""
+    """Input or output of a model as clients see it."""
     name: str
     datatype: Datatype
-    dims: tuple[int, ...]                   # without the batch axis if the model is batched; -1: any extent
-    reshape: tuple[int, ...] | None = None  # as the model has it, likewise; None: as clients see it
-    is_optional: bool = False               # a request may leave it out
-    is_ragged: bool = False                 # requests of unequal shapes of it may share a batch
-    labels: str = ""                        # a file in the model's folder: the names of its classes, a line each
+    dims: tuple[int, ...]                   # without the batch axis if the model is batched; -1 is any extent
+    reshape: tuple[int, ...] | None = None  # dims in the model, without the batch axis; None if they are equal
+    is_optional: bool = False               # True if requests may omit it
+    is_ragged: bool = False                 # True if requests of unequal shapes may share a batch
+    labels: str = ""                        # file with class labels, one on each line, in the model's folder
 
     @cached_property
     def item_bytes(self) -> int:
-        """The bytes of one item; 0 if an extent is open, or if elements have no fixed size."""
+        """Size of one item in bytes; 0 if it is not fixed."""
         return 0 if -1 in self.dims or self.datatype.array.hasobject else (
             math.prod(self.dims) * self.datatype.array.itemsize)
 
     @property
     def in_model(self) -> TensorSpec:
-        """The tensor as the model has it, or the steps of an ensemble do."""
+        """Tensor with the dims that it has in the model."""
         return self if self.reshape is None else replace(self, dims=self.reshape, reshape=None)
 
     def reshaped(self, item: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an item of an input as the model has it; open extents keep their order."""
+        """Return the shape in the model of an item of an input; open extents keep their order."""
         if self.reshape is None:
             return item
         rest = iter([extent for extent, dim in zip(item, self.dims, strict=True) if dim == -1])
         return tuple(next(rest) if extent == -1 else extent for extent in self.reshape)
 
     def restored(self, item: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an item of an output as clients see it, of that which the model has."""
+        """Return the shape for clients of an item of an output with the given shape in the model."""
         if self.reshape is None:
             return item
         rest = iter([extent for extent, given in zip(item, self.reshape, strict=True) if given == -1])
@@ -76,71 +76,71 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class VersionPolicy:
-    """Which of the versions in a model's folder are served."""
-    latest: int = 1                         # this many of the highest; 0: see `specific`
-    specific: tuple[int, ...] = ()          # these; empty, with latest=0: all
+    """Version policy: selects the versions that are served."""
+    latest: int = 1                         # number of highest versions; 0 selects those of `specific`
+    specific: tuple[int, ...] = ()          # version numbers; all versions if empty and latest=0
 
     def choose(self, available: Iterable[int]) -> list[int]:
-        """The versions to serve, highest first. Raises ModelConfigError: of the specific ones none is there."""
+        """Return the versions to serve, highest first. Raises ModelConfigError if no specific version exists."""
         found = sorted(available, reverse=True)
         if self.latest:
             return found[:self.latest]
         chosen = [version for version in found if version in self.specific] if self.specific else found
         if not chosen:
-            raise ModelConfigError(f"version_policy asks for versions {sorted(self.specific)}; the folder has "
+            raise ModelConfigError(f"version_policy: versions {sorted(self.specific)} do not exist; the folder has "
                                    f"{sorted(found)}")
         return chosen
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Serving configuration of a model."""
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batching: BatchPolicy
     queueing: Priorities
-    batched: bool                           # tensors have a leading batch axis
-    devices: tuple[int | None, ...] = (None,)   # of the instances: a GPU each, or the CPU
-    rate_limits: tuple[RateLimit, ...] = ()     # of each, if any has one
+    batched: bool                           # True if tensors have a leading batch axis
+    devices: tuple[int | None, ...] = (None,)   # GPU number of each instance; None is the CPU
+    rate_limits: tuple[RateLimit, ...] = ()     # rate limit of each instance; empty if there are none
     versions: VersionPolicy = VersionPolicy()
     build: BuildOptions = BuildOptions()
-    default_filename: str = ""              # instead of model.plan or model.onnx; perhaps in folders of the version
-    kind: Kind = Kind.ENGINE
+    default_filename: str = ""              # default_model_filename, relative to the version's folder; "" if not set
+    kind: ModelKind = ModelKind.ENGINE
     parameters: Mapping[str, str] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()            # of an ensemble
-    max_inflight: int = 0                   # responses of a decoupled step at a time in the steps behind it; 0: any
+    steps: tuple[EnsembleStep, ...] = ()            # steps of an ensemble
+    max_inflight: int = 0                   # max_inflight_requests of an ensemble; 0 for no limit
     sequences: SequenceConfig | None = None
-    ragged: Ragged | None = None            # requests become one tensor, one behind the other
-    cached: bool = False                    # its responses are kept
-    decoupled: bool = False                 # a request has any number of responses
+    ragged: Ragged | None = None            # set if requests are concatenated in one tensor
+    cached: bool = False                    # True if responses are cached
+    decoupled: bool = False                 # True if a request may have any number of responses
     asks_for_gpu: bool = field(default=False, compare=False)
-    notices: tuple[str, ...] = field(default=(), compare=False)     # of settings that mean something else here
+    notices: tuple[str, ...] = field(default=(), compare=False)     # notices about fields that differ from Triton
 
     @property
     def instances(self) -> int:
         return len(self.devices)
 
 
-# Of models, which an ensemble calls; it executes nothing itself.
+# Fields that an ensemble cannot have, because it executes nothing itself.
 _NOT_OF_ENSEMBLES = ("instance_group", "model_warmup")
-# Of others than engines: those that get requests one by one.
+# Fields that are refused for engines only.
 _OF_OTHERS = ("sequence_batching.iterative_sequence",)
-_ENVIRONMENT = "EXECUTION_ENV_PATH"         # a packed environment of the model's own
+_ENVIRONMENT = "EXECUTION_ENV_PATH"         # parameter with a packed Python environment
 
 
 def from_message(message: model_config.ModelConfig, folder: Path | None = None,
                  is_complete: bool = True) -> ModelConfig:
-    """Reads a configuration. Raises ModelConfigError naming the field, and every one that is refused.
+    """Parse a configuration; omitted inputs and outputs stay omitted.
 
-    Inputs and outputs that it leaves out are left out here. folder: of the model, whose files are read if it is given.
-    is_complete: all is said that will be; else a tensor of a Python model without a data_type is left out, too, for
-    its auto_complete_config may say it.
+    Initial states are read from `folder`, if given. Before auto-completion (not `is_complete`), tensors of a Python
+    model without a data_type are omitted. Raises ModelConfigError with the invalid field, or with all refused ones.
     """
     check_limits(message)
     kind = kind_of(message)
-    unsaid = kind is Kind.PYTHON and not is_complete
+    may_be_open = kind is ModelKind.PYTHON and not is_complete
     found = _findings(message, kind)
-    build, of_build = build_options(message) if kind is Kind.ENGINE else (BuildOptions(), [])
+    build, of_build = build_options(message) if kind is ModelKind.ENGINE else (BuildOptions(), [])
     dynamic = message.dynamic_batching
     batching = BatchPolicy(
         max_batch_size=max(1, message.max_batch_size),
@@ -153,12 +153,12 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         if size < 1 or (message.max_batch_size and size > message.max_batch_size):
             raise ModelConfigError(f"preferred_batch_size: {size} is not within 1..{batching.max_batch_size}, "
                                    "the max_batch_size")
-    instances = _devices(message, MOST_PROCESSES if kind is Kind.PYTHON else MOST_INSTANCES)
+    instances = _devices(message, MOST_PROCESSES if kind is ModelKind.PYTHON else MOST_INSTANCES)
     check_threads(len(instances), int(build.threads or 1))
     return ModelConfig(
         name=message.name,
-        inputs=_tensors("input", message.input, unsaid),
-        outputs=_tensors("output", message.output, unsaid),
+        inputs=_tensors("input", message.input, may_be_open),
+        outputs=_tensors("output", message.output, may_be_open),
         batching=batching,
         queueing=_priorities(dynamic),
         kind=kind,
@@ -167,7 +167,7 @@ def from_message(message: model_config.ModelConfig, folder: Path | None = None,
         steps=steps_of(message),
         max_inflight=message.ensemble_scheduling.max_inflight_requests,
         sequences=sequences_of(message, folder),
-        ragged=ragged_of(message) if kind is Kind.ENGINE else None,
+        ragged=ragged_of(message) if kind is ModelKind.ENGINE else None,
         cached=_is_cached(message),
         batched=message.max_batch_size > 0,
         devices=instances,
@@ -199,23 +199,23 @@ def _priorities(dynamic: model_config.ModelDynamicBatching) -> Priorities:
         for level in range(1, levels + 1)), default or 1)
 
 
-def _findings(message: model_config.ModelConfig, kind: Kind) -> list[Finding]:
-    """Those that are served otherwise than they say. Raises ModelConfigError: some are not."""
-    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is Kind.ENGINE]
-    if kind is Kind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
+def _findings(message: model_config.ModelConfig, kind: ModelKind) -> list[Finding]:
+    """Return the fields that are not served exactly as written. Raises ModelConfigError for refused ones."""
+    found = [each for each in findings(message) if each.path not in _OF_OTHERS or kind is ModelKind.ENGINE]
+    if kind is ModelKind.ENSEMBLE and (given := [name for name in _NOT_OF_ENSEMBLES if getattr(message, name)]):
         raise ModelConfigError(f"{given[0]}: an ensemble executes nothing itself; give it to the models of its steps")
     if refused := [str(each) for each in found if each.treatment.verdict is Verdict.REFUSED]:
         raise ModelConfigError(*refused)
     return found
 
 
-def _notices(message: model_config.ModelConfig, kind: Kind) -> Iterator[str]:
-    """What is to be said of fields that are served, but not beside what else the configuration says."""
-    if kind is Kind.PYTHON and _ENVIRONMENT in message.parameters:
+def _notices(message: model_config.ModelConfig, kind: ModelKind) -> Iterator[str]:
+    """Yield notices about fields that have no effect together with others."""
+    if kind is ModelKind.PYTHON and _ENVIRONMENT in message.parameters:
         yield (f"parameters.{_ENVIRONMENT}: a Python model runs in this server's interpreter; install there what it "
                "imports")
     if message.HasField("sequence_batching") and message.model_warmup:
-        yield "model_warmup: kept; a model with sequences is executed on zeros only before it is ready"
+        yield "model_warmup: kept; a model with sequences is warmed up with zeros only"
 
 
 def _queue_policy(queue: model_config.ModelQueuePolicy) -> QueuePolicy:
@@ -236,19 +236,19 @@ def _is_cached(message: model_config.ModelConfig) -> bool:
     return True
 
 
-def _is_plain(path: str, kind: Kind) -> bool:
-    """Whether a field that is mapped says what this server does anyway."""
-    return path in ("batch_input", "batch_output") and kind is Kind.ENGINE
+def _is_plain(path: str, kind: ModelKind) -> bool:
+    """Return True for a mapped field that needs no notice, because engines support it."""
+    return path in ("batch_input", "batch_output") and kind is ModelKind.ENGINE
 
 
 def _tensors(kind: str, tensors: Iterable[model_config.ModelInput | model_config.ModelOutput],
-             unsaid: bool) -> tuple[TensorSpec, ...]:
-    """unsaid: what has no data_type is left out."""
+             may_be_open: bool) -> tuple[TensorSpec, ...]:
+    """Parse inputs or outputs; if `may_be_open`, those without a data_type are omitted."""
     specs = []
     for tensor in tensors:
         if not tensor.name:
             raise ModelConfigError(f"an {kind} has no name")
-        if unsaid and not tensor.data_type:
+        if may_be_open and not tensor.data_type:
             continue
         if tensor.data_type not in FROM_CONFIG:
             raise ModelConfigError(f"{kind} '{tensor.name}': data_type is missing")
@@ -267,13 +267,15 @@ def _tensors(kind: str, tensors: Iterable[model_config.ModelInput | model_config
 
 
 def _check_reshape(where: str, dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
-    """As Triton has it: as many open extents on both sides, in the same order, and as many elements between them."""
+    """Check that dims and reshape have matching open extents and element counts between them, as Triton does."""
     if _runs(dims) != _runs(reshape):
-        raise ModelConfigError(f"{where}: reshape {list(reshape)} has not the elements of dims {list(dims)}")
+        raise ModelConfigError(f"{where}: reshape {list(reshape)} must keep the open extents of dims {list(dims)}, and "
+                               "the numbers of elements between them")
+
 
 
 def _runs(extents: tuple[int, ...]) -> list[int]:
-    """The elements before, between and behind the open extents."""
+    """Return the numbers of elements before, between and after the open extents."""
     runs = [1]
     for extent in extents:
         if extent == -1:
@@ -284,7 +286,7 @@ def _runs(extents: tuple[int, ...]) -> list[int]:
 
 
 def _devices(message: model_config.ModelConfig, most: int) -> tuple[int | None, ...]:
-    """Return the device of each instance. most: instances that the model may have."""
+    """Return the device of each instance; raises ModelConfigError if there are more than `most`."""
     for group in message.instance_group:
         if group.count < 0:
             raise ModelConfigError(f"instance_group: count must be positive, got {group.count}")
@@ -314,13 +316,13 @@ def _version_policy(policy: model_config.ModelVersionPolicy) -> VersionPolicy:
 
 
 def complete_policy(message: model_config.ModelConfig) -> None:
-    """Have a configuration without a version_policy say the default: the highest version."""
+    """Set the default version_policy, the highest version, in a configuration without one."""
     if not message.version_policy.WhichOneof("policy_choice"):
         message.version_policy.latest.num_versions = 1
 
 
 def _filename(name: str) -> str:
-    """A path from the version's folder, as it lies in what a hub's download makes: "all-MiniLM/onnx/model.onnx"."""
+    """Return a path relative to the version's folder, such as "onnx/model.onnx". Raises ModelConfigError."""
     if name and {"", ".", ".."} & set(name.split("/")):
         raise ModelConfigError(f"default_model_filename: expected a file in the version's folder, got '{name}'")
     return name

@@ -1,7 +1,7 @@
-"""What becomes of every field that a config.pbtxt may have: served, mapped to something of ours, advisory, or refused.
+"""Table of the fields of config.pbtxt: each is served, mapped to something equivalent, advisory, or refused.
 
-The table has a line for each field, or for a message whose fields are all alike; a test walks the descriptor, so that
-none is ever ignored. A second table has the limit of every number, which is checked before anything is allocated.
+The table has a line for each field, or for a message whose fields are all treated alike; a test walks the descriptor,
+so that none is ignored. A second table has the limit of every number, checked before anything is allocated.
 """
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from infer_server.errors import ModelConfigError
 
 
 class Verdict(Enum):
-    SERVED = "served"           # as Triton does
-    MAPPED = "mapped"           # to what has the same purpose here
+    """Treatment of a field of config.pbtxt."""
+    SERVED = "served"           # as in Triton
+    MAPPED = "mapped"           # mapped to an equivalent setting
     ADVISORY = "advisory"       # kept and reported; the model works without it
-    REFUSED = "refused"         # the model would not work as it is meant to
+    REFUSED = "refused"         # the model would not work as intended
 
 
 @dataclass(frozen=True)
 class Treatment:
+    """Verdict on a field, with a note on what happens instead, or what to write instead."""
     verdict: Verdict
-    note: str = ""              # of what is not just served: what happens instead, or what to write instead
+    note: str = ""              # empty for SERVED
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A field that a configuration gives, and that is not just served."""
+    """Field of a configuration that is not just served."""
     path: str
     treatment: Treatment
 
@@ -54,35 +56,34 @@ def _refused(note: str) -> Treatment:
 
 
 _SERVED = Treatment(Verdict.SERVED)
-_OF_GPU = _advisory("a run on a GPU is one CUDA graph, with pinned memory; it changes nothing")
+_OF_GPU = _advisory("an execution on a GPU is one CUDA graph, with pinned memory; it has no effect")
 _LAYOUT = "tensors are linear, row-major; export the model with such inputs and outputs, and remove it"
-_ONE_BY_ONE = _mapped("a Python model or an ensemble gets requests one by one, and no tensors for all of them: nothing "
-                      "is made, as in Triton")
+_ONE_BY_ONE = _mapped("a Python model or an ensemble gets requests one by one: no tensor is computed for a batch, as "
+                      "in Triton")
 
-# By path; a line holds for all that is below it and has none of its own.
+# Treatment by path; a line also applies to all fields below it that have no line of their own.
 TREATMENTS: dict[str, Treatment] = {
     "name": _SERVED,
     "platform": _SERVED,
     "backend": _SERVED,
-    "runtime": _advisory("the backend's own library is what runs"),
+    "runtime": _advisory("the server's own runtime is used"),
     "version_policy": _SERVED,
     "max_batch_size": _SERVED,
     "input": _SERVED,
-    "input.format": _advisory("what dims say counts; nothing is transposed"),
+    "input.format": _advisory("only dims are used; nothing is transposed"),
     "input.reshape": _SERVED,
-    "input.is_shape_tensor": _advisory("the build finds by itself which inputs shapes follow from"),
+    "input.is_shape_tensor": _advisory("the build detects shape tensors"),
     "input.allow_ragged_batch": _SERVED,
-    "input.optional": _SERVED,                          # where the model has a value for it
+    "input.optional": _SERVED,                          # requires a default value in the model
     "input.is_non_linear_format_io": _refused(_LAYOUT),
     "output": _SERVED,
-    "output.is_shape_tensor": _advisory("outputs are alike, whatever is in them"),
+    "output.is_shape_tensor": _advisory("all outputs are treated alike"),
     "output.is_non_linear_format_io": _refused(_LAYOUT),
     "batch_input": _ONE_BY_ONE,
     "batch_output": _ONE_BY_ONE,
-    "optimization": _advisory("the build optimises every model wholly; precision and threads are "
-                              "`parameters`"),
+    "optimization": _advisory("the build always optimises fully; precision and threads are `parameters`"),
     "optimization.execution_accelerators": _mapped(
-        "a precision_mode becomes the parameter precision; the rest changes nothing"),
+        "a precision_mode becomes the parameter precision; the rest has no effect"),
     "optimization.priority": _advisory("all models' threads have the same priority"),
     "optimization.cuda": _OF_GPU,
     "optimization.input_pinned_memory": _OF_GPU,
@@ -91,46 +92,46 @@ TREATMENTS: dict[str, Treatment] = {
     "optimization.eager_batching": _advisory("requests are copied into a batch when an instance is free for it"),
     "dynamic_batching": _SERVED,
     "sequence_batching": _SERVED,
-    "sequence_batching.direct.minimum_slot_utilization": _advisory("a batch holds the requests that are there"),
+    "sequence_batching.direct.minimum_slot_utilization": _advisory("a batch contains the available requests"),
     "sequence_batching.oldest.preserve_ordering": _advisory("the requests of a sequence are answered in their order"),
     "sequence_batching.state.use_same_buffer_for_input_output": _advisory("a state is copied between requests"),
     "sequence_batching.state.use_growable_memory": _refused("a state has the shape of the model's output; remove it"),
-    "sequence_batching.iterative_sequence": _refused("an engine has done with a request when it was executed; only a "
-                                                     "Python model asks for it again, and this one is none: remove it"),
+    "sequence_batching.iterative_sequence": _refused("only a Python model can reschedule requests, and this model is "
+                                                     "none; remove it"),
     "ensemble_scheduling": _SERVED,
     "ensemble_scheduling.step.model_namespace": _refused("names of models are unique; rename it, and remove this"),
     "instance_group.name": _SERVED,
-    "instance_group.kind": _SERVED,                     # what no GPU runs is served on the CPU: see --kind-gpu
+    "instance_group.kind": _SERVED,                     # KIND_GPU without a GPU: see --kind-gpu
     "instance_group.count": _SERVED,
-    "instance_group.rate_limiter": _SERVED,             # under --rate-limit execution_count, as there
+    "instance_group.rate_limiter": _SERVED,             # with --rate-limit execution_count, as in Triton
     "instance_group.gpus": _SERVED,
-    "instance_group.secondary_devices": _refused("there are no such devices here; remove it"),
+    "instance_group.secondary_devices": _refused("secondary devices are not supported; remove it"),
     "instance_group.profile": _advisory("profiles are the build's: `parameters` opt_shapes, min_shapes, max_shapes"),
-    "instance_group.passive": _refused("an instance that is given no requests has no use here; remove its group"),
-    "instance_group.host_policy": _advisory("the parameter pin keeps an instance's threads on CPUs of their own"),
+    "instance_group.passive": _refused("passive instances are not supported; remove the group"),
+    "instance_group.host_policy": _advisory("use the parameter pin to pin an instance's threads to CPUs"),
     "default_model_filename": _SERVED,
-    "cc_model_filenames": _advisory("a plan says by itself which GPUs run it; default_model_filename counts"),
+    "cc_model_filenames": _advisory("a plan records its own target; only default_model_filename is used"),
     "metric_tags": _SERVED,
     "parameters": _SERVED,
     "model_warmup": _SERVED,
-    "model_operations": _refused("operators come from ONNX, and not from libraries; export the model without "
-                                 "them, or do their part in a Python model"),
+    "model_operations": _refused("libraries of custom operators are not supported; export the model without them, or "
+                                 "implement them in a Python model"),
     "model_transaction_policy.decoupled": _SERVED,
-    "model_repository_agents": _refused("no agents run here; check or decrypt the files before they are put into the "
-                                        "repository, and remove it"),
+    "model_repository_agents": _refused("repository agents are not supported; check or decrypt the files before they "
+                                        "are put into the repository, and remove it"),
     "response_cache": _SERVED,
     "model_metrics": _advisory("the metrics' buckets are fixed"),
 }
 
-MOST_INSTANCES = 1024           # of a model; each has a thread and a context
-MOST_PROCESSES = 256            # instances of a Python model; each is a process
-MOST_THREADS = 256              # of an instance
-MOST_WORKING_THREADS = 1024     # of all instances of a model together
-MOST_ITEMS = 1 << 20            # of a batch
-MOST_ARRAY_BYTES = 1 << 30      # of what the server makes of a configuration: the inputs of a warm-up, a state
+MOST_INSTANCES = 1024           # instances of a model, each with a thread and a context
+MOST_PROCESSES = 256            # instances of a Python model, each with a process
+MOST_THREADS = 256              # threads of an instance
+MOST_WORKING_THREADS = 1024     # threads of all instances of a model
+MOST_ITEMS = 1 << 20            # items of a batch
+MOST_ARRAY_BYTES = 1 << 30      # bytes of an array that a configuration defines: warm-up inputs, initial states
 _EXTENT = (1 << 31) - 1
 
-# The largest value of each number, by path; None: any value costs the same.
+# Largest value of each number by path; None if the value does not affect resources.
 LIMITS: dict[str, int | None] = {
     "max_batch_size": MOST_ITEMS,
     "version_policy.latest.num_versions": None,
@@ -146,7 +147,7 @@ LIMITS: dict[str, int | None] = {
     "dynamic_batching.preferred_batch_size": MOST_ITEMS,
     "dynamic_batching.max_queue_delay_microseconds": None,
     "dynamic_batching.priority_levels": 64,
-    "dynamic_batching.default_priority_level": None,    # compared with priority_levels
+    "dynamic_batching.default_priority_level": None,    # checked against priority_levels
     "dynamic_batching.default_queue_policy.default_timeout_microseconds": None,
     "dynamic_batching.default_queue_policy.max_queue_size": None,
     "sequence_batching.max_sequence_idle_microseconds": None,
@@ -162,7 +163,7 @@ LIMITS: dict[str, int | None] = {
     "ensemble_scheduling.step.model_version": None,
     "ensemble_scheduling.max_inflight_requests": None,
     "instance_group.count": MOST_INSTANCES,
-    "instance_group.gpus": None,                        # compared with those of the machine
+    "instance_group.gpus": None,                        # checked against the GPUs of the machine
     "instance_group.rate_limiter.resources.count": None,
     "instance_group.rate_limiter.priority": None,
     "instance_group.secondary_devices.device_id": None,
@@ -182,22 +183,30 @@ def check_limits(message: Message) -> None:
 
 
 def check_threads(instances: int, threads: int) -> None:
-    """Raise ModelConfigError if the instances of a model, of so many threads each, have too many threads together."""
+    """Raise ModelConfigError if a model's instances have too many threads in total.
+
+    Parameters
+    ----------
+    instances : int
+        Number of instances.
+    threads : int
+        Threads of each instance.
+    """
     if (total := instances * threads) > MOST_WORKING_THREADS:
         raise ModelConfigError(f"instance_group.count: {instances} instances of {threads} threads are {total} threads, "
                                f"more than the limit of {MOST_WORKING_THREADS}; write a lower count, or fewer threads")
 
 
 def check_array(where: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Raise ModelConfigError for an array that takes more than MOST_ARRAY_BYTES, before it is allocated."""
+    """Raise ModelConfigError for an array of more than MOST_ARRAY_BYTES, before it is allocated."""
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_ARRAY_BYTES:
         raise ModelConfigError(f"{where}: an array of the dims {list(shape)} takes {size} bytes, more than the limit "
-                               f"of {MOST_ARRAY_BYTES}")
+                               f"of {MOST_ARRAY_BYTES}; write smaller dims")
 
 
 def treatment(path: str) -> Treatment:
-    """What becomes of a field, by its path in the descriptor. KeyError: nobody has decided."""
+    """Return the treatment of a field by its path in the descriptor. Raises KeyError if the table has no line."""
     while path not in TREATMENTS:
         path, dot, _ = path.rpartition(".")
         if not dot:
@@ -206,9 +215,9 @@ def treatment(path: str) -> Treatment:
 
 
 def findings(message: Message) -> list[Finding]:
-    """The fields that a configuration gives and that are not just served, in the order of the descriptor, each once."""
+    """Return the fields of a configuration that are not just served, each once, in the order of the descriptor."""
     found: dict[str, Finding] = {}
-    for path in _given(message, ""):
+    for path in _set_paths(message, ""):
         line = _line(path)
         if line in TREATMENTS and TREATMENTS[line].verdict is not Verdict.SERVED:
             found.setdefault(line, Finding(line, TREATMENTS[line]))
@@ -216,20 +225,20 @@ def findings(message: Message) -> list[Finding]:
 
 
 def _line(path: str) -> str:
-    """The line of the table that holds for a path; of a message above every line, itself."""
+    """Return the most specific line of TREATMENTS that covers a field path, else the path itself."""
     line = path
     while line not in TREATMENTS and "." in line:
         line = line.rpartition(".")[0]
     return line if line in TREATMENTS else path
 
 
-def _given(message: Message, above: str) -> Iterator[str]:
-    """The paths of all fields that are set, messages before what is in them."""
+def _set_paths(message: Message, above: str) -> Iterator[str]:
+    """Yield the paths of all fields that are set, messages before their fields."""
     return (path for path, _ in _fields(message, above))
 
 
 def _fields(message: Message, above: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of all fields that are set, messages before what is in them."""
+    """Yield path and value of all fields that are set, messages before their fields."""
     for field, value in message.ListFields():
         path = f"{above}{field.name}"
         yield path, value

@@ -1,4 +1,4 @@
-"""What a model is, by the platform or backend that its configuration names."""
+"""Kinds of models, by the platform or backend that the configuration names."""
 from __future__ import annotations
 
 from enum import Enum
@@ -8,20 +8,21 @@ from infer_server.errors import ModelConfigError
 from protos import model_config
 
 
-class Kind(Enum):
-    """What executes a model."""
+class ModelKind(Enum):
+    """Kind of a model: the component that executes it."""
     ENGINE = "infer_server"         # a plan, or an ONNX file from which one is built
-    PYTHON = "python"               # a model.py, in a process of its own
-    ENSEMBLE = "ensemble"           # other models, one after the other
+    PYTHON = "python"               # a model.py, in a separate process
+    ENSEMBLE = "ensemble"           # steps through other models
 
 
-# Names whose models are ONNX files or engine plans; they stand for those of other servers.
+# Kinds by name of the platform or backend; includes Triton's names for ONNX files and plans.
+
 _NAMES = {
-    "infer_server": Kind.ENGINE, "infer_server_plan": Kind.ENGINE,
-    "onnxruntime": Kind.ENGINE, "onnxruntime_onnx": Kind.ENGINE,
-    "openvino": Kind.ENGINE,        # which reads ONNX, too
-    "tensorrt": Kind.ENGINE, "tensorrt_plan": Kind.ENGINE,
-    "python": Kind.PYTHON, "ensemble": Kind.ENSEMBLE,
+    "infer_server": ModelKind.ENGINE, "infer_server_plan": ModelKind.ENGINE,
+    "onnxruntime": ModelKind.ENGINE, "onnxruntime_onnx": ModelKind.ENGINE,
+    "openvino": ModelKind.ENGINE,        # OpenVINO also reads ONNX files
+    "tensorrt": ModelKind.ENGINE, "tensorrt_plan": ModelKind.ENGINE,
+    "python": ModelKind.PYTHON, "ensemble": ModelKind.ENSEMBLE,
 }
 _PLATFORMS = {"infer_server": "infer_server_plan", "onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _ONNX = 'export the model to ONNX as model.onnx, and write backend: "onnxruntime"'
@@ -32,8 +33,8 @@ _REMEDIES = {
 }
 
 
-def kind_of(message: model_config.ModelConfig) -> Kind:
-    """The kind of a model; without a name it is an engine. Raises ModelConfigError for what is not served."""
+def kind_of(message: model_config.ModelConfig) -> ModelKind:
+    """Return the kind of a model; an engine if no platform or backend is named. Raises ModelConfigError."""
     for field in ("backend", "platform"):
         name: str = getattr(message, field)
         if name and name not in _NAMES:
@@ -44,18 +45,18 @@ def kind_of(message: model_config.ModelConfig) -> Kind:
             if (name := getattr(message, field)) not in ("", "ensemble"):
                 raise ModelConfigError(f"{field}: '{name}' executes a model, not an ensemble_scheduling; write "
                                        'platform: "ensemble" alone, or remove the steps')
-        return Kind.ENSEMBLE
-    kind = _NAMES.get(message.backend or message.platform, Kind.ENGINE)
-    if kind is Kind.ENSEMBLE:
+        return ModelKind.ENSEMBLE
+    kind = _NAMES.get(message.backend or message.platform, ModelKind.ENGINE)
+    if kind is ModelKind.ENSEMBLE:
         raise ModelConfigError("ensemble_scheduling: an ensemble needs its steps; give ensemble_scheduling { step { "
                                "model_name: ... } }")
     return kind
 
 
 def complete_names(message: model_config.ModelConfig) -> None:
-    """Gives a configuration both names, as those who gave one of them know the other; without any it has ours."""
+    """Complete platform and backend from each other, or with this server's name if both are missing."""
     if not message.platform:
-        message.backend = message.backend or Kind.ENGINE.value
+        message.backend = message.backend or ModelKind.ENGINE.value
         message.platform = _PLATFORMS.get(message.backend, "")
     elif not message.backend:
         message.backend = next((name for name, platform in _PLATFORMS.items() if platform == message.platform), "")

@@ -1,4 +1,4 @@
-"""Names and paths that may come from a client: nothing outside of the repository is read by one."""
+"""Validation of names and paths that may come from clients, so that nothing outside the repository is read."""
 from __future__ import annotations
 
 import os
@@ -6,16 +6,32 @@ from pathlib import Path, PurePosixPath
 
 from infer_server.errors import ModelConfigError
 
-CONFIG = "config.pbtxt"             # in a model's folder, as the next three
-CONFIGS = "configs"                 # of its other configurations, each NAME.pbtxt
-WARMUP = "warmup"                   # of the files of its model_warmup
-INITIAL_STATE = "initial_state"     # likewise, of its sequences'
+CONFIG = "config.pbtxt"             # this and the following are in a model's folder
+CONFIGS = "configs"                 # folder of custom configurations, each NAME.pbtxt
+WARMUP = "warmup"                   # folder of the files of model_warmup
+INITIAL_STATE = "initial_state"     # folder of the files of initial states
 
 
 def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
-    """The file or folder that a path from `folder` names. Raises ModelConfigError: it is not in `bounds`.
+    """Resolve a path relative to a folder and check that it stays within bounds.
 
-    Links are followed: only who may write to the repository can lay them.
+    Links are followed: only those who may write to the repository can create them.
+
+    Parameters
+    ----------
+    bounds : Path
+        Folder that the result must be in.
+    folder : Path
+        Folder that the path is relative to.
+    path : str
+        Path to resolve.
+    what : str
+        Field that contains the path, for the error.
+
+    Raises
+    ------
+    ModelConfigError
+        The path is outside `bounds`.
     """
     found = Path(os.path.normpath(os.path.join(folder, path)))
     if not found.is_relative_to(os.path.normpath(bounds)) or "\0" in path:
@@ -24,11 +40,11 @@ def inside(bounds: Path, folder: Path, path: str, what: str) -> Path:
 
 
 def is_name(name: str) -> bool:
-    """Whether a model can be called so: its name is that of a folder."""
+    """Return True if a model can have this name, which must be a plain folder name."""
     return PurePosixPath(name).parts == (name,) and name != ".." and not name.startswith(".") and "\0" not in name
 
 
 def check_name(given: str, folder: str) -> None:
-    """Raises ModelConfigError: a configuration calls its model other than the folder that it lies in."""
+    """Raise ModelConfigError if a configuration's name differs from that of its folder."""
     if given not in ("", folder):
         raise ModelConfigError(f"name: expected '{folder}', the name of its folder, got '{given}'")

@@ -1,4 +1,4 @@
-"""Reads config.pbtxt: protobuf's text format, with errors that name the line and the nearest field."""
+"""Parse config.pbtxt, protobuf's text format, with errors that name the line and the nearest field."""
 from __future__ import annotations
 
 import difflib
@@ -15,23 +15,23 @@ _UNKNOWN_FIELD = re.compile(r'Message type "inference\.(?P<type>[\w.]+)" has no 
 
 
 def read_config(path: Path) -> model_config.ModelConfig:
-    """Parses a config.pbtxt. Raises ModelConfigError."""
+    """Parse a config.pbtxt. Raises ModelConfigError."""
     message = model_config.ModelConfig()
     try:
         text_format.Parse(path.read_text(encoding="utf-8"), message)
     except text_format.ParseError as error:
         line = error.GetLine()
         hint = _hint(str(error))
-        # The parser's own text begins with line:column; the place is given once, as compilers do.
+        # The parser's message begins with line:column; remove it, since the path has the line number.
         what = re.sub(r"^\d+(:\d+)? : ", "", str(error))
         raise ModelConfigError(f"{path}:{line}: {what}{hint}") from error
-    except (OSError, ValueError) as error:          # ... of a number that an enum cannot hold, for one
+    except (OSError, ValueError) as error:          # ValueError e.g. for a number out of the range of an enum
         raise ModelConfigError(f"{path}: {error}") from error
     return message
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """" Did you mean 'x'?", or nothing if no known word is like it."""
+    """Return " Did you mean 'x'?" for the known word nearest to `word`, or "" if none is similar."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean '{matches[0]}'?" if matches else ""
 

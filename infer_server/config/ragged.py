@@ -1,16 +1,16 @@
-"""Ragged batches: allow_ragged_batch, batch_input and batch_output. Requests of unequal shapes share an execution.
+"""Ragged batches (allow_ragged_batch, batch_input, batch_output): requests of unequal shapes share an execution.
 
-What a ragged input has in the requests of a batch is laid one behind the other, in one extent. Made inputs, which no
-client sends, tell the model where each request begins, or what its shape is; outputs that lie likewise are taken apart
-by the shapes of an input. Of the ragged input x in requests of shapes [1, 3], [1, 4], [1, 5]:
+The elements of a ragged input of all requests in a batch are concatenated in one dimension. Computed inputs, which
+clients do not send, tell the model where each request begins, or its shape; outputs that are concatenated likewise are
+split by the shapes of an input. For a ragged input x in requests of shapes [1, 3], [1, 4], [1, 5]:
 
     x                                   [12]
     ELEMENT_COUNT                       3, 4, 5
     ACCUMULATED_ELEMENT_COUNT           3, 7, 12
     ACCUMULATED_ELEMENT_COUNT_WITH_ZERO 0, 3, 7, 12
-    MAX_ELEMENT_COUNT_AS_SHAPE          five zeros: its shape is what it says
+    MAX_ELEMENT_COUNT_AS_SHAPE          five zeros: only its shape matters
     ITEM_SHAPE                          [[3], [4], [5]], a row for each item of a request
-    ITEM_SHAPE_FLATTEN                  the same rows, one behind the other
+    ITEM_SHAPE_FLATTEN                  the same rows, concatenated
 """
 from __future__ import annotations
 
@@ -49,54 +49,57 @@ _VALUES: dict[str, Callable[[Sequence[Shape]], ArrayLike]] = {
 
 
 @dataclass(frozen=True)
-class MadeInput:
-    """A batch_input: inputs of the model that follow from the shapes of another."""
+class ShapeInput:
+    """Inputs of the model that are computed from the shapes of another input (batch_input)."""
     kind: str
     names: tuple[str, ...]
     datatype: Datatype
     source: str
 
     def values(self, shapes: Sequence[Shape]) -> NDArray[Any]:
-        """What the inputs are; shapes: of the source in each request of the batch, as clients send it."""
+        """Return the value of the inputs for the source's shapes in each request of the batch, as clients send them."""
         return np.array(_VALUES[self.kind](shapes), self.datatype.array)
 
 
 @dataclass(frozen=True)
 class Ragged:
-    inputs: frozenset[str]                  # that are ragged
-    made: tuple[MadeInput, ...]
-    scattered: Mapping[str, str]            # batch_output: output -> the input whose shapes it has
+    """Ragged batching configuration of a model."""
+    inputs: frozenset[str]                  # ragged inputs
+    computed: tuple[ShapeInput, ...]
+    scattered: Mapping[str, str]            # batch_output: for each output, the input whose shapes split it
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the inputs that no client sends."""
-        return frozenset(name for made in self.made for name in made.names)
+        """Names of the computed inputs."""
+        return frozenset(name for made in self.computed for name in made.names)
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """The inputs whose shapes count, each behind the field that names it."""
-        return [*(("batch_input", made.source) for made in self.made),
+        """Pairs of a field and the input that it names as its source."""
+        return [*(("batch_input", made.source) for made in self.computed),
                 *(("batch_output", source) for source in self.scattered.values())]
 
     def check_sources(self, inputs: Collection[str]) -> None:
-        """Raises ModelConfigError: what is made, or taken apart, goes by an input that is not among these."""
+        """Raise ModelConfigError if a source is not among these inputs."""
         for field, source in self.sources:
             if source not in inputs:
-                raise ModelConfigError(f"{field}: source_input '{source}' is no input; these are {', '.join(inputs)}")
+                raise ModelConfigError(f"{field}: source_input '{source}' is not an input; the inputs are "
+                                       f"{', '.join(inputs)}")
 
 
 def ragged_of(message: model_config.ModelConfig) -> Ragged | None:
-    """None: nothing in it is ragged. Raises ModelConfigError."""
+    """Parse the ragged batching of a configuration; None if it has none. Raises ModelConfigError."""
     inputs = frozenset(spec.name for spec in message.input if spec.allow_ragged_batch)
     if not inputs and not message.batch_input and not message.batch_output:
         return None
     if message.HasField("sequence_batching"):
-        raise ModelConfigError("allow_ragged_batch: the requests of a sequence do not become one tensor; pad them "
-                               "alike in the client, and remove it")
-    made = tuple(_made(given) for given in message.batch_input)
+        raise ModelConfigError("allow_ragged_batch: the requests of a sequence are not concatenated; pad them to equal "
+                               "shapes in the client, and remove it")
+    made = tuple(_shape_input(given) for given in message.batch_input)
     names = [name for each in made for name in each.names]
     if twice := [name for name in names if names.count(name) > 1 or name in {spec.name for spec in message.input}]:
-        raise ModelConfigError(f"batch_input: '{twice[0]}' is given twice; an input is made once, and is no `input`")
+        raise ModelConfigError(f"batch_input: '{twice[0]}' is given twice; name it in one batch_input, and not in "
+                               "`input`")
     scattered: dict[str, str] = {}
     for given in message.batch_output:
         source = _source("batch_output", "BATCH_SCATTER_WITH_INPUT_SHAPE", given.source_input)
@@ -108,13 +111,19 @@ def ragged_of(message: model_config.ModelConfig) -> Ragged | None:
 
 
 def check_ragged(ragged: Ragged, message: model_config.ModelConfig) -> None:
-    """Compares it with the completed configuration. Raises ModelConfigError: tensors that are not there, outputs whose
-    shapes do not follow."""
+    """Check ragged batching against the completed configuration.
+
+    Raises
+    ------
+    ModelConfigError
+        A tensor does not exist, or the shapes of an output do not follow from its source.
+    """
     inputs, outputs = ({spec.name: spec for spec in specs} for specs in (message.input, message.output))
     ragged.check_sources(inputs)
     for name, source in ragged.scattered.items():
         if name not in outputs:
-            raise ModelConfigError(f"batch_output: target_name '{name}' is no output; these are {', '.join(outputs)}")
+            raise ModelConfigError(f"batch_output: target_name '{name}' is not an output; the outputs are "
+                                   f"{', '.join(outputs)}")
         dims = model_dims(outputs[name])
         if -1 in dims[len(inputs[source].dims):]:
             raise ModelConfigError(f"output '{name}': dims {list(dims)} follow from those of '{source}', "
@@ -122,18 +131,18 @@ def check_ragged(ragged: Ragged, message: model_config.ModelConfig) -> None:
 
 
 def model_dims(spec: Any) -> list[int]:
-    """The extents that a configuration says the model has."""
+    """Return the dims of a tensor in the model: its reshape, or else its dims."""
     return list(spec.reshape.shape if spec.HasField("reshape") else spec.dims)
 
 
-def _made(given: model_config.BatchInput) -> MadeInput:
+def _shape_input(given: model_config.BatchInput) -> ShapeInput:
     kind = model_config.BatchInput.Kind.Name(given.kind)
     source = _source("batch_input", kind, given.source_input)
     if given.data_type not in (model_config.TYPE_INT32, model_config.TYPE_FP32):
         raise ModelConfigError(f"batch_input {kind}: data_type must be TYPE_INT32 or TYPE_FP32")
     if not given.target_name:
-        raise ModelConfigError(f"batch_input {kind}: give target_name, the input of the model that it makes")
-    return MadeInput(kind, tuple(given.target_name), FROM_CONFIG[given.data_type], source)
+        raise ModelConfigError(f"batch_input {kind}: give target_name, the input of the model to compute")
+    return ShapeInput(kind, tuple(given.target_name), FROM_CONFIG[given.data_type], source)
 
 
 def _source(field: str, kind: str, names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""sequence_batching: requests that belong together, what the model is told of it, and the state between them."""
+"""Parse sequence_batching: control inputs, implicit states, and how requests of sequences are batched."""
 from __future__ import annotations
 
 import math
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from infer_server.batching.policy import BatchPolicy
 from infer_server.batching.request import InSequence
-from infer_server.batching.sequences import Control, ControlKind, SequencePolicy, State
+from infer_server.batching.sequences import ControlInput, ControlKind, SequencePolicy, SequenceState
 from infer_server.config.fields import check_array
 from infer_server.config.paths import INITIAL_STATE, inside
 from infer_server.errors import InvalidRequestError, ModelConfigError
@@ -26,24 +26,27 @@ _VALUES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_t
 
 @dataclass(frozen=True)
 class SequenceConfig:
+    """Sequence batching configuration of a model."""
     policy: SequencePolicy
-    batching: BatchPolicy                   # of the requests of several sequences
-    datatypes: dict[str, Datatype]          # of the inputs that the server adds, and of the outputs that it keeps
+    batching: BatchPolicy                   # how requests of several sequences are batched
+    datatypes: dict[str, Datatype]          # datatypes of control inputs and states
 
     @property
     def added(self) -> set[str]:
-        """The model's inputs that no client sends."""
+        """Inputs of the model that the server adds to requests."""
         return {control.name for control in self.policy.controls} | {state.input for state in self.policy.states}
 
     @property
     def kept(self) -> list[str]:
-        """The model's outputs that are states."""
+        """Outputs of the model that are states."""
         return [state.output for state in self.policy.states]
 
 
 def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) -> SequenceConfig | None:
-    """None: the model has no sequences. folder: of the model, with the files of initial states, which are read if it is
-    given. Raises ModelConfigError."""
+    """Parse the sequence batching of a configuration; None if it has none.
+
+    Files of initial states are read from `folder`, the model's folder, if it is given. Raises ModelConfigError.
+    """
     if not message.HasField("sequence_batching"):
         return None
     given = message.sequence_batching
@@ -61,9 +64,9 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
                      for control in each.control)
     states = tuple(_state(state, message.max_batch_size > 0, folder, datatypes) for state in given.state)
     if states and given.iterative_sequence:
-        raise ModelConfigError("sequence_batching: a state goes from one request to the next, but with "
-                               "iterative_sequence each is a sequence; keep the state in model.py, by the id of a "
-                               "control_input of CONTROL_SEQUENCE_CORRID")
+        raise ModelConfigError("sequence_batching: a state is passed from one request to the next, but with "
+                               "iterative_sequence each request is a sequence; keep the state in model.py, by the id "
+                               "of a control_input of CONTROL_SEQUENCE_CORRID")
     policy = SequencePolicy(
         idle_us=given.max_sequence_idle_microseconds or _IDLE_US, controls=controls, states=states,
         candidates=(oldest.max_candidate_sequences or batch) if oldest else batch, batched=message.max_batch_size > 0,
@@ -74,7 +77,7 @@ def sequences_of(message: model_config.ModelConfig, folder: Path | None = None) 
     return SequenceConfig(policy, batching, datatypes)
 
 
-def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control:
+def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> ControlInput:
     kind = ControlKind(model_config.ModelSequenceBatching.Control.Kind.Name(control.kind))
     if kind is ControlKind.CORRELATION:
         datatype = FROM_CONFIG.get(control.data_type)
@@ -82,17 +85,17 @@ def _control(name: str, control: Any, datatypes: dict[str, Datatype]) -> Control
             raise ModelConfigError(f"control_input '{name}': data_type must be TYPE_UINT64, TYPE_INT64, TYPE_UINT32, "
                                    "TYPE_INT32 or TYPE_STRING")
         datatypes[name] = datatype
-        return Control(name, kind, datatype.array)
+        return ControlInput(name, kind, datatype.array)
     for field, of in _VALUES.items():
         values = getattr(control, field)
         if len(values) == 2:
             datatypes[name] = next(each for each in FROM_CONFIG.values() if each.name == of)
-            return Control(name, kind, datatypes[name].array, values[0], values[1])
+            return ControlInput(name, kind, datatypes[name].array, values[0], values[1])
     raise ModelConfigError(f"control_input '{name}': give two values of int32_false_true, fp32_false_true or "
                            "bool_false_true")
 
 
-def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, Datatype]) -> State:
+def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, Datatype]) -> SequenceState:
     datatype = FROM_CONFIG.get(state.data_type)
     if not state.input_name or not state.output_name or datatype is None:
         raise ModelConfigError("sequence_batching.state: give input_name, output_name and data_type")
@@ -106,7 +109,7 @@ def _state(state: Any, batched: bool, folder: Path | None, datatypes: dict[str, 
     value = _zeros(state.input_name, shape, datatype)
     for initial in state.initial_state:
         value = _initial(state.input_name, initial, datatype, folder)
-    return State(state.input_name, state.output_name, value[np.newaxis] if batched else value)
+    return SequenceState(state.input_name, state.output_name, value[np.newaxis] if batched else value)
 
 
 def _initial(name: str, initial: Any, datatype: Datatype, folder: Path | None) -> NDArray[Any]:
@@ -128,13 +131,16 @@ def _zeros(name: str, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any
     check_array(f"state '{name}'", shape, datatype.array)
     try:
         return np.full(shape, b"" if datatype.array.hasobject else 0, datatype.array)
-    except (MemoryError, ValueError) as error:      # too many extents, or too large ones
-        raise ModelConfigError(f"state '{name}': there is no array of the dims {list(shape)}: {error}") from error
+    except (MemoryError, ValueError) as error:      # too many dims, or too large ones
+        raise ModelConfigError(f"state '{name}': an array of dims {list(shape)} cannot be made: {error}; write smaller "
+                               "dims") from error
 
 
 def sequence_of(parameters: Parameters, otherwise: InSequence | None = None) -> InSequence | None:
-    """Where a request stands in its sequence, by its parameters; `otherwise`, where they say nothing of it. An id of 0
-    or "" is none. Raises InvalidRequestError."""
+    """Return the position in a sequence that request parameters give, or `otherwise` if they give none.
+
+    The result is None for an id of 0 or "". Raises InvalidRequestError.
+    """
     if parameters.keys().isdisjoint(_OF_SEQUENCES):
         return otherwise
     correlation = parameters.get("sequence_id", otherwise.id if otherwise else 0)

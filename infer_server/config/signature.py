@@ -1,4 +1,4 @@
-"""Whether the tensors of a request are those of the model: names, datatypes, shapes, batch size."""
+"""Check the tensors of requests against the model: names, datatypes, shapes, batch size."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -15,40 +15,51 @@ from infer_server.batching.request import Arrays, Outputs
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.codec import InputTensor, listed
+from infer_server.protocol.codec import InputTensor, bracketed
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A request that fits the model: how many items it has, and which others it can share a batch with."""
+    """Result of a successful check: number of items, and compatibility with other requests."""
     items: int                              # items on the batch axis; 1 without one
     shape_key: Hashable                     # equal for requests that can share a batch
-    decoded_bytes: int = 0                  # of the tensors that are made of its files
+    decoded_bytes: int = 0                  # size of the tensors that are decoded from files
 
 
 @dataclass(frozen=True)
 class Items:
-    """How the items of a request are counted."""
-    leading: bool                           # along the leading axis of every input; else a request is one item
-    most: int                               # that one may have
-    axes: Mapping[str, int] = field(default_factory=dict)       # or along these, by input
+    """Rules for counting the items of a request."""
+    leading: bool                           # True if the leading axis of every input counts items
+    most: int                               # maximum number of items of a request
+    axes: Mapping[str, int] = field(default_factory=dict)       # batch axis by input, if not the leading one
 
     def axis(self, name: str) -> int | None:
-        """Of an input; None: it does not tell."""
+        """Return the batch axis of an input, or None."""
         return 0 if self.leading else self.axes.get(name)
 
 
 _NONE: Arrays = MappingProxyType({})
-ANY_ITEMS = 1 << 62                         # as `most`: what one execution does not take is cut
+ANY_ITEMS = 1 << 62                         # value of `most` if larger requests are split
 
 
-class Signature:
-    """The inputs and outputs of a model, by name."""
+class ModelSignature:
+    """Inputs and outputs of a model, by name."""
 
     def __init__(self, config: ModelConfig, items: Items, check: Callable[[Shapes], None] | None = None,
                  defaults: Arrays = _NONE) -> None:
-        """check: what an engine with open extents has against shapes, an InputError. defaults: what optional inputs
-        are where a request leaves them out, in the shapes that the model has; of others it has none then."""
+        """Create a signature.
+
+        Parameters
+        ----------
+        config : ModelConfig
+            Completed configuration of the model.
+        items : Items
+            Rules for counting items.
+        check : callable, optional
+            Engine's check of input shapes; raises InputError.
+        defaults : mapping of str to array
+            Values of optional inputs that a request omits, in the model's shapes.
+        """
         self._model = config.name
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._required = {spec.name for spec in config.inputs if not spec.is_optional}
@@ -59,12 +70,18 @@ class Signature:
         self._check, self._defaults = check, defaults
 
     def fit(self, declared: Iterable[InputTensor]) -> Fit:
-        """Checks the inputs of a request. Raises InvalidRequestError saying what was expected."""
+        """Check the inputs of a request.
+
+        Raises
+        ------
+        InvalidRequestError
+            An input is missing, unknown, or of another datatype or shape; the message says what is expected.
+        """
         tensors = {tensor.name: tensor for tensor in declared}
         if tensors.keys() != self._inputs.keys() and not self._required <= tensors.keys() <= self._inputs.keys():
             raise self._wrong_names(tensors)
         shapes: list[tuple[int, ...]] = []
-        items: int | None = None                # until an input says it
+        items: int | None = None                # unknown until the first input with a batch axis
         for name, spec in self._inputs.items():
             tensor = tensors.get(name)
             if tensor is None:
@@ -86,7 +103,7 @@ class Signature:
                 items = own
             shapes.append(() if spec.is_ragged else (1, *item))
         items = 1 if items is None else items
-        least = bool(self._batched or self._items.axes)         # a whole tensor may be empty, a batch not
+        least = bool(self._batched or self._items.axes)         # only a request without a batch axis may be empty
         if not least <= items <= self._items.most:
             bound = f"<= {self._items.most}" if items else ">= 1"
             raise InvalidRequestError(
@@ -100,8 +117,13 @@ class Signature:
         return Fit(items, tuple(shapes))
 
     def choose_outputs(self, requested: Iterable[str]) -> tuple[TensorSpec, ...]:
-        """The outputs to return; all of them if none is requested. Raises InvalidRequestError for an unknown one, or
-        one that is there twice."""
+        """Return the outputs to send; all if none is requested.
+
+        Raises
+        ------
+        InvalidRequestError
+            A requested output is unknown or requested twice.
+        """
         chosen: dict[str, TensorSpec] = {}
         for name in requested:
             if name not in self._outputs:
@@ -114,11 +136,11 @@ class Signature:
 
     @property
     def is_identity(self) -> bool:
-        """True if the model has the tensors of a request as they are."""
+        """True if the model takes the tensors of a request unchanged."""
         return not (self._reshapes or self._defaults)
 
     def to_model(self, arrays: Arrays, items: int) -> Arrays:
-        """The inputs of a request that fits, in the shapes that the model has, with those that it leaves out."""
+        """Return the inputs of a checked request in the model's shapes, with defaults for omitted ones."""
         given = self._reshaped(arrays) if self._reshapes else arrays
         return {**given, **dict(self._left_out(given, items))} if self._defaults else given
 
@@ -133,13 +155,13 @@ class Signature:
                 for name, array in arrays.items()}
 
     def to_client(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-        """`encode`, given the outputs in the shapes that clients see."""
+        """Wrap `encode` so that it gets the outputs in the shapes that clients see."""
         if not self._reshapes:
             return encode
         return lambda computed: encode(self._as_seen(computed))
 
     def _as_seen(self, computed: Arrays) -> Arrays:
-        """Without those that no client sees: a sequence's states."""
+        """Return the outputs in clients' shapes, without the states of sequences."""
         arrays = {name: self._restored(name, array) for name, array in computed.items() if name in self._outputs}
         return Outputs(arrays, computed.parameters) if isinstance(computed, Outputs) else arrays
 
@@ -148,27 +170,27 @@ class Signature:
         return array if spec.reshape is None else array.reshape((*lead, *spec.restored(array.shape[len(lead):])))
 
     def _model_shape(self, tensor: InputTensor) -> tuple[int, ...]:
-        """The shape of an input as the model has it."""
+        """Return the shape of an input in the model."""
         spec = self._inputs[tensor.name]
         return tensor.shape if spec.reshape is None else (
             *tensor.shape[:self._batched], *spec.reshaped(tensor.shape[self._batched:]))
 
     def _executed_shape(self, tensor: InputTensor, items: int) -> tuple[int, ...]:
-        """The same as it is executed: none at all are one item of zeros."""
+        """Return the shape with which an input is executed; zero items become one item of zeros."""
         shape = self._model_shape(tensor)
         return shape if items else (1, *shape[1:])
 
     def _wrong_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> InvalidRequestError:
         if self._batched and not shape:
             return InvalidRequestError(f"input '{spec.name}' has no shape but model requires batch dimension for "
-                                       f"'{self._model}': expected {listed(spec.full_shape(True))}")
-        wanted = spec.full_shape(self._batched)
-        note = ", the batch dimension first" if self._batched and len(shape) != len(wanted) else ""
+                                       f"'{self._model}': expected {bracketed(spec.full_shape(True))}")
+        expected = spec.full_shape(self._batched)
+        note = ", the batch dimension first" if self._batched and len(shape) != len(expected) else ""
         return InvalidRequestError(f"unexpected shape for input '{spec.name}' for model '{self._model}'. Expected "
-                                   f"{listed(wanted)}, got {listed(shape)}{note}")
+                                   f"{bracketed(expected)}, got {bracketed(shape)}{note}")
 
     def _wrong_names(self, tensors: Mapping[str, InputTensor]) -> InvalidRequestError:
-        """How many there are, if that cannot be; then the first that is unknown, or all that are missing."""
+        """Build the error for a wrong number of inputs, the first unknown name, or all missing inputs."""
         unknown = [name for name in tensors if name not in self._inputs]
         missing = [name for name in self._inputs if name in self._required - tensors.keys()]
         least, most = len(self._required), len(self._inputs)
@@ -189,7 +211,7 @@ class Signature:
 
 
 def _named(names: Iterable[str]) -> str:
-    return listed(f"'{name}'" for name in names)
+    return bracketed(f"'{name}'" for name in names)
 
 
 def fits(item: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The steps of an ensemble: models, and the tensors that pass between them."""
+"""Parse the steps of an ensemble: models, and the tensors that pass between them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,31 +8,37 @@ from graphlib import CycleError, TopologicalSorter
 from infer_server.errors import ModelConfigError
 from protos import model_config
 
-MOST_NESTED = 16                # ensembles, each called by the one before it
-MOST_STEPS = 1024               # of an ensemble, with those of the ensembles that it calls
+MOST_NESTED = 16                # maximum nesting depth of ensembles
+MOST_STEPS = 1024               # maximum number of steps, including those of nested ensembles
 
 
-class CircleError(ModelConfigError):
-    """An ensemble calls itself."""
+class EnsembleCycleError(ModelConfigError):
+    """Raised if an ensemble calls itself, directly or not."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One model of an ensemble; the maps lead from its own names to the ensemble's tensors."""
+class EnsembleStep:
+    """Step of an ensemble; its maps lead from the model's tensor names to the ensemble's."""
     model: str
-    version: str                            # "": the highest that is ready
+    version: str                            # "" for the highest ready version
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
 
 
-def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
-    """Raises ModelConfigError: a tensor that no step makes, or two do, or steps that wait for each other."""
+def steps_of(message: model_config.ModelConfig) -> tuple[EnsembleStep, ...]:
+    """Parse the steps of an ensemble.
+
+    Raises
+    ------
+    ModelConfigError
+        No step or two steps produce a tensor, or steps depend on each other.
+    """
     if not message.HasField("ensemble_scheduling"):
         return ()
     if wrong := [step.model_version for step in message.ensemble_scheduling.step if step.model_version < -1]:
-        raise ModelConfigError(f"ensemble_scheduling.step.model_version: {wrong[0]} is no version; write -1 for the "
+        raise ModelConfigError(f"ensemble_scheduling.step.model_version: {wrong[0]} is not a version; write -1 for the "
                                "highest")
-    steps = tuple(Step(step.model_name, str(step.model_version) if step.model_version > 0 else "",
+    steps = tuple(EnsembleStep(step.model_name, str(step.model_version) if step.model_version > 0 else "",
                        dict(step.input_map), dict(step.output_map)) for step in message.ensemble_scheduling.step)
     if not steps:
         raise ModelConfigError("ensemble_scheduling: an ensemble needs a step; give step { model_name: ... }")
@@ -52,32 +58,33 @@ def steps_of(message: model_config.ModelConfig) -> tuple[Step, ...]:
     return steps
 
 
-def called_models(name: str, steps_of: Callable[[str], Sequence[Step]]) -> list[str]:
-    """Return the models that an ensemble calls, each behind those that it calls itself.
+def called_models(name: str, steps_of: Callable[[str], Sequence[EnsembleStep]]) -> list[str]:
+    """Return the models that an ensemble calls, callees before callers.
 
     Parameters
     ----------
     name : str
-        The ensemble.
+        Name of the ensemble.
     steps_of : callable
-        Returns the steps of a model by name; none for one that is no ensemble. It is called once for each model.
+        Function that returns the steps of a model by name, () if it is not an ensemble; called once for each model.
 
     Raises
     ------
     CircleError
         An ensemble calls itself.
     ModelConfigError
-        More than MOST_NESTED ensembles call each other, or a request takes more than MOST_STEPS steps.
+        The nesting exceeds MOST_NESTED, or the number of steps MOST_STEPS.
     """
-    counts: dict[str, int] = {}         # steps by model, in the order of the result
-    depths: dict[str, int] = {}         # ensembles that call each other, by the first of them
+    counts: dict[str, int] = {}         # number of steps by model, in the order of the result
+    depths: dict[str, int] = {}         # nesting depth by model
 
     def visit(model: str, above: tuple[str, ...]) -> None:
         if model in above:
-            raise CircleError(f"ensemble_scheduling: {' -> '.join((*above[above.index(model):], model))} is a circle")
+            cycle = " -> ".join((*above[above.index(model):], model))
+            raise EnsembleCycleError(f"ensemble_scheduling: {cycle} is a cycle")
         if model in counts:
             return
-        steps = steps_of(model) if len(above) <= MOST_NESTED else ()        # of too many, the first has an error
+        steps = steps_of(model) if len(above) <= MOST_NESTED else ()        # the error is raised at the first one
         for step in steps:
             visit(step.model, (*above, model))
         depths[model] = max((1 + depths[step.model] for step in steps), default=0)
@@ -93,8 +100,8 @@ def called_models(name: str, steps_of: Callable[[str], Sequence[Step]]) -> list[
     return [model for model in counts if model != name]
 
 
-def _makers(steps: Sequence[Step], inputs: Sequence[str]) -> dict[str, int]:
-    """Which step makes each tensor; -1: it is an input of the ensemble."""
+def _makers(steps: Sequence[EnsembleStep], inputs: Sequence[str]) -> dict[str, int]:
+    """Return the index of the step that produces each tensor; -1 for inputs of the ensemble."""
     makers = dict.fromkeys(inputs, -1)
     for number, step in enumerate(steps):
         for tensor in step.outputs.values():
@@ -105,7 +112,7 @@ def _makers(steps: Sequence[Step], inputs: Sequence[str]) -> dict[str, int]:
     return makers
 
 
-def _refuse_circles(steps: Sequence[Step], makers: Mapping[str, int]) -> None:
+def _refuse_circles(steps: Sequence[EnsembleStep], makers: Mapping[str, int]) -> None:
     needs = {number: {makers[tensor] for tensor in step.inputs.values()} - {-1} for number, step in enumerate(steps)}
     try:
         TopologicalSorter(needs).prepare()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from infer_server.errors import MemoryLimitError
-from infer_server.lookout import Lookout
+from infer_server.lookout import BusyPoller
 from infer_server.process import resident_bytes, trim
 from infer_server.protocol.json_values import Steps
 from infer_server.workers import StepRunner, in_daemon_thread, wait_until
@@ -63,7 +63,7 @@ class Inflight:
         self._inflating = asyncio.Lock()
         self.send_timeout_secs = send_timeout_secs
         self._loop = asyncio.get_running_loop()
-        self._lookout = Lookout(self._loop)
+        self._lookout = BusyPoller(self._loop)
         self._calls: dict[OpenCall, None] = {}
         self._peak_bytes = 0                    # since memory was last given back
         self._trimming: asyncio.TimerHandle | None = None

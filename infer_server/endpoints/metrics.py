@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from infer_server.batching.statistics import ANSWERED_MS, OF_CACHE, PHASES, Counters, Duration, Executions
+from infer_server.batching.statistics import ANSWERED_MS, CACHE_PHASES, PHASES, Counters, Duration, Executions
 from infer_server.observing.custom_metrics import CustomMetrics
 from infer_server.observing.gpus import COUNTERS, Gauge, Gpus
-from infer_server.observing.machine import Machine, Samples
+from infer_server.observing.machine import MachineMetrics, Samples
 from infer_server.repository.model import Model
 from infer_server.workers import beside_loop
 
@@ -75,7 +75,7 @@ class Metrics:
         """gpus: None: those of this machine. custom: those that Python models make. fronts: see Machine. state: name,
         help text and values of the gauges of the server as a whole; called on the event loop."""
         self._settings, self._custom, self._state = settings, custom or CustomMetrics(), state
-        self._machine = Machine(fronts)
+        self._machine = MachineMetrics(fronts)
         self._gpus = (gpus or Gpus()) if settings.gpu else None
 
     async def render(self, models: Iterable[Model]) -> str:
@@ -97,7 +97,7 @@ class Metrics:
             lines += [*_durations(seen, _DURATIONS), *_durations(cached, _DURATIONS_OF_CACHE)]
         if self._settings.summary_latencies:
             lines += _summaries(seen, self._settings.quantiles, "nv_inference_", PHASES)
-            lines += _summaries(cached, self._settings.quantiles, "nv_", OF_CACHE)
+            lines += _summaries(cached, self._settings.quantiles, "nv_", CACHE_PHASES)
         if self._settings.histogram_latencies:
             lines += _histogram(seen)
         for name, text, samples in state:

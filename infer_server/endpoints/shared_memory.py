@@ -33,7 +33,7 @@ from infer_server.errors import (
     UnopenedRegionError,
 )
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
-from infer_server.protocol.parameters import Reference
+from infer_server.protocol.parameters import MemoryReference
 
 OFF = "Client shared memory is disabled: start the server with --allow-client-shm"
 _FOLDER = Path("/dev/shm")          # where shm_open() of Linux has its objects
@@ -211,7 +211,7 @@ class Regions:
     def _those(self, kind: type[R], name: str) -> list[R]:
         return [region for region in self._regions.values() if isinstance(region, kind) and name in ("", region.name)]
 
-    def place(self, reference: Reference) -> Place:
+    def place(self, reference: MemoryReference) -> Place:
         """Raises NotServedError, UnknownRegionError; InvalidRequestError: not all of it is within the region."""
         self._check_allowed()
         name, offset, byte_size = reference

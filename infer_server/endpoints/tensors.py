@@ -19,7 +19,7 @@ from infer_server.endpoints.shared_memory import Place, Regions
 from infer_server.errors import InvalidRequestError
 from infer_server.gpu_tensors import GpuRoom, GpuTensor
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, check_bytes, encode_raw, object_array
-from infer_server.protocol.parameters import NONE, Parameters, Reference, natural, reference_of
+from infer_server.protocol.parameters import NONE, MemoryReference, Parameters, natural, reference_of
 from infer_server.serving import Served
 
 _MOST_CLASSES = 1_000_000               # elements of an item that are sorted
@@ -37,9 +37,10 @@ class Elsewhere(NamedTuple):
     lent: list[Place]                   # that are read while the request is executed
 
 
-def read(references: Mapping[int, Reference], tensors: Sequence[InputTensor], regions: Regions,
+def read(references: Mapping[int, MemoryReference], tensors: Sequence[InputTensor], regions: Regions,
          hold: Callable[[int], None], devices: Set[int | None]) -> Elsewhere:
-    """What lies there: a copy, or in the memory of these devices (see Model.reached) the very tensor, but of texts and
+    """What lies there: a copy, or in the memory of Model.zero_copy_devices the very tensor, but of texts and
+
     of truths, whose bytes are looked at, and of what has none. hold: takes the bytes of the copies. Raises
     ServeErrors."""
     found = Elsewhere({}, [])

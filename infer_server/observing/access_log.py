@@ -1,4 +1,4 @@
-"""A line for each inference: when, by whom, which model, how many items, how it ended, how long it took."""
+"""Access log: a line for each inference with time, client, model, items, status and duration."""
 from __future__ import annotations
 
 import json
@@ -16,32 +16,33 @@ CANCELED = "CANCELED"
 
 
 @dataclass(slots=True)
-class Entry:
-    """An inference that has not ended yet."""
+class AccessEntry:
+    """Inference that has not ended yet."""
     client: str
     protocol: str
     id: str
     model: str
-    version: str                        # as asked for; "": any
+    version: str                        # requested version; "" for any
     received_ns: int
-    batch: int = 0                      # items; 0: it fits no model
+    batch: int = 0                      # items; 0 if the request is not valid
     responses: int = 0
 
 
 class AccessLog:
+    """Writer of access log lines."""
     def __init__(self, form: str, write: Callable[[str], None] = log.info) -> None:
-        """form: of FORMS."""
+        """Write lines in a form of FORMS with the function `write`."""
         self._form, self._write = form, write
         log.setLevel(logging.INFO)
 
-    def end(self, entry: Entry, status: str) -> None:
-        """status: OK, CANCELED, or the class of the error that it ended with."""
+    def end(self, entry: AccessEntry, status: str) -> None:
+        """Write the line of an inference; `status` is OK, CANCELED, or the class name of its error."""
         fields = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "client": entry.client,
             "protocol": entry.protocol, "id": entry.id, "model": entry.model, "version": entry.version,
             "batch": entry.batch, "status": status, "responses": entry.responses,
             "us": (time.monotonic_ns() - entry.received_ns) // 1000}
-        # Names and ids are clients' own text: as JSON has them, no line ends within one.
+        # Names and ids come from clients: JSON escapes line breaks in them.
         self._write(json.dumps(fields) if self._form == "json" else " ".join(
             f"{name}={json.dumps(value) if name in ('id', 'model', 'version') else value}"
             for name, value in fields.items()))

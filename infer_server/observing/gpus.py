@@ -1,6 +1,6 @@
-"""What NVIDIA's management library says of the GPUs, under Triton's names (the extra "nvml").
+"""GPU metrics from NVIDIA's management library, with Triton's names (the extra "nvml").
 
-Its calls block, for as long as the driver likes: they are made on a thread beside the event loop.
+Calls of the library may block for any time, so they are made on a separate thread.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
-_DRIVER = Path("/dev/nvidiactl")            # there is one where a GPU can be used
-# Name -> (meaning, what reads it of a device).
+_DRIVER = Path("/dev/nvidiactl")            # exists if the driver is loaded
+# Metric name: (description, function that reads the value of a device).
 _GAUGES: Mapping[str, tuple[str, Callable[[Any, Any], float]]] = {
     "nv_gpu_utilization": ("GPU utilization rate [0.0 - 1.0)",
                            lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
@@ -32,29 +32,32 @@ COUNTERS = frozenset({"nv_energy_consumption"})
 
 
 class Gauge(NamedTuple):
-    """A metric of the GPUs, by their UUIDs. What a GPU does not tell is left out."""
+    """Metric of the GPUs, by UUID. Values that a GPU does not report are omitted."""
     name: str
     meaning: str
     values: Mapping[str, float]
 
 
 class Gpus:
-    """Belongs to the event loop. A driver that hangs holds up who waits for it for `patience_secs`, and nothing else:
-    until it answers there are no metrics of GPUs. Of one that is only slow there are those of the reading before."""
+    """Reader of GPU metrics. Belongs to the event loop.
+
+    A driver that hangs delays a caller by at most `patience_secs`; there are no GPU metrics until it answers. If it
+    answers late, the next call returns that older reading.
+    """
 
     def __init__(self, patience_secs: float = 2.0) -> None:
         self.patience_secs = patience_secs
         self._library = _Library()
-        self._reading: asyncio.Future[list[Gauge]] | None = None    # one at a time: the library is called by one thread
-        self._begun = 0.0                       # when that one was, on the loop's clock
-        self._is_late = False                   # as was said; until it answers in time
+        self._reading: asyncio.Future[list[Gauge]] | None = None    # at most one at a time
+        self._begun = 0.0                       # start of that reading, on the loop's clock
+        self._is_late = False                   # True after a warning, until the driver answers in time
 
     async def gauges(self) -> Sequence[Gauge]:
-        """What they say now; nothing where there are none, or where the driver does not answer."""
+        """Return the current metrics; empty if there is no GPU or the driver does not answer."""
         if self._library.has_no_gpu:
             return ()
         clock = asyncio.get_running_loop().time
-        before: Sequence[Gauge] = ()            # what came too late for who asked then
+        before: Sequence[Gauge] = ()            # an earlier reading that came too late for its caller
         reading = self._reading
         if reading is None or reading.done():
             self._begun = clock()
@@ -67,35 +70,34 @@ class Gpus:
             return reading.result()
         if not self._is_late:
             self._is_late = True
-            log.warning("there are no metrics of GPUs until their driver answers: it has not in %g s",
+            log.warning("there are no GPU metrics until the driver answers: it has not answered for %g s",
                         self.patience_secs)
         return before
 
 
 class _Library:
-    """The GPUs of this machine, as they are when it is read first; none where nothing can be said of them, which is
-    logged."""
+    """GPUs of this machine, found at the first reading; errors of the library are logged."""
     _devices: Mapping[str, Any] | None = None       # by UUID
     _nvml: Any = None
 
     @property
     def has_no_gpu(self) -> bool:
-        """Whether it was asked, and there is none."""
+        """True if the library was read and found no GPU."""
         return self._devices is not None and not self._devices
 
     def read(self) -> list[Gauge]:
-        """Blocks."""
+        """Return the metrics. Blocks."""
         if self._devices is None:
-            self._devices = self._found()
+            self._devices = self._find_devices()
         return [Gauge(name, meaning, dict(self._values(name, read)))
                 for name, (meaning, read) in _GAUGES.items() if self._devices]
 
-    def _found(self) -> Mapping[str, Any]:
+    def _find_devices(self) -> Mapping[str, Any]:
         try:
             import pynvml
         except ImportError:
             if _DRIVER.exists():
-                log.info("there are no metrics of the GPUs: pip install 'infer-server[nvml]'")
+                log.info("there are no GPU metrics: pip install 'infer-server[nvml]' to get them")
             return {}
         self._nvml = pynvml
         try:
@@ -103,7 +105,7 @@ class _Library:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
             return {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
         except pynvml.NVMLError as error:
-            log.info("there are no metrics of GPUs: %s", error)
+            log.info("there are no GPU metrics: %s", error)
             return {}
 
     def _values(self, name: str, read: Callable[[Any, Any], float]) -> Iterator[tuple[str, float]]:
@@ -115,5 +117,5 @@ class _Library:
 
 
 def _text(name: str | bytes) -> str:
-    """Older versions of the library give bytes."""
+    """Return a name as str; older versions of the library return bytes."""
     return name.decode() if isinstance(name, bytes) else name

@@ -1,18 +1,18 @@
-"""Quantiles of times, of the last minute, in little memory and with little work for each.
+"""Quantiles of durations within the last minute, with constant memory and little work for each duration.
 
-Times are counted in buckets whose bounds are powers of two divided by 16: no wider than 1/16 of the time. The buckets
-of two halves of a window are kept; the older half is forgotten when the newer is full.
+Durations are counted in buckets whose bounds are powers of two divided by 16, so that no bucket is wider than 1/16 of
+its durations. Two half windows are kept; the older one is dropped when the newer one is full.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _HALF_NS = 30_000_000_000
-_BITS = 4                   # of a time, behind the first
+_BITS = 4                   # bits of a duration after the leading one that select the bucket
 
 
 class Latencies:
-    """Belongs to who holds a lock over it."""
+    """Histogram of recent durations. Not thread-safe."""
 
     def __init__(self) -> None:
         self._recent: dict[int, int] = {}
@@ -20,28 +20,28 @@ class Latencies:
         self._since_ns = 0
 
     def add(self, times_ns: Sequence[int], count: int, now_ns: int) -> None:
-        """Count `count` things for each of these times."""
+        """Count each of these durations `count` times."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
         recent = self._recent
         if len(times_ns) > 2 and (bucket := _bucket(min(times_ns))) == _bucket(max(times_ns)):
-            recent[bucket] = recent.get(bucket, 0) + count * len(times_ns)      # as most are in a batch
+            recent[bucket] = recent.get(bucket, 0) + count * len(times_ns)      # the common case within a batch
             return
         for ns in times_ns:
             bucket = _bucket(ns)
             recent[bucket] = recent.get(bucket, 0) + count
 
-    def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
-        """The times in ns below which those shares of all lie; `wanted` ascends. nan: there is none."""
+    def quantiles(self, levels: Sequence[float], now_ns: int) -> list[float]:
+        """Return the quantiles in ns at ascending levels between 0 and 1; NaN if there are no durations."""
         if now_ns - self._since_ns > _HALF_NS:
             self._turn(now_ns)
         buckets = sorted(self._recent.keys() | self._before.keys())
         counts = [self._recent.get(bucket, 0) + self._before.get(bucket, 0) for bucket in buckets]
         if not (total := sum(counts)):
-            return [float("nan")] * len(wanted)
+            return [float("nan")] * len(levels)
         found, at, below = [], 0, 0
-        for share in wanted:
-            while at < len(buckets) - 1 and below + counts[at] < share * total:
+        for level in levels:
+            while at < len(buckets) - 1 and below + counts[at] < level * total:
                 below += counts[at]
                 at += 1
             found.append(_middle(buckets[at]))

@@ -1,8 +1,8 @@
-"""Writes log records to a file, or to stderr, without ever failing a caller or growing a buffer.
+"""Write log records to a file or stderr without failing callers or growing a buffer.
 
 A record that the device does not take (ENOSPC, EIO, a closed pipe) is dropped: the first one is reported once on
-stderr, the number of dropped records once the device takes records again. A file is opened anew by reopen(), and
-within a second after something else has moved or deleted it, as logrotate does.
+stderr, the number of dropped records once the device takes records again. A file is reopened by reopen(), and within a
+second after something else has moved or deleted it, as logrotate does.
 """
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import time
 from pathlib import Path
 
 _STDERR = 2
-_WATCH_SECS = 1.0               # between two looks whether the file is still the one that was opened
+_WATCH_SECS = 1.0               # interval of the checks whether the file was moved
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 class LogStream(logging.Handler):
-    """A logging handler that writes each record by one system call."""
+    """Logging handler that writes each record with one system call."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Opens the file, or stderr for None. Raises OSError: the file cannot be opened."""
+        """Open the file, or stderr if `path` is None. Raises OSError if the file cannot be opened."""
         super().__init__()
         self.path = Path(os.path.abspath(path)) if path else None
-        self._descriptor = self._opened()
-        self._look_at = time.monotonic() + _WATCH_SECS
-        self._dropped = 0               # records since the last one that was written
-        self._is_within_line = False    # the device took only a part of the last record
+        self._descriptor = self._open_descriptor()
+        self._check_at = time.monotonic() + _WATCH_SECS
+        self._dropped = 0               # records dropped since the last one that was written
+        self._is_within_line = False    # True if only a part of the last record was written
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-        except Exception:               # arguments that do not fit their format: a fault of the caller
+        except Exception:               # the caller's arguments do not match its format
             self.handleError(record)
             return
-        if self.path and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _WATCH_SECS
+        if self.path and time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + _WATCH_SECS
             if self._has_moved():
                 self._try_reopen()
         self._write_line(text)
 
     def reopen(self) -> None:
-        """Opens the file anew, as after a rotation. From any thread; the old file goes on if that fails."""
+        """Reopen the file, as after a rotation, from any thread; keep the old file if that fails."""
         if self.path:
             self.acquire()
             try:
@@ -56,10 +56,10 @@ class LogStream(logging.Handler):
             self._descriptor = -1
         super().close()
 
-    def _opened(self) -> int:
+    def _open_descriptor(self) -> int:
         if self.path:
             return os.open(self.path, _FLAGS, 0o666)
-        try:                            # a copy: were stderr closed, a client's socket could have its number
+        try:                            # duplicate: if stderr were closed, a socket could get its number
             return os.dup(_STDERR) if sys.stderr else -1
         except OSError:
             return -1
@@ -74,9 +74,9 @@ class LogStream(logging.Handler):
 
     def _try_reopen(self) -> None:
         try:
-            descriptor = self._opened()
+            descriptor = self._open_descriptor()
         except OSError as error:
-            self._write_line(f"the log file {self.path} cannot be opened anew, and the old one goes on: "
+            self._write_line(f"the log file {self.path} cannot be reopened, and the old one is still used: "
                              f"{error.strerror}")
             return
         os.close(self._descriptor)
@@ -103,17 +103,17 @@ class LogStream(logging.Handler):
             self._is_within_line = bool(rest)
 
     def _report(self, error: OSError) -> None:
-        """Says once on stderr why the file takes no records."""
+        """Report once on stderr why the file takes no records."""
         line = (f"infer-server: error: --log-file {self.path}: {error.strerror}; lines are lost until it can be "
                 "written\n")
         try:
             os.write(_STDERR, line.encode(errors="backslashreplace"))
         except OSError:
-            return                      # nobody can be told
+            return                      # there is nowhere to report it
 
 
 def reopen_log() -> bool:
-    """Opens the files of the root logger anew. False: it writes to none."""
+    """Reopen the files of the root logger; return False if it has none."""
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogStream) and handler.path]
     for handler in files:
         handler.reopen()

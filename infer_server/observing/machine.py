@@ -1,4 +1,4 @@
-"""CPU and memory of the machine, under Triton's names, and of the server's processes, as Linux has them in /proc."""
+"""CPU and memory metrics of the machine, with Triton's names, and of the server's processes, from Linux's /proc."""
 from __future__ import annotations
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from infer_server.process import cpu_secs, resident_bytes
 
 _PROC = Path("/proc")
-_IDLE = (3, 4)                  # columns of /proc/stat: idle, and waiting for a disk
+_IDLE = (3, 4)                  # columns of /proc/stat: idle and iowait
 _KIB = 1024
 _OF_PROCESSES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
     ("process_cpu_seconds_total", "CPU time of this server, in seconds", cpu_secs),
@@ -17,19 +17,19 @@ _OF_PROCESSES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
      lambda process: len(os.listdir(_PROC / process / "fd"))),
 )
 
-Samples = Mapping[str, float]   # by labels
+Samples = Mapping[str, float]   # values by labels
 
 
-class Machine:
-    """Utilisation is that since it was asked for last."""
+class MachineMetrics:
+    """Machine metrics. The CPU utilization is that since the previous call of `gauges`."""
 
-    def __init__(self, fronts: Callable[[], Mapping[str, int]] = dict) -> None:
-        """fronts: the numbers of the processes that read and answer for this one, by their names."""
-        self._fronts = fronts
+    def __init__(self, frontend_pids: Callable[[], Mapping[str, int]] = dict) -> None:
+        """Create; `fronts` returns the process ids of the frontend workers by name."""
+        self._frontend_pids = frontend_pids
         self._ticks = _ticks()
 
     def gauges(self) -> Iterator[tuple[str, str, Samples]]:
-        """Name, meaning, values; nothing where there is no /proc."""
+        """Yield name, description and samples of each metric; nothing without /proc."""
         before, self._ticks = self._ticks, _ticks()
         busy, every = (now - then for now, then in zip(self._ticks, before, strict=True))
         if self._ticks == (0, 0):
@@ -40,16 +40,16 @@ class Machine:
         yield "nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", {"": total}
         yield "nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", {
             "": total - memory.get("MemAvailable", total)}
-        # Each process by itself: a sum would fall when one ends, which is no counter.
-        fronts = {f'process="{name}"': str(number) for name, number in self._fronts().items()}
-        processes = {'process="engines"': "self", **fronts} if fronts else {"": "self"}
+        # Each process separately: a sum would decrease when one ends, which a counter must not.
+        frontend_pids = {f'process="{name}"': str(number) for name, number in self._frontend_pids().items()}
+        processes = {'process="engines"': "self", **frontend_pids} if frontend_pids else {"": "self"}
         for name, text, of in _OF_PROCESSES:
             yield name, text, {labels: value for labels, process in processes.items()
                                if (value := _or_none(of, process)) is not None}
 
 
 def _or_none(of: Callable[[str], float], process: str) -> float | None:
-    """None: the process has ended."""
+    """Return a value of a process, or None if the process has ended."""
     try:
         return of(process)
     except OSError:
@@ -57,7 +57,7 @@ def _or_none(of: Callable[[str], float], process: str) -> float | None:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all CPUs since the machine was started: busy, and all."""
+    """Return busy and total ticks of all CPUs since boot."""
     try:
         first = (_PROC / "stat").read_text().split("\n", 1)[0]
     except OSError:

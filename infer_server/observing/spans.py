@@ -1,5 +1,6 @@
-"""Spans of inferences for OpenTelemetry: a request, under its client's span if it says which, with its wait in the
-queue and its execution, or with the steps of an ensemble.
+"""OpenTelemetry spans of inferences: queue and compute spans of a request, or the steps of an ensemble.
+
+The span of a request is a child of the client's span, if the request headers name one.
 
     InferRequest ─┬─ queue
                   ├─ compute
@@ -17,22 +18,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer_server.errors import NotServedError
-from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.trace_settings import Sampler, TraceSettings
-from infer_server.observing.traces import TIMESTAMPS, Trace
+from infer_server.observing.traces import TIMESTAMPS, RequestTrace
 
 MODE = "opentelemetry"
-_PARENT = ("traceparent", "tracestate")     # headers of a request
+_PARENT = ("traceparent", "tracestate")     # request headers with the client's span
 _RESOURCE = {"service.name": "infer-server"}
 
 
 @dataclass(frozen=True)
 class SpanSettings:
-    """Where spans go, and of which requests."""
-    url: str = "http://localhost:4318/v1/traces"        # of a collector, OTLP over HTTP
-    rate: int = 1000        # one of so many requests whose client does not say; as Triton's. 0: none of these
-    count: int = -1         # so many more of these; -1: any number
-    resource: Mapping[str, str] = field(default_factory=dict)   # attributes of this server
+    """Settings of OpenTelemetry tracing: exporter and sampling."""
+    url: str = "http://localhost:4318/v1/traces"        # OTLP/HTTP address of the collector
+    rate: int = 1000        # trace one of `rate` requests without a client's span, as in Triton; 0 for none
+    count: int = -1         # number of such requests to trace; -1 for no limit
+    resource: Mapping[str, str] = field(default_factory=dict)   # resource attributes of this server
 
 
 def is_installed() -> bool:
@@ -45,10 +46,10 @@ def is_installed() -> bool:
 
 
 class SpanTracer:
-    """Makes spans, which a thread of OpenTelemetry's sends. A Tracer."""
+    """Tracer that exports OpenTelemetry spans, on a thread of the SDK."""
 
     def __init__(self, settings: SpanSettings, exporter: Any = None) -> None:
-        """exporter: instead of one to settings.url."""
+        """Create; `exporter` replaces the OTLP exporter to settings.url."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -64,14 +65,14 @@ class SpanTracer:
         self._propagator = TraceContextTextMapPropagator()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         from opentelemetry.trace import get_current_span
         given = {name: value for name in _PARENT if (value := header(name))}
         parent = self._propagator.extract(given) if given else None
         client = get_current_span(parent).get_span_context()
         if parent and client.is_valid:
-            return Trace(self._record, parent=parent) if client.trace_flags.sampled else None
-        return Trace(self._record) if self._sampler.takes() else None
+            return RequestTrace(self._record, parent=parent) if client.trace_flags.sampled else None
+        return RequestTrace(self._record) if self._sampler.sample() else None
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
         return {"trace_level": [TIMESTAMPS], "trace_rate": [str(self._settings.rate)],
@@ -82,11 +83,11 @@ class SpanTracer:
                              "with another --trace-config")
 
     def close(self) -> None:
-        """Blocks as long as the collector takes."""
+        """Export the remaining spans. Blocks until the collector has taken them."""
         self._provider.shutdown()
 
-    def _record(self, trace: Trace, entry: Entry, status: str) -> None:
-        """Makes the spans of a request that has ended."""
+    def _record(self, trace: RequestTrace, entry: AccessEntry, status: str) -> None:
+        """Create the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         attributes: dict[str, Any] = {
             "triton.model_name": entry.model, "triton.model_version": entry.version, "triton.request_id": entry.id,
@@ -98,8 +99,8 @@ class SpanTracer:
             request.set_status(Status(StatusCode.ERROR, status))
         request.end(self._epoch_ns + trace.ended_ns)
 
-    def _phases(self, trace: Trace, span: Any, parent: Any) -> None:
-        """The spans below that of a request, or of a step."""
+    def _phases(self, trace: RequestTrace, span: Any, parent: Any) -> None:
+        """Create the child spans of a request or a step."""
         from opentelemetry.trace import set_span_in_context
         inner = set_span_in_context(span, parent)
         for enqueued_ns, execution in trace.executions:

@@ -1,6 +1,6 @@
-"""Traces of inferences in files of JSON, as Triton writes them: its trace_summary.py reads them.
+"""Write traces of inferences to JSON files in Triton's format, which its trace_summary.py reads.
 
-A file is a list. A trace, and that of each step of an ensemble below it, are several of its objects with one id:
+A file is a list. A trace, and that of each step of an ensemble below it, consists of several objects with one id:
 
     {"id": 1, "model_name": "digits", "model_version": 1, "request_id": "7"}            a step's has a parent_id
     {"id": 1, "timestamps": [{"name": "REQUEST_START", "ns": 2356425054785863}]}
@@ -23,47 +23,48 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.observing.access_log import Entry
+from infer_server.observing.access_log import AccessEntry
 from infer_server.observing.trace_settings import Sampler, SettingsByModel, TraceSettings
-from infer_server.observing.traces import TENSORS, TIMESTAMPS, Tensor, Trace
+from infer_server.observing.traces import TENSORS, TIMESTAMPS, RequestTrace, TracedTensor
 from infer_server.protocol.codec import DATATYPES
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 64 << 20          # of traces that are not written: beyond that the disk is too slow for them
-_FILE_BYTES = 16 << 20          # of tensors that wait for others of their file: it ends before these are there
+_MOST_BYTES = 64 << 20          # limit of the traces that wait to be written; more are dropped
+_FILE_BYTES = 16 << 20          # tensor bytes at which a file is written before it has log_frequency traces
 
 
 class _Ended(NamedTuple):
-    trace: Trace
-    entry: Entry
+    """Trace of a request that has ended."""
+    trace: RequestTrace
+    entry: AccessEntry
 
 
 class TraceFiles:
-    """A Tracer. A thread writes the files, which is begun with the first of them."""
+    """Tracer that writes files, on a thread that is started with the first trace."""
 
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = SettingsByModel(settings, self._retire)
-        self._retired: set[Sampler] = set()         # with traces of requests that have not ended
-        self._writer = _Writer(settings.file)
+        self._retired: set[Sampler] = set()         # replaced samplers with open traces
+        self._writer = _TraceWriter(settings.file)
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
         sampler = self._settings.of(model)
-        if not sampler.takes():
+        if not sampler.sample():
             return None
 
-        def record(trace: Trace, entry: Entry, status: str) -> None:
+        def record(trace: RequestTrace, entry: AccessEntry, status: str) -> None:
             sampler.open -= 1
             sampler.ended.append(_Ended(trace, entry))
-            sampler.tensor_bytes += trace.kept.tensor_bytes
-            if trace.kept.is_cut:
-                log.warning("a request of model '%s' has more than a trace keeps, whose end is left out", trace.model)
+            sampler.tensor_bytes += trace.memory.tensor_bytes
+            if trace.memory.is_cut:
+                log.warning("the trace of a request of model '%s' is too large, and its end is left out", trace.model)
             if _is_due(sampler):
                 self._write(sampler)
             if not sampler.open:
                 self._retired.discard(sampler)
 
-        return Trace(record, keeps_tensors=TENSORS in sampler.settings.levels)
+        return RequestTrace(record, keeps_tensors=TENSORS in sampler.settings.levels)
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
         return self._settings.of(model).now().texts()
@@ -83,12 +84,12 @@ class TraceFiles:
             self._write(sampler)
 
     def _write(self, sampler: Sampler) -> None:
-        """Has what is there of a sampler's traces written."""
+        """Queue the ended traces of a sampler for writing."""
         if sampler.ended:
             settings = sampler.settings
             numbered = (settings.log_frequency > 0 or sampler.remaining == 0
                         or (settings.count > 0 and _is_full(sampler)))
-            size = sum(each.trace.kept.bytes for each in sampler.ended)
+            size = sum(each.trace.memory.bytes for each in sampler.ended)
             self._writer.put(_Batch(sampler.ended, settings.levels, numbered, size))
             sampler.ended, sampler.tensor_bytes = [], 0
 
@@ -99,7 +100,7 @@ def _is_due(sampler: Sampler) -> bool:
         return True
     if settings.log_frequency:
         return len(sampler.ended) >= settings.log_frequency
-    return settings.count < 0           # else they may have a file with a number, when all are there
+    return settings.count < 0           # with a count, they get a numbered file once all have ended
 
 
 def _is_full(sampler: Sampler) -> bool:
@@ -107,14 +108,15 @@ def _is_full(sampler: Sampler) -> bool:
 
 
 class _Batch(NamedTuple):
+    """Traces that are written together."""
     traces: Sequence[_Ended]
     levels: Sequence[str]
-    numbered: bool                      # they are a file of their own
-    size: int
+    numbered: bool                      # True if they get a numbered file
+    size: int                           # bytes of memory
 
 
-class _Writer:
-    """put() and close() are the event loop's, or whoever closes; the rest is the thread's."""
+class _TraceWriter:
+    """Writer thread. put() and close() are called by other threads; everything else belongs to the writer."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -123,15 +125,15 @@ class _Writer:
         self._waiting_bytes, self._lock = 0, threading.Lock()
         self._dropped = 0
         self._numbers, self._ids = count(), count(1)
-        self._open: FileIO | None = None            # that which is not numbered
-        self._before = "["                          # in that, of the next trace
+        self._open: FileIO | None = None            # the file without a number
+        self._before = "["                          # text before the next trace in it
         self._fails = False
 
     def put(self, batch: _Batch) -> None:
         with self._lock:
             if self._waiting_bytes > _MOST_BYTES:
                 if not self._dropped:
-                    log.warning("requests are traced faster than %s can be written: some of them have no trace; "
+                    log.warning("requests are traced faster than %s can be written, and some traces are dropped: "
                                 "raise the rate, or leave out %s", self._file, TENSORS)
                 self._dropped += len(batch.traces)
                 return
@@ -146,14 +148,14 @@ class _Writer:
             self._batches.put(None)
             self._thread.join()
         if self._dropped:
-            log.warning("%d requests that were to be traced have no trace", self._dropped)
+            log.warning("%d traces were dropped", self._dropped)
 
     def _run(self) -> None:
         while batch := self._batches.get():
             self._try(self._write, batch)
             with self._lock:
                 self._waiting_bytes -= batch.size
-            del batch                   # it would be kept until there is another
+            del batch                   # free its memory now
         self._try(self._end)
 
     def _try(self, write: Callable[..., None], *arguments: Any) -> None:
@@ -162,7 +164,7 @@ class _Writer:
             self._fails = False
         except OSError as error:
             if not self._fails:
-                log.error("traces are lost, for they cannot be written to %s: %s", self._file, error)
+                log.error("traces are lost, because %s cannot be written: %s", self._file, error)
             self._fails = True
 
     def _end(self) -> None:
@@ -177,13 +179,13 @@ class _Writer:
             _write_file(f"{self._file}.{next(self._numbers)}", f"[{text}]")
             return
         if not self._open:
-            self._open = open(self._file, "wb", buffering=0)    # noqa: SIM115      # to the end of the server
+            self._open = open(self._file, "wb", buffering=0)    # noqa: SIM115      # closed by _end()
         _append(self._open, self._before + text)
         self._before = ",\n"
 
 
 def _write_file(name: str, text: str) -> None:
-    """Half of it would be no JSON: there is no file then."""
+    """Write a file completely, or delete it: a part of it would not be valid JSON."""
     with open(name, "wb", buffering=0) as file:
         try:
             _append(file, text)
@@ -193,7 +195,7 @@ def _write_file(name: str, text: str) -> None:
 
 
 def _append(file: FileIO, text: str) -> None:
-    """All of it, or nothing where the file, if it is none of a pipe's, does not take all."""
+    """Append a text completely, or not at all; a pipe may get a part of it."""
     rest, begin = memoryview(text.encode()), file.tell() if file.seekable() else 0
     try:
         while rest:
@@ -205,14 +207,15 @@ def _append(file: FileIO, text: str) -> None:
         raise
 
 
-def _objects(trace: Trace, entry: Entry, levels: Sequence[str], ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
-    """Of a request's trace."""
+def _objects(trace: RequestTrace, entry: AccessEntry, levels: Sequence[str],
+             ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a request's trace."""
     number = next(ids)
     if TIMESTAMPS in levels:
         if entry.protocol == "HTTP":
             yield _timestamp(number, "HTTP_RECV_START", entry.received_ns)
             yield _timestamp(number, "HTTP_RECV_END", trace.began_ns)
-        else:           # grpcio does not tell when it began to receive
+        else:           # the time at which grpcio began to receive is not known
             yield _timestamp(number, "GRPC_WAITREAD_START", entry.received_ns)
             yield _timestamp(number, "GRPC_WAITREAD_END", entry.received_ns)
     yield from _objects_of(trace, number, 0, entry, trace.responded_ns, levels, ids)
@@ -223,9 +226,9 @@ def _objects(trace: Trace, entry: Entry, levels: Sequence[str], ids: Iterator[in
         yield _timestamp(number, f"{protocol}_SEND_END", trace.ended_ns)
 
 
-def _objects_of(trace: Trace, number: int, parent: int, entry: Entry, ended_ns: int, levels: Sequence[str],
+def _objects_of(trace: RequestTrace, number: int, parent: int, entry: AccessEntry, ended_ns: int, levels: Sequence[str],
                 ids: Iterator[int]) -> Iterator[Mapping[str, Any]]:
-    """Of a request, or of a step of one, as its model sees it."""
+    """Yield the objects of a request or of a step, as its model sees it."""
     about = {"request_id": entry.id} if entry.id else {}
     yield {"id": number, "model_name": trace.model or entry.model, "model_version": trace.version, **about,
            **({"parent_id": parent} if parent else {})}
@@ -248,7 +251,7 @@ def _timestamp(number: int, name: str, at_ns: int) -> Mapping[str, Any]:
     return {"id": number, "timestamps": [{"name": name, "ns": at_ns}]}
 
 
-def _described(tensor: Tensor) -> Mapping[str, str]:
+def _described(tensor: TracedTensor) -> Mapping[str, str]:
     array = tensor.array
     datatype = next((each.name for each in DATATYPES.values() if each.array == array.dtype), str(array.dtype))
     return {"name": tensor.name, "data": ",".join(_texts(array)), "shape": ",".join(map(str, array.shape)),
@@ -259,6 +262,6 @@ def _texts(array: NDArray[Any]) -> Iterator[str]:
     if array.dtype == np.object_:
         for each in array.flat:
             text = each.decode(errors="backslashreplace") if isinstance(each, bytes) else str(each)
-            yield '"' + text.replace('"', '""') + '"'            # as in a row of CSV
+            yield '"' + text.replace('"', '""') + '"'            # quoted as in CSV
     else:
         yield from map(str, (array.astype(np.uint8) if array.dtype == np.bool_ else array).flat)

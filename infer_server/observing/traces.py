@@ -1,7 +1,7 @@
-"""What is seen of a request on its way through the server, for those who trace it: spans.py, trace_files.py.
+"""Traces of requests: what spans.py and trace_files.py record of a request's way through the server.
 
-    Trace of a request ─┬─ executions: its wait in the queue of its model, and the batch that it was part of
-                        └─ steps, if it asks an ensemble: a Trace of each
+    Trace of a request ─┬─ executions: its time in the queue, and the batch that it was part of
+                        └─ steps of an ensemble: a Trace for each
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from infer_server.observing.access_log import Entry
+from infer_server.observing.access_log import AccessEntry
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -22,12 +22,12 @@ TIMESTAMPS = "TIMESTAMPS"
 TENSORS = "TENSORS"
 LEVELS = (TIMESTAMPS, TENSORS)
 
-_MOST_BYTES = 256 << 20         # of one request: a stream may have no end
-_TRACE_BYTES = 4 << 10          # of a trace, about, beside its tensors
+_MOST_BYTES = 256 << 20         # limit of the memory of one request's traces: a stream may be endless
+_TRACE_BYTES = 4 << 10          # estimated memory of a trace without its tensors
 
 
-class Executed(Protocol):
-    """How long an execution took: batching.statistics.BatchExecution."""
+class ExecutionTimes(Protocol):
+    """Times of an execution; implemented by batching.statistics.BatchExecution."""
     @property
     def items(self) -> int: ...
     @property
@@ -40,8 +40,8 @@ class Executed(Protocol):
     def encoded_ns(self) -> int: ...
 
 
-class Apart(NamedTuple):
-    """An execution whose responses came apart from it: it took until the last of them."""
+class LateExecution(NamedTuple):
+    """Execution whose responses came later; it lasts until the last of them."""
     items: int
     started_ns: int
     encoded_ns: int
@@ -55,34 +55,45 @@ class Apart(NamedTuple):
         return self.encoded_ns
 
 
-class Tensor(NamedTuple):
-    """A copy of an input or an output."""
-    activity: str               # Triton's name of where it was seen
+class TracedTensor(NamedTuple):
+    """Copy of an input or an output."""
+    activity: str               # Triton's name of the point at which it was copied
     name: str
     array: NDArray[Any]
 
 
 class Tracer(Protocol):
-    """Says which requests are traced, and takes what was seen of them. Belongs to the event loop."""
+    """Interface that selects the requests to trace and receives their traces. Belongs to the event loop."""
 
-    def begin(self, model: str, header: Callable[[str], str]) -> Trace | None:
-        """The trace of a request for a model, with these headers; None: it is not traced."""
+    def begin(self, model: str, header: Callable[[str], str]) -> RequestTrace | None:
+        """Return a trace for a request to a model with these headers, or None if it is not traced."""
 
     def settings_of(self, model: str) -> Mapping[str, Sequence[str]]:
-        """The trace settings of a model, by their names in Triton's trace extension, as texts; "": those of all models.
-        https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md"""
+        """Return the trace settings of a model, or of all models for "", as texts by Triton's names.
+
+        https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_trace.md
+        """
 
     def update(self, model: str, settings: Mapping[str, Sequence[str]]) -> None:
-        """Changes these trace settings of a model; "": of all models. A setting without a value becomes that of all
-        models again, or that of the command line. Raises NotServedError, InvalidRequestError."""
+        """Change trace settings of a model, or of all models for "".
+
+        A setting without a value becomes that of all models again, or that of the command line.
+
+        Raises
+        ------
+        NotServedError
+            The settings cannot be changed.
+        InvalidRequestError
+            A setting is not valid.
+        """
 
     def close(self) -> None:
-        """Sends, or writes, what is left. Blocks."""
+        """Send or write the remaining traces. Blocks."""
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What a request's trace, and those of its steps, have in memory."""
+class TraceMemory:
+    """Memory use of the traces of a request and its steps."""
     traces: int = 1
     tensor_bytes: int = 0
 
@@ -92,35 +103,35 @@ class Kept:
 
     @property
     def is_cut(self) -> bool:
-        """What comes now is left out."""
+        """True if the limit is reached, so that further data is left out."""
         return self.bytes > _MOST_BYTES
 
 
 @dataclass(slots=True, eq=False)
-class Trace:
-    """Of one request, or of a step, until it ends."""
-    record: Callable[[Trace, Entry, str], None]     # takes it when its request has ended
+class RequestTrace:
+    """Trace of a request or of a step, until it ends."""
+    record: Callable[[RequestTrace, AccessEntry, str], None]     # called with the trace when its request has ended
     keeps_tensors: bool = False
-    parent: Any = None                              # the client's span, for OpenTelemetry
-    model: str = ""                                 # "": none has it
+    parent: Any = None                              # context of the client's OpenTelemetry span
+    model: str = ""                                 # "" until the request is queued
     version: int = -1
     began_ns: int = field(default_factory=time.monotonic_ns)
-    responded_ns: int = 0                           # an answer is about to be handed to its protocol
+    responded_ns: int = 0                           # time at which a response is handed to the protocol
     ended_ns: int = 0
-    executions: list[tuple[int, Executed]] = field(default_factory=list)    # and when it was enqueued for each
-    under_way: tuple[int, int, int] | None = None   # an execution, as executing() was told of it
-    tensors: list[Tensor] = field(default_factory=list)
-    steps: list[Trace] = field(default_factory=list)
-    kept: Kept = field(default_factory=Kept)
+    executions: list[tuple[int, ExecutionTimes]] = field(default_factory=list)    # with the time of queueing for each
+    under_way: tuple[int, int, int] | None = None   # arguments of executing() for the current execution
+    tensors: list[TracedTensor] = field(default_factory=list)
+    steps: list[RequestTrace] = field(default_factory=list)
+    memory: TraceMemory = field(default_factory=TraceMemory)
 
-    def asks(self, model: str, version: int, inputs: Arrays) -> None:
-        """To be called before the request is queued for the model."""
+    def set_model(self, model: str, version: int, inputs: Arrays) -> None:
+        """Record model and inputs. Call this before the request is queued."""
         self.model, self.version = model, version
         if self.keeps_tensors:
             self._keep("TENSOR_QUEUE_INPUT", inputs)
 
-    def seeing(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
-        """Wraps what makes the response of the outputs, so that copies of the outputs are kept as well."""
+    def wrap_encoder(self, encode: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+        """Wrap an encoder so that copies of the outputs are recorded, if the trace keeps tensors."""
         if not self.keeps_tensors:
             return encode
 
@@ -132,41 +143,44 @@ class Trace:
 
     def _keep(self, activity: str, tensors: Arrays) -> None:
         for name, array in tensors.items():
-            if isinstance(array, np.ndarray) and not self.kept.is_cut:          # and no tensor on a GPU
-                self.tensors.append(Tensor(activity, name, array.copy()))
-                self.kept.tensor_bytes += array.nbytes + (_bytes_of_texts(array) if array.dtype == np.object_ else 0)
+            if isinstance(array, np.ndarray) and not self.memory.is_cut:          # tensors on GPUs are skipped
+                self.tensors.append(TracedTensor(activity, name, array.copy()))
+                self.memory.tensor_bytes += array.nbytes + (_bytes_of_texts(array) if array.dtype == np.object_ else 0)
 
-    def step(self) -> Trace:
-        """The trace of a request that is made for this one."""
-        step = Trace(self.record, self.keeps_tensors, kept=self.kept)
-        if not self.kept.is_cut:
+    def step(self) -> RequestTrace:
+        """Return a new trace for a request that is made on behalf of this one."""
+        step = RequestTrace(self.record, self.keeps_tensors, memory=self.memory)
+        if not self.memory.is_cut:
             self.steps.append(step)
-            self.kept.traces += 1
+            self.memory.traces += 1
         return step
 
     def executing(self, enqueued_ns: int, items: int, started_ns: int) -> None:
-        """To be told when a Python model begins to execute a batch with the request in it: where its response sender
-        sends the responses later, executed() is never called, and ended() closes the execution."""
+        """Record that a Python model begins to execute a batch with the request.
+
+        If its response sender sends the responses later, executed() is not called, and ended() completes the execution.
+        """
         self.under_way = enqueued_ns, items, started_ns
 
-    def executed(self, enqueued_ns: int, execution: Executed) -> None:
-        """A batch with the request in it was executed."""
+    def executed(self, enqueued_ns: int, execution: ExecutionTimes) -> None:
+        """Record an execution of a batch with the request."""
         self.under_way = None
         self.executions.append((enqueued_ns, execution))
 
     def responding(self) -> None:
-        """What is done from now on is to hand an answer on."""
+        """Record that the response is being handed to the protocol."""
         self.responded_ns = time.monotonic_ns()
 
     def ended(self) -> None:
-        """To be called when a step ends."""
+        """Record the end of a step."""
         self.ended_ns = time.monotonic_ns()
         if self.under_way:
             enqueued_ns, items, started_ns = self.under_way
-            self.executed(enqueued_ns, Apart(items, started_ns, max(started_ns, self.responded_ns or self.ended_ns)))
+            ended_ns = max(started_ns, self.responded_ns or self.ended_ns)
+            self.executed(enqueued_ns, LateExecution(items, started_ns, ended_ns))
 
-    def end(self, entry: Entry, status: str) -> None:
-        """To be called when the request ends. status: see AccessLog.end."""
+    def end(self, entry: AccessEntry, status: str) -> None:
+        """Record the end of the request; see AccessLog.end for `status`."""
         self.ended()
         self.responded_ns = self.responded_ns or self.ended_ns
         self.record(self, entry, status)

@@ -1,7 +1,9 @@
-"""Tensors of the protocol <-> ndarrays: the only place that knows how either is laid out.
+"""Convert between tensors of the protocol and ndarrays.
 
-Raw contents are little-endian, row-major, without padding; BYTES elements are each preceded by their length as a 4-byte
-integer. Typed contents hold one value an element in the field of their kind; FP16 and BF16 have none and must be raw.
+Raw contents are little-endian, row-major, without padding; each BYTES element is preceded by its length as a 4-byte
+integer. Typed contents hold one value for each element in the field of their kind; FP16 and BF16 have no such field and
+must be raw.
+
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_grpc.md
 """
 from __future__ import annotations
@@ -21,21 +23,21 @@ from infer_server.errors import InvalidRequestError, MalformedMessageError
 from infer_server.protocol.wire import MAX_VARINT_BYTES, InferRequest, Packed, byte_strings
 from protos import inference, model_config
 
-MAX_RANK = 32               # of a tensor
-_MOST_BYTES = (1 << 63) - 1 # of a tensor, and elements: what its shape may say
-_FEW_BYTES = 4096           # which are copied as quickly as looked at
-OBJECT_BYTES = 41           # of a BYTES element beside its text: its object and the pointer to it
+MAX_RANK = 32               # maximum rank of a tensor
+_MOST_BYTES = (1 << 63) - 1 # maximum number of bytes, and of elements, of a tensor
+_FEW_BYTES = 4096           # size below which a copy is as fast as a view
+OBJECT_BYTES = 41           # memory of a BYTES element without its text: object and pointer
 _NOWHERE: Mapping[int, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """An element type of the protocol. BF16 has no dtype in numpy: its bits are kept as integers."""
+    """Datatype of the protocol. BF16 has no dtype in NumPy; its bits are kept as integers."""
     name: str                       # "FP32"
-    engine: str                     # the name engines use: "float32"
-    array: np.dtype[Any]            # as received and sent
-    contents: str                   # the field of InferTensorContents; "" if there is none
-    config: int                     # the value of model_config.DataType
+    engine: str                     # name that engines use: "float32"
+    array: np.dtype[Any]            # dtype of the raw contents
+    contents: str                   # field of InferTensorContents; "" if there is none
+    config: int                     # value of model_config.DataType
 
 
 def _datatype(name: str, engine: str, array: str, contents: str) -> Datatype:
@@ -65,15 +67,15 @@ FROM_CONFIG = {datatype.config: datatype for datatype in DATATYPES.values()}
 
 @dataclass(frozen=True)
 class InputTensor:
-    """An input as a request declares it, before anything is known of its contents."""
+    """Input as a request declares it, before its contents are read."""
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
-    model: str = ""                 # that it is sent to, for errors
+    model: str = ""                 # name of the model, for errors
 
     @functools.cached_property
     def raw_bytes(self) -> int:
-        """Of its raw contents, where it is one of numbers."""
+        """Size of its raw contents, for numeric datatypes."""
         return math.prod(self.shape) * self.datatype.array.itemsize
 
     @functools.cached_property
@@ -83,15 +85,15 @@ class InputTensor:
 
     @property
     def whose(self) -> str:
-        """Its name and its model's, as Triton's errors have them."""
+        """Name of the input and of its model, as Triton's errors write them."""
         return f"'{self.name}' for model '{self.model}'" if self.model else f"'{self.name}'"
 
     def __str__(self) -> str:
         return f"input '{self.name}' ({self.datatype.name} {list(self.shape)})"
 
 
-class Declared(Protocol):
-    """An input as a message of some protocol declares it."""
+class DeclaredInput(Protocol):
+    """Input as a message of any protocol declares it."""
     @property
     def name(self) -> str: ...
     @property
@@ -100,10 +102,15 @@ class Declared(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def declared_inputs(inputs: Iterable[Declared], model: str = "") -> tuple[InputTensor, ...]:
-    """The inputs of a request to that model, in its order. Raises InvalidRequestError for a declaration that is none.
+def declared_inputs(inputs: Iterable[DeclaredInput], model: str = "") -> tuple[InputTensor, ...]:
+    """Return the declared inputs of a request, in its order.
 
-    They are compared with the model before their contents are read: what no model asks for is not worth the time.
+    They are checked against the model before their contents are read, so that invalid requests cost little.
+
+    Raises
+    ------
+    InvalidRequestError
+        A name occurs twice, or a datatype or shape is not valid.
     """
     tensors: dict[str, InputTensor] = {}
     for tensor in inputs:
@@ -121,7 +128,7 @@ def declared_inputs(inputs: Iterable[Declared], model: str = "") -> tuple[InputT
 
 
 def _check_extents(tensor: InputTensor) -> None:
-    name, shape, count = tensor.name, listed(tensor.shape), math.prod(tensor.shape)
+    name, shape, count = tensor.name, bracketed(tensor.shape), math.prod(tensor.shape)
     if any(extent < 0 for extent in tensor.shape):
         raise InvalidRequestError(f"All input dimensions should be specified for input {tensor.whose}, got {shape}, "
                                   "which has a negative extent")
@@ -133,17 +140,28 @@ def _check_extents(tensor: InputTensor) -> None:
                                   f"({tensor.datatype.array.itemsize}) exceeds maximum allowed size ({_MOST_BYTES})")
 
 
-def listed(values: Iterable[object]) -> str:
-    """A shape, or names, as Triton's errors have them: "[1,16]"."""
+def bracketed(values: Iterable[object]) -> str:
+    """Return a shape or names as Triton's errors write them: "[1,16]"."""
     return f"[{','.join(map(str, values))}]"
 
 
 def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
                   elsewhere: Mapping[int, Any] = _NOWHERE) -> dict[str, Any]:
-    """The contents of `declared_inputs` by name, as views of the message where they were sent raw.
+    """Return the contents of `declared_inputs` by name; raw contents become views of the message.
 
-    elsewhere: by the position of their input, raw contents that are not in the message, or what stands for the array.
-    Raises InvalidRequestError where contents do not fill the declared shape and datatype exactly.
+    Parameters
+    ----------
+    request : InferRequest
+        Request as `split_request` returns it.
+    tensors : sequence of InputTensor
+        Declared inputs.
+    elsewhere : mapping of int to object
+        Raw contents, or arrays, of inputs that are not in the message, by position of the input.
+
+    Raises
+    ------
+    InvalidRequestError
+        The contents do not match the declared shape and datatype exactly.
     """
     raw_inputs = request.raw_inputs
     if len(raw_inputs) == len(tensors) and not (elsewhere or request.packed or request.form.has_contents):
@@ -173,7 +191,7 @@ def decode_inputs(request: InferRequest, tensors: Sequence[InputTensor],
 
 
 def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
-    """The raw contents of an array, without a copy if it is large and contiguous."""
+    """Return the raw contents of an array; a large contiguous array is not copied."""
     if datatype.name == "BYTES":
         return memoryview(b"".join(struct.pack("<I", len(value)) + value for value in map(_as_bytes, array.flat)))
     if array.dtype != datatype.array:
@@ -186,7 +204,7 @@ def encode_raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
 
 
 def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
-    """Raw contents as a view, where they are numbers. Raises InvalidRequestError: not as long as declared."""
+    """Return raw contents as an array, as a view for numeric datatypes. Raises InvalidRequestError for a wrong size."""
     datatype = tensor.datatype
     if tensor.is_plain and raw.nbytes == tensor.raw_bytes:
         return np.ndarray(tensor.shape, datatype.array, raw)
@@ -200,7 +218,7 @@ def from_raw(tensor: InputTensor, raw: memoryview) -> NDArray[Any]:
 
 
 def check_bytes(tensor: InputTensor, found: int) -> None:
-    """Raises InvalidRequestError: a tensor of numbers has not so many bytes of raw contents."""
+    """Raise InvalidRequestError if the raw contents of a numeric tensor do not have `found` bytes."""
     if found != tensor.raw_bytes and tensor.datatype.name != "BYTES":
         raise _wrong_size(tensor, found, f"bytes of {tensor.datatype.name} {list(tensor.shape)}")
 
@@ -211,7 +229,7 @@ def _wrong_size(tensor: InputTensor, found: int, what: str) -> InvalidRequestErr
 
 
 def _wrong_count(tensor: InputTensor, found: int) -> InvalidRequestError:
-    """found: elements that there are of a tensor of BYTES."""
+    """Return the error for a BYTES tensor with `found` elements."""
     count = math.prod(tensor.shape)
     return InvalidRequestError(
         f"expected {count} string elements for inference input {tensor.whose}, got {found}" if found < count else
@@ -272,16 +290,16 @@ def _from_packed(tensor: InputTensor, packed: Packed) -> NDArray[Any]:
                      else values.astype(np.uint32).view(_VARINT_KIND[packed.field]))
 
 
-# What the base-128 integers of a field are read as; those of 32 bits lose what is above, as in every protobuf.
+# Integer type of each varint field; 32-bit types drop the higher bits, as protobuf does.
 _VARINT_KIND = {"int_contents": np.int32, "uint_contents": np.uint32, "int64_contents": np.int64,
                 "uint64_contents": np.uint64}
 
 
 def _varints(tensor: InputTensor, data: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Base-128 integers, seven bits a byte, the lowest first; the last byte of each is below 128."""
+    """Decode base-128 varints: seven bits in each byte, lowest first; the last byte of each is below 128."""
     lasts = data < 0x80
     count = int(np.count_nonzero(lasts))
-    _check_count(tensor, count)         # first: so no more is allocated than the model takes
+    _check_count(tensor, count)         # before the allocation, which is then bounded by the model's shapes
     ends = np.flatnonzero(lasts)
     begins = np.concatenate(([0], ends[:-1] + 1)) if count else ends
     lengths = ends - begins + 1
@@ -295,14 +313,14 @@ def _varints(tensor: InputTensor, data: NDArray[np.uint8]) -> NDArray[np.uint64]
 
 
 def _check_fields(tensor: InputTensor, found: Sequence[str]) -> None:
-    """Whether values came in the one field of InferTensorContents that the datatype has."""
-    wanted = tensor.datatype.contents
-    if not wanted:
+    """Raise InvalidRequestError unless the values are in the field of InferTensorContents for the datatype."""
+    expected = tensor.datatype.contents
+    if not expected:
         raise InvalidRequestError(f"{tensor}: {tensor.datatype.name} has no typed contents; send it in "
                                   "raw_input_contents")
-    if others := [name for name in found if name != wanted]:
+    if others := [name for name in found if name != expected]:
         raise InvalidRequestError(f"unexpected explicit tensor data for input tensor {tensor.whose}: expected the "
-                                  f"values of {tensor.datatype.name} in {wanted}, got {', '.join(others)}")
+                                  f"values of {tensor.datatype.name} in {expected}, got {', '.join(others)}")
 
 
 def _check_count(tensor: InputTensor, found: int) -> None:
@@ -315,12 +333,12 @@ def _check_count(tensor: InputTensor, found: int) -> None:
 
 
 def narrowed(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
-    """Integers in the datatype and shape of a tensor. Raises InvalidRequestError if one does not fit."""
+    """Convert integers to the datatype and shape of a tensor. Raises InvalidRequestError if one does not fit."""
     return shaped(tensor, narrow(tensor.datatype, str(tensor), array))
 
 
 def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
-    """Convert integers to a datatype. what: describes the tensor. Raises InvalidRequestError if one does not fit."""
+    """Convert integers to a datatype; `what` names the tensor. Raises InvalidRequestError if one does not fit."""
     limits = np.iinfo(datatype.array)
     if array.size and (array.min() < limits.min or array.max() > limits.max):
         raise InvalidRequestError(f"{what}: a value is outside of {datatype.name}'s {limits.min}..{limits.max}")
@@ -328,28 +346,33 @@ def narrow(datatype: Datatype, what: str, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def object_bytes(tensor: InputTensor, raw_bytes: int) -> int:
-    """Return the bytes that the objects of a BYTES tensor take beside their text; 0 for a tensor of numbers.
+    """Return the memory of a BYTES tensor's objects without their text; 0 for numeric tensors.
 
-    raw_bytes: of its contents, of which an element has two or more.
+    Parameters
+    ----------
+    tensor : InputTensor
+        Declared input.
+    raw_bytes : int
+        Size of its encoded contents, of which each element takes two bytes or more.
     """
     return OBJECT_BYTES * min(math.prod(tensor.shape), raw_bytes // 2) if tensor.datatype.name == "BYTES" else 0
 
 
 def object_array(values: Sequence[bytes]) -> NDArray[Any]:
-    """The elements of a BYTES tensor."""
+    """Return a one-dimensional array of the elements of a BYTES tensor."""
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array
 
 
 def shaped(tensor: InputTensor, array: NDArray[Any]) -> NDArray[Any]:
-    """An array of as many elements, in the declared shape."""
+    """Return an array in the declared shape. Raises InvalidRequestError if that is not possible."""
     try:
         return array.reshape(tensor.shape)
-    except ValueError as error:     # an empty tensor of absurd extents
+    except ValueError as error:     # an empty tensor whose dims overflow
         raise InvalidRequestError(f"{tensor}: {error}") from error
 
 
 def _as_bytes(value: Any) -> bytes:
-    """An element of an array of objects: bytes, text, or what has a text: bytes(3) would be three zeros."""
+    """Return an element of an object array as bytes. Plain bytes(3) would give three zeros."""
     return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else str(value).encode()

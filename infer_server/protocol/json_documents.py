@@ -1,4 +1,4 @@
-"""Reads large JSON requests in steps: ijson's parser takes a piece of the text at a time.
+"""Parse large JSON requests in steps, with ijson's incremental parser.
 
 Parsing the whole text at once would block the event loop for seconds, and Python objects for its numbers would take
 thirty times the bytes that were sent. Values of tensors become arrays instead (JsonArray); the rest of a document, the
@@ -6,7 +6,8 @@ thirty times the bytes that were sent. Values of tensors become arrays instead (
 
     {"inputs": [{"name": "x", "shape": [1, 3], "data": [0.1, ...]}]}        frame: all but 0.1, ...
 
-JSON has no NaN and no Infinity. A document with them is parsed at once, as a small one is, if it is not too large.
+Standard JSON has no NaN and no Infinity. A document with them is parsed at once, like a small one, if it is not too
+large.
 """
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from ijson.utils import sendable_list
 from infer_server.errors import InvalidRequestError, TooLargeError
 from infer_server.protocol.json_values import MOST_DEPTH, JsonArray, Steps, parsed, too_deep
 
-LARGE_BYTES = 64 << 10          # JSON from this size on is read in steps
+LARGE_BYTES = 64 << 10          # size from which JSON is parsed in steps
 MOST_FRAME_BYTES = 1 << 20
-_PIECE_BYTES = 16 << 10         # parsed in one step: a few milliseconds
-_VALUE_BYTES = 64               # counted for a value of the frame beside its text
-_MOST_AT_ONCE_BYTES = 1 << 20   # of a document with NaN or Infinity
+_PIECE_BYTES = 16 << 10         # text parsed in one step, a few milliseconds
+_VALUE_BYTES = 64               # accounted for each value of the frame in addition to its text
+_MOST_AT_ONCE_BYTES = 1 << 20   # limit of a document with NaN or Infinity
 
 _LONG_NUMBER = re.compile(rb"[0-9]{1000}")
 
-# Paths of values that may be long. _ANY is any key, _EACH any element of an array.
+# Paths of values that may be long. _ANY matches any key, _EACH any element of an array.
 _ANY, _EACH = "*", "[]"
 _INFERENCE = (("inputs", _EACH, "data"),)
 _MEMBERS = ((_ANY,), ("parameters", _ANY))
@@ -37,64 +38,65 @@ Hold = Callable[[int], None]
 
 
 def read_inference(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
-    """Read an inference request; the `data` of its inputs are JsonArrays.
+    """Parse an inference request; the `data` of its inputs become JsonArrays.
 
     Parameters
     ----------
     body : bytes-like
-        Begins with the JSON.
+        Data that begins with the JSON.
     size : int
         Length of the JSON in bytes.
     hold : callable
-        Counts bytes of memory before they are used; may raise.
+        Accounts for bytes of memory before they are used; may raise.
 
     Raises
     ------
     InvalidRequestError
         The text is not a JSON object.
     TooLargeError
-        The frame has more than MOST_FRAME_BYTES.
+        The frame exceeds MOST_FRAME_BYTES.
     """
     return (yield from _read(body, size, hold, _INFERENCE))
 
 
 def read_members(body: bytes | bytearray, size: int, hold: Hold) -> Steps[dict[str, Any]]:
-    """Read an object whose members, and those of its member `parameters`, may be long strings, or arrays of values.
+    """Parse an object whose members, and those of its member `parameters`, may be long strings or arrays.
 
     These arrays become JsonArrays. Parameters and errors are those of read_inference.
     """
     return (yield from _read(body, size, hold, _MEMBERS))
 
 
-def _read(body: bytes | bytearray, size: int, hold: Hold, places: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
+def _read(body: bytes | bytearray, size: int, hold: Hold,
+          long_paths: tuple[tuple[str, ...], ...]) -> Steps[dict[str, Any]]:
     try:
-        return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold))
+        return (yield from _parsed_in_steps(body, size, _DocumentBuilder(long_paths, hold), hold))
     except ijson.JSONError as error:
-        if "overflow" in str(error):        # beyond 63 bits, as UINT64 has, or float64: decimals are exact, and slower
-            return (yield from _parsed_in_steps(body, size, _Document(places, hold), hold, use_float=False))
+        if "overflow" in str(error):        # a number beyond int64 or float64: parse again with exact decimals
+            return (yield from _parsed_in_steps(body, size, _DocumentBuilder(long_paths, hold), hold, use_float=False))
         if size <= _MOST_AT_ONCE_BYTES and (body.find(b"NaN") >= 0 or body.find(b"Infinity") >= 0):
-            return _parsed_at_once(bytes(memoryview(body)[:size]), places, hold)
+            return _parsed_at_once(bytes(memoryview(body)[:size]), long_paths, hold)
         raise InvalidRequestError(f"failed to parse the request JSON: {str(error).splitlines()[0]}") from error
-    except ValueError as error:                     # text that is not UTF-8, a number of thousands of digits
+    except ValueError as error:                     # text that is not UTF-8, or a number with thousands of digits
         raise InvalidRequestError(f"failed to parse the request JSON: {error}") from error
 
 
-def _parsed_in_steps(body: bytes | bytearray, size: int, document: _Document, hold: Hold,
+def _parsed_in_steps(body: bytes | bytearray, size: int, document: _DocumentBuilder, hold: Hold,
                      use_float: bool = True) -> Steps[dict[str, Any]]:
-    """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and what read_inference raises."""
+    """Parse a document. Raises ijson.JSONError with a byte position, ValueError, and the errors of read_inference."""
     events, text, at = sendable_list(), memoryview(body), 0
     parser = ijson.basic_parse_coro(events, use_float=use_float)
     try:
         for at in range(0, size, _PIECE_BYTES):
             piece = bytes(text[at:min(at + _PIECE_BYTES, size)])
-            if not use_float and _LONG_NUMBER.search(piece):        # which Python does not convert
+            if not use_float and _LONG_NUMBER.search(piece):        # Python refuses to convert it
                 raise InvalidRequestError("failed to parse the request JSON: a number has more than 1000 digits")
             parser.send(piece)
             if events:
                 document.take(events)
                 del events[:]
             else:
-                hold(2 * len(piece))                # a long string: the parser collects it, then it becomes text
+                hold(2 * len(piece))                # within a long string, which the parser buffers and then decodes
             yield
         parser.close()
     except ijson.JSONError as error:
@@ -104,14 +106,14 @@ def _parsed_in_steps(body: bytes | bytearray, size: int, document: _Document, ho
     return document.root()
 
 
-def _parsed_at_once(text: bytes, places: tuple[tuple[str, ...], ...], hold: Hold) -> dict[str, Any]:
-    """Return the document with its long arrays as JsonArrays, as _read does."""
+def _parsed_at_once(text: bytes, long_paths: tuple[tuple[str, ...], ...], hold: Hold) -> dict[str, Any]:
+    """Parse a document at once, with its long arrays as JsonArrays."""
     document = parsed(text)
     if not isinstance(document, dict):
         raise InvalidRequestError("the request is not a JSON object")
 
     def collect(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, list) and _is_place(path, places):
+        if isinstance(value, list) and _is_long_path(path, long_paths):
             return JsonArray.of(value, hold)
         if isinstance(value, dict):
             return {key: collect(each, (*path, key)) for key, each in value.items()}
@@ -120,22 +122,22 @@ def _parsed_at_once(text: bytes, places: tuple[tuple[str, ...], ...], hold: Hold
     return root
 
 
-def _is_place(path: tuple[str, ...] | list[str], places: tuple[tuple[str, ...], ...]) -> bool:
-    return any(len(path) == len(place) and all(want in (_ANY, key) for want, key in zip(place, path, strict=True))
-               for place in places)
+def _is_long_path(path: tuple[str, ...] | list[str], long_paths: tuple[tuple[str, ...], ...]) -> bool:
+    return any(len(path) == len(pattern) and all(part in (_ANY, key) for part, key in zip(pattern, path, strict=True))
+               for pattern in long_paths)
 
 
-class _Document:
-    """Builds a document from the parser's events."""
+class _DocumentBuilder:
+    """Builder of a document from the parser's events."""
 
-    def __init__(self, places: tuple[tuple[str, ...], ...], hold: Hold) -> None:
-        self._places, self._hold = places, hold
+    def __init__(self, long_paths: tuple[tuple[str, ...], ...], hold: Hold) -> None:
+        self._long_paths, self._hold = long_paths, hold
         self._root: Any = None
-        self._open: list[dict[str, Any] | list[Any]] = []      # containers that have not ended, the innermost last
-        self._path: list[str] = []                             # key, or _EACH, of the next value of each of them
+        self._open: list[dict[str, Any] | list[Any]] = []       # open containers, innermost last
+        self._path: list[str] = []                              # key, or _EACH, of the next value of each of them
         self._frame_bytes = 0
-        self._array: JsonArray | None = None                    # collects values now
-        self._depth = 0                                         # of the arrays that are open in it
+        self._array: JsonArray | None = None                    # array that collects values, if any
+        self._depth = 0                                         # nesting depth within that array
 
     def root(self) -> dict[str, Any]:
         if not isinstance(self._root, dict):
@@ -143,7 +145,7 @@ class _Document:
         return self._root
 
     def take(self, events: list[tuple[str, Any]]) -> None:
-        """Add what the events say. Raises InvalidRequestError or TooLargeError."""
+        """Add events. Raises InvalidRequestError or TooLargeError."""
         at = 0
         while at < len(events):
             if self._array is not None:
@@ -157,12 +159,12 @@ class _Document:
             self._count(len(value))
             inner = self._open[-1]
             if value in inner:
-                raise InvalidRequestError(f"the member '{value[:100]}' is there twice in the request JSON")
+                raise InvalidRequestError(f"the member '{value[:100]}' occurs twice in the request JSON; send it once")
             self._path[-1] = value
         elif event == "start_map":
             self._begin({}, "")
         elif event == "start_array":
-            if _is_place(self._path, self._places):
+            if _is_long_path(self._path, self._long_paths):
                 self._array, self._depth = JsonArray(), 1
                 self._put(self._array)
             else:
@@ -171,14 +173,14 @@ class _Document:
             self._open.pop()
             self._path.pop()
         else:
-            is_long = isinstance(value, str) and _is_place(self._path, self._places)
+            is_long = isinstance(value, str) and _is_long_path(self._path, self._long_paths)
             if is_long:
                 self._hold(len(value))
             self._count(len(value) if isinstance(value, str) and not is_long else 0)
             self._put(value)
 
     def _take_values(self, array: JsonArray, events: list[tuple[str, Any]], at: int) -> int:
-        """Add values to an array up to its end, or that of the events. Return the position of the next event."""
+        """Add values to an array until it ends or the events end. Return the position of the next event."""
         if at == 0 and not _BRACKETS.intersection([event for event, _ in events]):
             array.add([value for _, value in events], self._hold)
             return len(events)
@@ -195,7 +197,8 @@ class _Document:
                     self._array = None
                     break
             elif event == "start_map":
-                raise InvalidRequestError("an array of values has a JSON object in it")
+                raise InvalidRequestError("an array of values contains a JSON object; expected numbers, booleans or "
+                                          "strings")
             else:
                 values.append(value)
         if values:

@@ -1,4 +1,4 @@
-"""The JSON of an inference request over HTTP, as a message.
+"""JSON of an inference request over HTTP.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer_server.errors import InvalidRequestError
-from infer_server.protocol.parameters import Reference, references_of
+from infer_server.protocol.parameters import MemoryReference, references_of
 
 
 @dataclass(frozen=True)
 class JsonTensor:
-    """An input or a requested output, as the JSON has it."""
+    """Input or requested output, as the JSON declares it."""
     name: str
     datatype: str = ""
     shape: Sequence[int] = ()
@@ -23,38 +23,37 @@ class JsonTensor:
     data: Any = None
 
     def asked(self) -> tuple[str, Mapping[str, Any]]:
-        """Return what is asked of it beside its values."""
+        """Return name and parameters."""
         return self.name, self.parameters
 
 
 @dataclass(eq=False)
 class Form:
-    """The JSON of a request. Requests that differ only in the tensors behind the JSON share one."""
+    """JSON of a request. Requests that differ only in the binary tensors after the JSON share one."""
     head: Mapping[str, Any]
-    is_kept: bool = False                       # it may come again
+    is_kept: bool = False                       # True if it is cached for requests with equal JSON
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError: it is no inference request."""
+        """Parse the JSON. Raises InvalidRequestError if it is not an inference request."""
         self.id: str = typed(self.head, "id", str, "")
         self.parameters: dict[str, Any] = typed(self.head, "parameters", dict, {})
         self.inputs = _tensors(self.head, "inputs")
         self.outputs = _tensors(self.head, "outputs")
-        self.encoder: Any = None                # of the last request, if another may have the same
+        self.encoder: Any = None                # encoder of the last request, if it can be reused
 
     def forget_values(self) -> None:
-        """Drop the values of the inputs, with which the body that they are in stays in memory."""
+        """Drop the values of the inputs, which keep the body in memory."""
         self.head = {}
         self.inputs = [replace(tensor, data=None if tensor.data is None else ()) for tensor in self.inputs]
 
     @functools.cached_property
     def sizes(self) -> list[int | None]:
-        """Return the size of each input in the bytes behind the JSON, or None if it is not there. Raises
-        InvalidRequestError."""
+        """Size of each input in the binary data after the JSON; None if it is not there. Raises InvalidRequestError."""
         return [typed(tensor.parameters, "binary_data_size", int, None) for tensor in self.inputs]
 
     @functools.cached_property
-    def references(self) -> Mapping[int, Reference]:
-        """The inputs that lie in shared memory, by their positions. Raises InvalidRequestError."""
+    def references(self) -> Mapping[int, MemoryReference]:
+        """References of the inputs in shared memory, by position. Raises InvalidRequestError."""
         return references_of(tensor.asked() for tensor in self.inputs)
 
 
@@ -76,12 +75,12 @@ def _tensors(head: Mapping[str, Any], key: str) -> list[JsonTensor]:
 
 def as_object(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{what} is no JSON object")
+        raise InvalidRequestError(f"{what} is not a JSON object")
     return value
 
 
 def typed(head: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """A member of a JSON object. Raises InvalidRequestError for one of another kind."""
+    """Return a member of a JSON object, or `default`. Raises InvalidRequestError for one of another type."""
     value = head.get(key)
     if value is None:
         return default

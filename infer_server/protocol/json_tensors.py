@@ -1,4 +1,4 @@
-"""Tensors as JSON <-> ndarrays."""
+"""Convert between tensors in JSON and ndarrays."""
 from __future__ import annotations
 
 import json
@@ -13,23 +13,23 @@ from infer_server.errors import InvalidRequestError
 from infer_server.protocol.codec import OBJECT_BYTES, Datatype, InputTensor, narrow, object_array, shaped
 from infer_server.protocol.json_values import JsonArray, Steps, flat
 
-NO_JSON = ("FP16", "BF16")      # datatypes
-MANY = 2048                     # elements that are written as JSON at a time, in about a millisecond
-_KINDS = {"i": int, "u": int, "f": float, "b": bool}       # of the chunks of a JsonArray
+NO_JSON = ("FP16", "BF16")      # datatypes without a JSON form
+MANY = 2048                     # elements that are encoded at a time, in about a millisecond
+_KINDS = {"i": int, "u": int, "f": float, "b": bool}       # Python type by dtype kind of a JsonArray's chunk
 
 
 def from_json(tensor: InputTensor, data: Any) -> NDArray[Any]:
-    """Numbers, truths or strings, nested or in one list, row-major. Raises InvalidRequestError."""
+    """Convert numbers, booleans or strings, nested or flat in row-major order. Raises InvalidRequestError."""
     check_json(tensor.datatype, tensor.name)
     if not isinstance(data, list):
-        raise InvalidRequestError(f"Unable to parse 'data' of {tensor}: it is missing, or no list")
+        raise InvalidRequestError(f"Unable to parse 'data' of {tensor}: it is missing, or not a list")
     values = flat(data)
     _check_count(tensor, len(values))
     return shaped(tensor, _array(tensor.datatype, str(tensor), values))
 
 
 def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None]) -> Steps[NDArray[Any]]:
-    """Convert the values of a tensor in steps. Errors are those of from_json; hold: see read_array."""
+    """Convert the values of a tensor in steps. Errors are those of from_json; for `hold` see read_array."""
     array = yield from read_array(tensor.datatype, tensor.name, str(tensor), data, hold, math.prod(tensor.shape))
     _check_count(tensor, len(array))
     return shaped(tensor, array)
@@ -37,21 +37,27 @@ def read_values(tensor: InputTensor, data: JsonArray, hold: Callable[[int], None
 
 def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: Callable[[int], None],
                most: int | None = None) -> Steps[NDArray[Any]]:
-    """Convert the values of a long array into a flat ndarray, which empties the long array.
+    """Convert the values of a long array to a flat ndarray in steps; this empties the long array.
 
     Parameters
     ----------
-    datatype, name : Datatype, str
-        Of the tensor; `what` describes it in errors.
+    datatype : Datatype
+        Datatype of the tensor.
+    name : str
+        Name of the tensor.
+    what : str
+        Description of the tensor for errors.
+    data : JsonArray
+        Values.
     hold : callable
-        Counts the bytes of the result before they are allocated; may raise.
+        Accounts for the bytes of the result before they are allocated; may raise.
     most : int, optional
-        The number of values that the tensor has.
+        Number of values that the tensor has.
 
     Raises
     ------
     InvalidRequestError
-        There are more values, or values that are not of the datatype.
+        There are too many values, or values that are not of the datatype.
     """
     check_json(datatype, name)
     if most is not None and data.count > most:
@@ -69,7 +75,7 @@ def read_array(datatype: Datatype, name: str, what: str, data: JsonArray, hold: 
 
 
 def check_json(datatype: Datatype, name: str) -> None:
-    """Raises InvalidRequestError: no JSON has tensors of this datatype."""
+    """Raise InvalidRequestError for a datatype without a JSON form."""
     if datatype.name in NO_JSON:
         raise InvalidRequestError(f"receiving {datatype.name} data via JSON is not supported. Please use the binary "
                                   f"data format for input {name}")
@@ -86,11 +92,11 @@ def _wrong_count(count: int, what: str, found: str) -> InvalidRequestError:
 
 
 def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
-    """Convert values into a flat array. Raises InvalidRequestError for values that are not of the datatype."""
+    """Convert values to a flat array. Raises InvalidRequestError for values that are not of the datatype."""
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {float, int}, "O": {str}}
     types = {_KINDS[values.dtype.kind]} if isinstance(values, np.ndarray) else set(map(type, values))
     if others := types - kinds.get(datatype.array.kind, {int}):
-        raise InvalidRequestError(f"{what}: a {others.pop().__name__} in 'data' is no {datatype.name}")
+        raise InvalidRequestError(f"{what}: a {others.pop().__name__} in 'data' is not valid for {datatype.name}")
     if datatype.name == "BYTES":
         return object_array([value.encode() for value in values])
     try:
@@ -98,11 +104,11 @@ def _array(datatype: Datatype, what: str, values: list[Any] | NDArray[Any]) -> N
             return narrow(datatype, what, _integers(datatype, values))
         return np.asarray(values, datatype.array)
     except OverflowError as error:
-        raise InvalidRequestError(f"{what}: a value is outside of what {datatype.name} holds") from error
+        raise InvalidRequestError(f"{what}: a value is out of range for {datatype.name}") from error
 
 
 def _integers(datatype: Datatype, values: list[Any] | NDArray[Any]) -> NDArray[Any]:
-    """Return integers as uint64 for UINT64, else as int64. Raises OverflowError for values outside of that."""
+    """Return integers as uint64 for UINT64, else as int64. Raises OverflowError for values out of range."""
     widest = np.dtype(np.uint64 if datatype.name == "UINT64" else np.int64)
     if isinstance(values, np.ndarray) and values.dtype != widest and (
             int(values.max()) > np.iinfo(widest).max or int(values.min()) < np.iinfo(widest).min):
@@ -111,20 +117,22 @@ def _integers(datatype: Datatype, values: list[Any] | NDArray[Any]) -> NDArray[A
 
 
 def to_json(array: NDArray[Any], datatype: str, errors: str = "strict") -> list[Any]:
-    """The elements in one list. errors: what becomes of BYTES that are no UTF-8, as bytes.decode has it. Raises
-    InvalidRequestError: there are such, and it is "strict"."""
+    """Return the elements in one list.
+
+    `errors` says how BYTES that are not UTF-8 are decoded, as in bytes.decode; "strict" raises InvalidRequestError.
+    """
     if datatype == "BYTES":
         try:
             return [value.decode(errors=errors) if isinstance(value, bytes) else str(value) for value in array.flat]
         except UnicodeDecodeError as error:
             raise InvalidRequestError(
-                "bytes that are no UTF-8 have no JSON form; ask for them as binary data") from error
+                "bytes that are not UTF-8 have no JSON form; request binary data") from error
     values: list[Any] = array.reshape(-1).tolist()
     return values
 
 
 def json_pieces(array: NDArray[Any], datatype: str, errors: str = "strict") -> Iterator[bytes]:
-    """Iterate over the text of to_json's list, so that no piece of it keeps the interpreter for long."""
+    """Yield the text of to_json's list in pieces, each of which holds the interpreter lock only briefly."""
     elements = array.reshape(-1)
     yield b"["
     for begin in range(0, elements.size, MANY):

@@ -1,4 +1,4 @@
-"""Values of JSON requests: small documents, which are parsed at once, and the long arrays of large ones."""
+"""Values of JSON requests: small documents, which are parsed at once, and long arrays of large ones."""
 from __future__ import annotations
 
 import json
@@ -17,18 +17,18 @@ from infer_server.errors import InvalidRequestError
 T = TypeVar("T")
 Steps = Generator[None, None, T]        # yields where the event loop may run other work
 
-MOST_DEPTH = 100                # of nested lists: as deep as Triton reads
-_FEW_BYTES = 4096               # of JSON, which json parses as quickly
+MOST_DEPTH = 100                # maximum nesting depth of lists, as in Triton
+_FEW_BYTES = 4096               # size up to which json is as fast as orjson
 _POINTER_BYTES = 8
-# Five times as fast as json, if it is installed. It reads integers of more than 64 bits as floats.
+# Five times as fast as json, if it is installed. It parses integers of more than 64 bits as floats.
 _orjson_loads: Callable[[bytes | bytearray], Any] | None = (
     import_module("orjson").loads if find_spec("orjson") else None)
 
 
 def parsed(text: bytes | bytearray) -> Any:
-    """Parse JSON at once. Raises InvalidRequestError if it is not JSON, or has invalid UTF-8 or unpaired surrogates."""
+    """Parse JSON at once. Raises InvalidRequestError for invalid JSON, invalid UTF-8 or lone surrogates."""
     if _orjson_loads and len(text) >= _FEW_BYTES:
-        with suppress(ValueError):          # json reads more than JSON (NaN, 1e400), and its errors are clearer
+        with suppress(ValueError):          # json also accepts NaN and 1e400, and its errors are clearer
             return _orjson_loads(text)
     try:
         decoded = str(text, "utf-8")
@@ -41,10 +41,10 @@ def parsed(text: bytes | bytearray) -> Any:
 
 
 class JsonArray:
-    """The values of a long array, flat: chunks of numbers or booleans as ndarrays, of anything else as lists."""
+    """Flat values of a long array, in chunks: ndarrays of numbers or booleans, lists of anything else."""
 
     def __init__(self) -> None:
-        self.count = 0                      # of values
+        self.count = 0                      # number of values
         self._chunks: deque[Any] = deque()
 
     @classmethod
@@ -55,23 +55,23 @@ class JsonArray:
         return array
 
     def add(self, values: list[Any], hold: Callable[[int], None]) -> None:
-        """Append values. hold: counts the bytes that they take; may raise."""
+        """Append values; `hold` accounts for the bytes that they take and may raise."""
         chunk = _compact(values)
         hold(sum(map(getsizeof, chunk)) + _POINTER_BYTES * len(chunk) if isinstance(chunk, list) else chunk.nbytes)
         self._chunks.append(chunk)
         self.count += len(chunk)
 
     def take_chunks(self) -> Iterator[Any]:
-        """Iterate over the chunks, and drop each once it has been read."""
+        """Yield the chunks and drop each once it was read."""
         while self._chunks:
             yield self._chunks.popleft()
 
 
 def _compact(values: list[Any]) -> Any:
-    """Return values of one kind as an ndarray (int64, uint64, float64 or bool), others as they are."""
+    """Return values of one type as an ndarray (int64, uint64, float64 or bool), others unchanged."""
     import numpy as np  # here: frontend workers that read no JSON do without it
     kinds = set(map(type, values))
-    if Decimal in kinds:                    # of a parser that keeps integers of any size
+    if Decimal in kinds:                    # from the parser with exact decimals
         values = [float(value) if type(value) is Decimal else value for value in values]
         kinds = kinds - {Decimal} | {float}
     if kinds == {bool}:
@@ -92,7 +92,7 @@ def _compact(values: list[Any]) -> Any:
 def flat(data: list[Any]) -> list[Any]:
     """Flatten nested lists. Raises InvalidRequestError if they are nested too deeply."""
     for depth in range(MOST_DEPTH, 0, -1):
-        types = set(map(type, data))        # the quickest look at all of a list
+        types = set(map(type, data))        # the fastest way to inspect a long list
         if list not in types:
             return data
         if len(types) > 1:

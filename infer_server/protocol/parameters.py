@@ -1,4 +1,4 @@
-"""Parameters of a request, of a tensor or of a model's loading: plain values by name, whatever message brought them."""
+"""Parameters of requests, tensors and model loads: plain values by name, independent of the message."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from infer_server.errors import InvalidRequestError
 
-Parameters = Mapping[str, Any]          # bool, int, float or str; JSON also brings lists and objects
+Parameters = Mapping[str, Any]          # bool, int, float or str; from JSON also lists and objects
 NONE: Parameters = MappingProxyType({})
 
-_MOST_DIGITS = 20                       # of a number of 64 bits
+_MOST_DIGITS = 20                       # digits of a 64-bit integer
 _REGION, _BYTES, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _RESERVED = "triton_"
 _OF_TRITON = ("triton_enable_empty_final_response",)
@@ -19,18 +19,17 @@ _OF_REQUESTS = frozenset((*_OF_TRITON, "sequence_id", "sequence_start", "sequenc
 
 
 def from_messages(messages: Mapping[str, Any]) -> Parameters:
-    """Those of a map<string, InferParameter>, or of another message with a `parameter_choice`. One that holds nothing
-    is left out."""
+    """Return the values of a map<string, InferParameter> or a similar message; unset ones are omitted."""
     choices = ((name, message, message.WhichOneof("parameter_choice")) for name, message in messages.items())
     return {name: getattr(message, choice) for name, message, choice in choices if choice}
 
 
 def set_parameter(message: Any, value: Any) -> None:
-    """The reverse. Raises InvalidRequestError for a value that no message holds."""
+    """Set the value of an InferParameter. Raises InvalidRequestError for a value that it cannot hold."""
     fields = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param", bytes: "bytes_param"}
     field = fields.get(type(value), "")
     if field not in message.DESCRIPTOR.fields_by_name:
-        raise InvalidRequestError(f"a parameter is text, a number or a truth; got {type(value).__name__}")
+        raise InvalidRequestError(f"a parameter must be a string, a number or a boolean; got {type(value).__name__}")
     try:
         setattr(message, field, value)
     except ValueError as error:             # an integer of more than 64 bits
@@ -38,7 +37,13 @@ def set_parameter(message: Any, value: Any) -> None:
 
 
 def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str = "") -> Any:
-    """The value of a parameter. Raises InvalidRequestError for one of another type; what: it belongs to, for that."""
+    """Return the value of a parameter, or `default`.
+
+    Raises
+    ------
+    InvalidRequestError
+        The value is not of type `kind`; the message begins with `what`.
+    """
     value = parameters.get(name)
     if value is None:
         return default
@@ -49,33 +54,33 @@ def typed(parameters: Parameters, name: str, kind: type, default: Any, what: str
 
 
 def digits(text: str) -> int | None:
-    """The number that a client writes; None: it is none, or has more digits than any that counts."""
+    """Parse a decimal number; return None if the text is not one or has too many digits."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def natural(parameters: Parameters, name: str, default: int = 0, what: str = "") -> int:
-    """An integer of 0 or more. Raises InvalidRequestError."""
+    """Return an integer parameter of 0 or more. Raises InvalidRequestError."""
     value: int = typed(parameters, name, int, default, what)
     if value < 0:
         raise InvalidRequestError(f"{what}invalid value for '{name}' parameter, expected >= 0, got {value}")
     return value
 
 
-class Reference(NamedTuple):
-    """A tensor that lies in shared memory, as its parameters say."""
+class MemoryReference(NamedTuple):
+    """Reference to a tensor in shared memory."""
     region: str
     offset: int
     byte_size: int
 
 
-def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, Reference]:
-    """Those of tensors, each with its name, by position. Raises InvalidRequestError."""
+def references_of(tensors: Iterable[tuple[str, Parameters]]) -> dict[int, MemoryReference]:
+    """Return the references of tensors, given with names and parameters, by position. Raises InvalidRequestError."""
     found = {i: reference_of(*tensor) for i, tensor in enumerate(tensors) if tensor[1]}
     return {i: reference for i, reference in found.items() if reference}
 
 
-def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
-    """None: it comes in the message. Raises InvalidRequestError."""
+def reference_of(tensor: str, parameters: Parameters) -> MemoryReference | None:
+    """Return the reference of a tensor, or None if it is in the message. Raises InvalidRequestError."""
     what = f"'{tensor}': "
     region = typed(parameters, _REGION, str, None, what)
     if region is None:
@@ -83,23 +88,23 @@ def reference_of(tensor: str, parameters: Parameters) -> Reference | None:
     if _BYTES not in parameters:
         raise InvalidRequestError(
             f"'{_BYTES}' must be specified along with '{_REGION}' parameter for tensor '{tensor}'")
-    return Reference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
+    return MemoryReference(region, natural(parameters, _OFFSET, 0, what), natural(parameters, _BYTES, 0, what))
 
 
 def for_models(parameters: Parameters) -> Parameters:
-    """Those that mean something to models alone: what the server takes for itself, models are told in other ways."""
+    """Return the custom parameters, which are passed to models, without those that the server interprets."""
     return {name: value for name, value in parameters.items() if name not in _OF_REQUESTS}
 
 
 def check_forwarded(headers: Iterable[str]) -> None:
-    """Raises InvalidRequestError for the name of a header that, as a parameter, would have a meaning."""
+    """Raise InvalidRequestError for a header whose name is reserved as a parameter."""
     for name in headers:
         if name in _OF_REQUESTS or name == "headers" or name.startswith(_RESERVED):
             raise InvalidRequestError(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
 
 
 def check_reserved(parameters: Parameters) -> None:
-    """Raises InvalidRequestError for a name of Triton's own that it does not have."""
+    """Raise InvalidRequestError for an unknown parameter with Triton's reserved prefix."""
     for name in parameters:
         if name.startswith(_RESERVED) and name not in _OF_TRITON:
             raise InvalidRequestError(

@@ -1,7 +1,6 @@
-"""The protocol's messages as JSON: the names of the .proto, every field, integers of 64 bits as numbers.
+"""Convert messages of the protocol to JSON with the names of the .proto, every field, and 64-bit integers as numbers.
 
-json_format itself writes those as strings, which no client of Triton's HTTP endpoint expects, and no Python model of
-the dims of its tensors.
+json_format itself writes those as strings, which neither clients of Triton's HTTP endpoint nor Python models expect.
 """
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ _INTEGERS = frozenset({FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UI
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """The message as a JSON object."""
+    """Return a message as a JSON object."""
     written: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _with_numbers(written, message.DESCRIPTOR)
 
 
 def _with_numbers(written: dict[str, Any], descriptor: Any) -> dict[str, Any]:
-    """descriptor: of the message, as the protobuf implementation at hand has it."""
+    """Convert 64-bit integers, from strings, in the JSON object of a message with this descriptor."""
     fields = descriptor.fields_by_name
     return {name: _value(value, fields[name]) for name, value in written.items()}
 

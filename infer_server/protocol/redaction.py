@@ -1,8 +1,8 @@
-"""Removes directories of this machine from the texts of errors that clients get; the log keeps them.
+"""Remove directories of this machine from error messages to clients; the log keeps them.
 
 A path below a registered folder becomes relative to it (`/srv/models/m/1/model.onnx` -> `m/1/model.onnx`), any other
-absolute path its last component behind an ellipsis (`/usr/lib/libx.so` -> `.../libx.so`). Names that only look like
-paths stay: tensors and nodes of ONNX models (`/model.0/conv/Conv`), paths of URLs, keys of shared memory.
+absolute path becomes its last component after an ellipsis (`/usr/lib/libx.so` -> `.../libx.so`). Names that only look
+like paths are kept: tensors and nodes of ONNX models (`/model.0/conv/Conv`), paths of URLs, keys of shared memory.
 """
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from infer_server.errors import ExecutionError, RepositoryError, ServeError, UnavailableError
 
 # Errors whose text comes from the disk or an engine. Errors of Python models are redacted where they are received. The
-# texts of the others repeat what the client sent: to shorten these would tell a client which folders there are.
+# texts of other errors repeat what the client sent: redacting these would reveal which folders exist.
 _OF_SERVER = (RepositoryError, ExecutionError, UnavailableError)
-# Folders at the root of a Unix system, by the Filesystem Hierarchy Standard and of macOS.
+# Folders at the root of a Unix system: Filesystem Hierarchy Standard and macOS.
 _TOP = {"Applications", "Library", "System", "Users", "Volumes", "bin", "boot", "dev", "etc", "home", "lib", "lib32",
         "lib64", "media", "mnt", "nix", "opt", "private", "proc", "root", "run", "sbin", "snap", "srv", "sys", "tmp",
         "usr", "var"}
@@ -31,7 +31,7 @@ _tops = set(_TOP)
 
 
 def register(folders: Iterable[str | os.PathLike[str]]) -> None:
-    """Registers folders of this server, to which paths in errors become relative."""
+    """Register folders of this server, to which paths in errors become relative."""
     for folder in map(os.path.abspath, folders):
         if folder != "/" and folder not in _folders:
             _folders.append(folder)
@@ -54,12 +54,12 @@ def redacted(text: str) -> str:
 
 
 def public_text(error: ServeError) -> str:
-    """Return what a client is told of an error."""
+    """Return the text of an error that clients may see."""
     return redacted(str(error)) if isinstance(error, _OF_SERVER) else str(error)
 
 
 def _if_path(text: str) -> str:
-    """Return the text shortened if it is a path below a folder at the root of the file system."""
+    """Return the text, shortened if it is a path below a folder at the root of the file system."""
     return _shortened(text) if text.split("/")[1] in _tops and "/" in text[1:].rstrip("/") else text
 
 
@@ -68,11 +68,11 @@ def _shortened(path: str) -> str:
 
 
 def _surroundings() -> Iterator[str]:
-    """Yields the folders of this process: of code, temporary files and the user."""
+    """Yield the folders of this process: code, temporary files, home."""
     yield from (path for path in sys.path if os.path.isabs(path))
     yield from (sys.prefix, sys.base_prefix)
     for find in (os.getcwd, tempfile.gettempdir, Path.home):
-        with suppress(OSError, RuntimeError):       # deleted; nowhere to write; a user without a home
+        with suppress(OSError, RuntimeError):       # the folder was deleted, is not writable, or there is no home
             yield str(find())
 
 

@@ -1,10 +1,11 @@
-"""ModelInfer's messages on the wire, without copies of the tensors.
+"""Wire format of ModelInfer's messages, without copies of the tensors.
 
 protobuf's parser copies every element of raw_input_contents into a bytes object. Here the top level of a request is
-walked by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed. Typed
-contents become views too: the parser would make a Python number of each element.
-A response is likewise the serialised header, which repeats, joined with the tensors once. So does a request's: one that
-was met before, byte for byte, is not parsed again.
+parsed by hand: the tensors become views of the received message, and only the rest, a few dozen bytes, is parsed by
+protobuf. Typed contents become views, too, since the parser would make a Python number of each element.
+
+A response is the serialised header, which is reused, joined once with the tensors. Headers of requests are cached: one
+that was received before, byte for byte, is not parsed again.
 
 https://protobuf.dev/programming-guides/encoding
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from infer_server.errors import MalformedMessageError, TooLargeError
-from infer_server.protocol.parameters import Reference, from_messages, references_of
+from infer_server.protocol.parameters import MemoryReference, from_messages, references_of
 from protos import inference
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -31,18 +32,20 @@ _INPUT = inference.ModelInferRequest.INPUTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITE
 _CONTENTS = inference.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _PACKED_FIELDS = {field.number << 3 | _LENGTH_DELIMITED: field.name       # tag -> name
                   for field in inference.InferTensorContents.DESCRIPTOR.fields if field.name != "bytes_contents"}
-_MANY_BYTES = 4096          # of an input; with fewer, protobuf's parser is as fast
+_MANY_BYTES = 4096          # size of an input below which protobuf's parser is as fast
 MAX_VARINT_BYTES = 10
 _BYTES_CONTENTS = inference.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_MOST_HEADER_BYTES = 256 << 10      # of what a message says beside its tensors: protobuf makes 20 times as much of it
-_MAX_FIELDS = 4096          # at the top level; a message of nothing but empty fields would hold up the event loop
-KEPT_FORMS, KEPT_BYTES = 1024, 2048         # that are kept, and the most that the header, or the JSON, of one may have
+_MOST_HEADER_BYTES = 256 << 10      # limit of a request without its tensors: parsed, it takes 20 times as much memory
+_MAX_FIELDS = 4096          # limit at the top level: many empty fields would block the event loop
+KEPT_FORMS, KEPT_BYTES = 1024, 2048         # number of cached forms, and limit of the header or JSON of each
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The values of an InferTensorContents that holds nothing else than one packed field, or byte strings, as they were
-    received: the latter each with its tag and length."""
+    """Typed contents of an input, as received, if they are a single packed field or byte strings.
+
+    Byte strings include the tag and length of each element.
+    """
     field: str                              # "fp32_contents"
     values: memoryview
 
@@ -51,11 +54,13 @@ _NONE: Mapping[int, Packed] = MappingProxyType({})
 
 
 @dataclass(eq=False)
-class Form:
-    """What a request says but its id and its tensors. Requests that say the same may have the same one: it is never
-    changed, and what follows of it can be kept under it."""
+class RequestForm:
+    """Request without its id and tensors.
+
+    Equal requests may share one object: it is never changed, and results that depend on it can be cached by it.
+    """
     header: inference.ModelInferRequest
-    is_kept: bool = False                   # it may come again
+    is_kept: bool = False                   # True if it is cached for equal requests
 
     def __post_init__(self) -> None:
         self.model, self.version = self.header.model_name, self.header.model_version
@@ -63,16 +68,16 @@ class Form:
         self.outputs_have_parameters = any(tensor.parameters for tensor in self.header.outputs)
 
     @functools.cached_property
-    def references(self) -> Mapping[int, Reference]:
-        """The inputs that lie in shared memory, by their positions. Raises InvalidRequestError."""
+    def references(self) -> Mapping[int, MemoryReference]:
+        """References of the inputs in shared memory, by position. Raises InvalidRequestError."""
         return references_of((tensor.name, from_messages(tensor.parameters)) for tensor in self.header.inputs)
 
 
 class InferRequest(NamedTuple):
-    """A ModelInferRequest whose tensors stayed where they were received."""
-    form: Form
+    """ModelInferRequest with its tensors as views of the received message."""
+    form: RequestForm
     raw_inputs: Sequence[memoryview]
-    packed: Mapping[int, Packed] = _NONE    # typed contents by the position of their input
+    packed: Mapping[int, Packed] = _NONE    # typed contents by position of the input
     id: str = ""
 
     @property
@@ -81,15 +86,15 @@ class InferRequest(NamedTuple):
 
 
 def split_request(data: bytes) -> InferRequest:
-    """Splits a serialised ModelInferRequest. No length in it is trusted. Raises MalformedMessageError."""
+    """Parse a serialised ModelInferRequest without trusting any length. Raises MalformedMessageError, TooLargeError."""
     if layout := layout_of(data):
         view = memoryview(data)
         return InferRequest(layout.form, [view[begin:end] for begin, end in layout.tensors])
     view = memoryview(data)
     size = len(data)
     raw_inputs: list[memoryview] = []
-    tensors: list[tuple[int, int]] = []     # where they begin and end
-    header: list[memoryview | bytes] = []   # the stretches between the tensors
+    tensors: list[tuple[int, int]] = []     # begin and end of each
+    header: list[memoryview | bytes] = []   # the data between the tensors
     packed: dict[int, Packed] = {}
     request_id = b""
     position = stretch = fields = inputs = 0
@@ -99,7 +104,7 @@ def split_request(data: bytes) -> InferRequest:
             raise _malformed(f"it has more than {_MAX_FIELDS} fields")
         tag = data[position]
         if tag < 0x80 and tag & 7 == _LENGTH_DELIMITED and position + 1 < size and data[position + 1] < 0x80:
-            begin = position + 2                # most fields are short ones
+            begin = position + 2                # fast path for a one-byte tag and length
             end = begin + data[position + 1]
         else:
             tag, begin, end = _field(data, position)
@@ -131,18 +136,18 @@ def split_request(data: bytes) -> InferRequest:
         raise _malformed(str(error)) from error
 
 
-class Layout(NamedTuple):
-    """The positions of the tensors in a message without an id, and the bytes between them.
+class MessageLayout(NamedTuple):
+    """Positions of the tensors in a message without an id, and the bytes between them.
 
-    Messages of a client mostly differ in the bytes of their tensors alone: then they are not parsed.
+    Messages of a client often differ only in the bytes of their tensors; then they need no parsing.
     """
-    tensors: Sequence[tuple[int, int]]          # where they begin and end
-    between: Sequence[tuple[int, bytes]]        # all other bytes, and where they begin
-    form: Form
+    tensors: Sequence[tuple[int, int]]          # begin and end of each
+    between: Sequence[tuple[int, bytes]]        # all other bytes, with their positions
+    form: RequestForm
 
 
-def layout_of(data: bytes) -> Layout | None:
-    """Return the layout of the last message of the same length, if `data` has the same bytes beside its tensors."""
+def layout_of(data: bytes) -> MessageLayout | None:
+    """Return the layout of the last message of equal length if `data` equals it except for tensors, else None."""
     for layout in _last_of(len(data)):
         for begin, piece in layout.between:
             if not data.startswith(piece, begin):
@@ -151,32 +156,35 @@ def layout_of(data: bytes) -> Layout | None:
     return None
 
 
-def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: Form) -> Layout:
+def _layout(data: bytes, tensors: Sequence[tuple[int, int]], form: RequestForm) -> MessageLayout:
     begins, ends = (0, *(end for _, end in tensors)), (*(begin for begin, _ in tensors), len(data))
-    return Layout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
+    return MessageLayout(tensors, [(begin, data[begin:end]) for begin, end in zip(begins, ends, strict=True)], form)
 
 
 @functools.lru_cache(KEPT_FORMS)
-def _last_of(size: int) -> list[Layout]:
-    """The layout of the last message of so many bytes, if that has one."""
+def _last_of(size: int) -> list[MessageLayout]:
+    """Return a list with the layout of the last message of this size, if there is one."""
     return []
 
 
-def _form(header: bytes) -> Form:
-    """Raises DecodeError, TooLargeError."""
+def _form(header: bytes) -> RequestForm:
+    """Parse a header. Raises DecodeError or TooLargeError."""
     if len(header) > _MOST_HEADER_BYTES:
-        raise TooLargeError(f"the request has {len(header)} bytes beside the contents of its tensors, and may have "
-                            f"{_MOST_HEADER_BYTES}: send these in raw_input_contents, or as packed values")
-    return _kept_form(header) if len(header) <= KEPT_BYTES else Form(inference.ModelInferRequest.FromString(header))
+        raise TooLargeError(f"the request has {len(header)} bytes in addition to the contents of its tensors, more "
+                            f"than the limit of {_MOST_HEADER_BYTES}; send tensors in raw_input_contents, or as packed "
+                            "values")
+
+    return _kept_form(header) if len(header) <= KEPT_BYTES else RequestForm(
+        inference.ModelInferRequest.FromString(header))
 
 
 @functools.lru_cache(KEPT_FORMS)
-def _kept_form(header: bytes) -> Form:
-    return Form(inference.ModelInferRequest.FromString(header), is_kept=True)
+def _kept_form(header: bytes) -> RequestForm:
+    return RequestForm(inference.ModelInferRequest.FromString(header), is_kept=True)
 
 
 def _field(data: bytes, position: int) -> tuple[int, int, int]:
-    """The tag of the field at `position`, where its contents begin, and where they end."""
+    """Return tag, begin and end of the contents of the field at `position`."""
     tag, value = (data[position], position + 1) if data[position] < 0x80 else _varint(data, position)
     wire_type = tag & 7
     if wire_type == _LENGTH_DELIMITED:
@@ -190,9 +198,16 @@ def _field(data: bytes, position: int) -> tuple[int, int, int]:
 
 
 def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryview]) -> bytes:
-    """A serialised ModelInferResponse. Copies each tensor once.
+    """Return a serialised ModelInferResponse. Copies each tensor once.
 
-    header: the response without its id and its tensors, serialised: what repeats from one response to the next.
+    Parameters
+    ----------
+    header : bytes
+        Serialised response without its id and tensors.
+    request_id : str
+        Id of the request.
+    raw_outputs : sequence of memoryview
+        Raw contents of the outputs.
     """
     pieces: list[bytes | memoryview] = [header]
     if request_id:
@@ -204,16 +219,16 @@ def join_response(header: bytes, request_id: str, raw_outputs: Sequence[memoryvi
 
 
 def response_prefix(header: bytes, size: int) -> bytes:
-    """Return what comes before the contents of the only tensor of a response, which have `size` bytes."""
+    """Return the bytes before the contents of the only tensor of a response, which has `size` bytes."""
     return header + length_delimited(_RAW_OUTPUT, size)
 
 
 def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[Packed, bytes] | None:
-    """The packed values of an input that lies there, and the input without them; None if they lie in another form.
+    """Return the typed contents of an input and the input without them; None if they have another form.
 
-    protobuf reads every form: several contents, unpacked values, or fields that are not numbers.
+    protobuf's parser handles all other forms: several contents, unpacked values, or fields of other types.
     """
-    found: tuple[int, int, int, int] | None = None          # where the field is, where what it holds is
+    found: tuple[int, int, int, int] | None = None          # begin and end of the field, and of its contents
     position, fields = begin, 0
     while position < end:
         fields += 1
@@ -246,7 +261,7 @@ def _take_packed(data: bytes, view: memoryview, begin: int, end: int) -> tuple[P
 
 
 def byte_strings(values: memoryview, most: int) -> list[bytes]:
-    """Return the elements of Packed byte strings; no more than one beyond `most`. Raises MalformedMessageError."""
+    """Return the elements of packed byte strings, at most one more than `most`. Raises MalformedMessageError."""
     data, found, position = bytes(values), list[bytes](), 0
     while position < len(data) and len(found) <= most:
         if data[position] != _BYTES_CONTENTS:
@@ -260,7 +275,7 @@ def byte_strings(values: memoryview, most: int) -> list[bytes]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The base-128 integer at `position`, and where it ends."""
+    """Return the base-128 varint at `position` and its end."""
     value = shift = 0
     try:
         if data[position] < 0x80:
@@ -278,7 +293,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @functools.lru_cache(KEPT_FORMS)
 def length_delimited(tag: int, length: int) -> bytes:
-    """What comes before a field of so many bytes."""
+    """Return the tag and length that precede a field of `length` bytes."""
     encoded = bytearray((tag,))
     while length > 0x7F:
         encoded.append(length & 0x7F | 0x80)

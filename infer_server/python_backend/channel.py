@@ -1,7 +1,7 @@
-"""Messages between the server and the process of a Python model: a JSON object, and tensors.
+"""Exchange messages between the server and the process of a Python model: a JSON object and tensors.
 
-Tensors of together 64 KiB and more lie in shared memory (a memfd whose descriptor travels with the message): written
-once, read where they lie, freed with the last array that views them. Smaller ones follow the JSON.
+Tensors of 64 KiB or more in total are sent in shared memory (a memfd whose descriptor is part of the message): they are
+written once, read in place, and freed with the last array that views them. Smaller ones follow the JSON.
 """
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor, encode_raw, from_raw
 
-_HEAD = struct.Struct("<IQ?")           # bytes of the JSON, bytes of the tensors, whether those lie in shared memory
+_HEAD = struct.Struct("<IQ?")           # size of the JSON, size of the tensors, True if they are in shared memory
 _SHARED_BYTES = 64 << 10
 _ALIGNMENT = 64
 
 
 class Typed(NamedTuple):
-    """An array and the protocol's name of its elements' type."""
+    """Array and the protocol's name of its datatype."""
     datatype: str
     array: NDArray[Any]
 
@@ -33,24 +33,33 @@ class Typed(NamedTuple):
 Tensors = Mapping[str, Typed]
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
+    """Received message: its JSON object and its groups of tensors by name."""
     head: dict[str, Any]
-    tensors: list[dict[str, NDArray[Any]]]      # groups of tensors by name
+    tensors: list[dict[str, NDArray[Any]]]
 
 
 class ClosedError(Exception):
-    """The other side is gone."""
+    """Raised when the other side has closed the connection."""
 
 
 class Channel:
-    """One end of a connection. send() from any thread; receive() by one."""
+    """One end of a connection. send() may be called from any thread, receive() from one."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, head: Mapping[str, Any], groups: Iterable[Tensors] = ()) -> None:
-        """Raises ClosedError; OSError, or what else keeps tensors from being written, where nothing was sent."""
+        """Send a message.
+
+        Raises
+        ------
+        ClosedError
+            The other side is gone.
+        OSError, ValueError
+            The tensors cannot be encoded, or there is no shared memory left; nothing was sent.
+        """
         raw: list[memoryview] = []
         described, size = [], 0
         for tensors in groups:
@@ -78,8 +87,8 @@ class Channel:
             if shared is not None:
                 os.close(shared)
 
-    def receive(self) -> Message:
-        """Blocks for the next message. Raises ClosedError."""
+    def receive(self) -> ChannelMessage:
+        """Block until the next message arrives. Raises ClosedError."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._connection, _HEAD.size, 1)
         except OSError as error:
@@ -94,18 +103,18 @@ class Channel:
             os.close(descriptors[0])
         else:
             memory = self._read(size)
-        return Message(message, [{entry[0]: _array(memory, *entry) for entry in group}
+        return ChannelMessage(message, [{entry[0]: _array(memory, *entry) for entry in group}
                                  for group in message.pop("tensors")])
 
     def close(self) -> None:
-        """Ends receive() on both sides."""
+        """Shut down the connection, which ends receive() on both sides."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:                 # the other side was faster
+        except OSError:                 # the other side has already closed it
             return
 
     def dispose(self) -> None:
-        """Gives the descriptor back, once nobody receives any more."""
+        """Close the socket. Call this once receive() is no longer used."""
         with self._sending:
             self._connection.close()
 
@@ -124,7 +133,7 @@ class Channel:
 
 
 def _shared(raw: Iterable[memoryview], size: int) -> int:
-    """The descriptor of shared memory that holds tensors. Raises OSError: there is none left."""
+    """Write tensors to new shared memory and return its descriptor. Raises OSError if there is none left."""
     descriptor = os.memfd_create("tensors", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
@@ -144,7 +153,7 @@ def _array(memory: memoryview, name: str, datatype: str, shape: list[int], at: i
 
 
 def datatype_of(array: NDArray[Any]) -> Datatype:
-    """The protocol's type of an array. Raises ValueError: it has none."""
+    """Return the protocol's datatype of an array. Raises ValueError if there is none."""
     if array.dtype.kind in "OSU":
         return DATATYPES["BYTES"]
     for datatype in DATATYPES.values():
@@ -154,6 +163,6 @@ def datatype_of(array: NDArray[Any]) -> Datatype:
 
 
 def typed(array: NDArray[Any], datatype: str = "") -> Typed:
-    """An array as it is sent; text becomes objects."""
+    """Return an array with its datatype as it is sent; arrays of str and bytes become object arrays."""
     name = datatype or datatype_of(array).name
     return Typed(name, array.astype(np.object_) if array.dtype.kind in "SU" else array)

@@ -1,4 +1,4 @@
-"""An instance of a Python model: its process, started again when it has ended."""
+"""Instance of a Python model: its process, which is restarted after it has ended."""
 from __future__ import annotations
 
 import asyncio
@@ -13,23 +13,23 @@ from infer_server.python_backend.process import ModelProcess
 
 log = logging.getLogger(__name__)
 
-_CHECK_SECS = 5.0               # for is_ready(), as in Triton
+_CHECK_SECS = 5.0               # timeout of is_ready(), as in Triton
 
 
 class PythonExecutor:
+    """Executor that runs a Python model in a process."""
     def __init__(self, process: ModelProcess, start: Callable[[], ModelProcess], post: Callable[..., None]) -> None:
-        """process: the first one. start: starts another; raises RepositoryError. post: calls a function on the event
-        loop."""
+        """Create from a started process; `start` starts another one, `post` calls a function on the event loop."""
         self._process = process
         self._start, self._post = start, post
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
         if not self._process.is_alive:
-            log.warning("the process of a Python model has ended; it is started again")
+            log.warning("the process of a Python model has ended and is restarted")
             try:
                 self._process = self._start()
             except RepositoryError as error:
-                raise ExecutionError(f"it could not be started again: {error}") from error
+                raise ExecutionError(f"its process could not be restarted: {error}") from error
         if traces := [(request.trace, request.enqueued_ns) for request in batch if request.trace]:
             items, now_ns = sum(request.items for request in batch), time.monotonic_ns()
             for trace, enqueued_ns in traces:
@@ -37,7 +37,7 @@ class PythonExecutor:
         return self._process.execute(batch)
 
     async def is_ready(self) -> bool:
-        """What the model says of itself, or that it does not say it in time."""
+        """Return the result of the model's is_ready(), or False if it takes too long."""
         try:
             async with asyncio.timeout(_CHECK_SECS):
                 return await asyncio.shield(asyncio.wrap_future(self._process.check()))

@@ -1,4 +1,4 @@
-"""Errors on their way between a Python model and the server: as the codes of pb_utils.TritonError."""
+"""Convert errors between the server's exceptions and the codes of pb_utils.TritonError."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ _ERRORS: dict[int, type[ServeError]] = {
 _INTERNAL = 1
 
 
-def refusal(error: Exception) -> dict[str, Any]:
-    """The head of the answer to a model that asked for what failed."""
+def error_head(error: Exception) -> dict[str, Any]:
+    """Return the head of the message that answers a model's call with an error."""
     code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), _INTERNAL)
     return {"final": True, "error": str(error) or type(error).__name__, "code": code}
 
 
 def error_of(head: Mapping[str, Any]) -> ServeError:
-    """Return the error in the head of a model's response, without paths of this machine."""
-    return _ERRORS[head["code"]](redacted(legible(head["error"])))
+    """Return the exception for the error in the head of a model's response, without paths of this machine."""
+    return _ERRORS[head["code"]](redacted(escape_surrogates(head["error"])))
 
 
-def legible(text: object) -> str:
-    """A text of a model's, for people: halves of surrogate pairs, as in names of files, are none in any protocol."""
+def escape_surrogates(text: object) -> str:
+    """Return a text with lone surrogates escaped, which may occur in file names and which no protocol can encode."""
     return str(text).encode(errors="backslashreplace").decode()

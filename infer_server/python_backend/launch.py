@@ -1,4 +1,4 @@
-"""What the process of a Python model is started with."""
+"""Parameters with which the process of a Python model is started."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,10 +14,11 @@ from infer_server.protocol.codec import Datatype
 
 
 @dataclass(frozen=True)
-class Launch:
-    name: str                               # in logs and errors: of the model, and which instance
-    file: Path                              # model.py
-    arguments: Mapping[str, str]            # of initialize
+class LaunchParameters:
+    """Start parameters of one instance of a Python model."""
+    name: str                               # instance name for logs and errors
+    file: Path                              # path of model.py
+    arguments: Mapping[str, str]            # arguments of the model's initialize()
     inputs: Mapping[str, Datatype]
     outputs: Mapping[str, Datatype]
     is_decoupled: bool
@@ -26,18 +27,23 @@ class Launch:
     execute_secs: float
 
     def as_declared(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """An output, as its configuration has it: what NumPy makes of a model's numbers is often of more bits. Raises
-        ExecutionError: it is of another kind, or a number does not fit."""
+        """Convert an output to its configured datatype, because NumPy often yields a wider one.
+
+        Raises
+        ------
+        ExecutionError
+            The kind of the datatype differs, or a number does not fit.
+        """
         datatype = self.outputs[name]
         if array.dtype == datatype.array:
             return array
         if array.dtype.kind == datatype.array.kind and array.dtype.kind in "iuf" and datatype.name != "BF16":
             with np.errstate(over="ignore"):
                 converted = array.astype(datatype.array)
-            as_large = np.isinf if array.dtype.kind == "f" else np.asarray     # floats are rounded, integers exact
+            as_large = np.isinf if array.dtype.kind == "f" else np.asarray     # floats may be rounded, integers not
             if np.array_equal(as_large(converted), as_large(array)):
                 return converted
             raise ExecutionError(f"{self.name}: output '{name}' is of {array.dtype}, and has numbers that are "
-                                 f"too large for {datatype.name}, which its configuration says")
+                                 f"too large for {datatype.name}, its data_type in the configuration")
         raise ExecutionError(f"{self.name}: output '{name}' is of {array.dtype}, but its configuration says "
-                             f"{datatype.name}")
+                             f"{datatype.name}; return that dtype, or change data_type")

@@ -1,4 +1,4 @@
-"""What a model.py reads of its configuration, and how it completes it: a part of triton_python_backend_utils."""
+"""Functions of triton_python_backend_utils that read and complete a model's configuration."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from protos import model_config
 
 
 class ModelConfig:
-    """What auto_complete_config completes."""
+    """Configuration that a model's auto_complete_config completes."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._model_config = config             # Triton's name, which models read
+        self._model_config = config             # Triton's attribute name, which models access
 
     def as_dict(self) -> dict[str, Any]:
         return self._model_config
@@ -41,7 +41,7 @@ class ModelConfig:
                ("decoupled",))
 
     def _add(self, kind: str, tensor: Mapping[str, Any], more: Sequence[str]) -> None:
-        """Adds a tensor, or what config.pbtxt leaves open of it."""
+        """Add a tensor, or the fields of it that config.pbtxt leaves open."""
         needed = ("name", "data_type", "dims")
         if missing := [key for key in needed if key not in tensor]:
             raise ValueError(f"{kind} '{tensor.get('name', '')}' in auto_complete_config has no {missing[0]}")
@@ -53,7 +53,7 @@ class ModelConfig:
 
 
 def _merge(what: str, given: dict[str, Any], more: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Adds to what config.pbtxt says what a model says. Raises ValueError: they differ, or nobody knows it."""
+    """Add a model's fields to those of config.pbtxt. Raises ValueError if they differ or a field is unknown."""
     for key, value in more.items():
         if key not in known:
             raise ValueError(f"{what} in auto_complete_config has '{key}'; expected {', '.join(known)}")
@@ -83,7 +83,7 @@ def numpy_to_triton_type(data_type: Any) -> int:
     return datatype_of(np.empty(0, data_type)).config
 
 
-# Of those that have a type of NumPy's: BF16 has none, and comes as the bits.
+# Datatypes with a NumPy equivalent: BF16 has none and is passed as its bits.
 TRITON_STRING_TO_NUMPY = {model_config.DataType.Name(number): triton_to_numpy_type(number)
                           for number, datatype in FROM_CONFIG.items() if datatype.name != "BF16"}
 

@@ -1,4 +1,4 @@
-"""Tensors of Python models, and the bytes of their texts: a part of triton_python_backend_utils."""
+"""Tensor class of triton_python_backend_utils, and its encoding of BYTES tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from infer_server.protocol.codec import DATATYPES, encode_raw, object_array
 from infer_server.python_backend.channel import datatype_of
 
-_ON_CPU = 1, 0                          # DLPack's kDLCPU, and its number
+_ON_CPU = 1, 0                          # DLPack's device kDLCPU with device id 0
 
 
 class TritonModelException(Exception):  # noqa: N818  (Triton's name)
-    """What a model raises to end a request, or its loading, with a message."""
+    """Exception that a model raises to fail a request or its loading with a message."""
 
 
 class Tensor:
-    """A named array."""
+    """Named array."""
 
     def __init__(self, name: str, array: NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):
@@ -30,7 +30,7 @@ class Tensor:
 
     @classmethod
     def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
-        """tensor: has DLPack's interface, or is the capsule that this gives."""
+        """Create a tensor from an object with the DLPack interface, or from a DLPack capsule."""
         try:
             array = np.from_dlpack(tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -44,7 +44,7 @@ class Tensor:
         return self.__dlpack__()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Of a copy where the array may not be written, as those that NumPy takes from DLPack: that cannot be said."""
+        """Export the array, or a copy if it is read-only, which DLPack cannot express."""
         array = self._array if self._array.flags.writeable else self._array.copy()
         return array.__dlpack__(**options)
 
@@ -68,7 +68,7 @@ class Tensor:
 
 
 class _Capsule:
-    """A capsule of DLPack's, as torch.utils.dlpack.to_dlpack() gives it, with the interface that NumPy wants."""
+    """Adapter that gives a DLPack capsule, as from torch.utils.dlpack.to_dlpack(), the interface that NumPy expects."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -77,18 +77,18 @@ class _Capsule:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _ON_CPU                  # of what lies elsewhere NumPy finds that out itself
+        return _ON_CPU                  # NumPy itself rejects capsules of other devices
 
 
 def as_text(given: str | bytes) -> str:
-    """Where Triton takes a name it takes bytes, too: an element of a BYTES tensor may be one. Raises TypeError."""
+    """Return a name as str; Triton also accepts bytes, such as an element of a BYTES tensor. Raises TypeError."""
     if not isinstance(given, str | bytes):
         raise TypeError(f"expected a name, got {given!r}")
     return given.decode() if isinstance(given, bytes) else given
 
 
 def as_tensors(given: Iterable[Tensor]) -> list[Tensor]:
-    """Raises TritonModelException: one is no Tensor."""
+    """Return a list of tensors. Raises TritonModelException if an element is not a Tensor."""
     tensors = list(given)
     if wrong := [tensor for tensor in tensors if not isinstance(tensor, Tensor)]:
         raise TritonModelException(f"expected Tensor objects, got {type(wrong[0])}")

@@ -1,7 +1,8 @@
-"""The module triton_python_backend_utils, as a model.py imports it: Triton's names, behind which is this server.
+"""The module triton_python_backend_utils that a model.py imports, with Triton's names.
 
 https://github.com/triton-inference-server/python_backend
-Runs in the process of the model. What reaches the server goes through `server`, which the process sets.
+
+It runs in the process of the model and reaches the server through `server`, which the stub sets.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from infer_server.python_backend.channel import Tensors, Typed
-from infer_server.python_backend.failures import legible
+from infer_server.python_backend.failures import escape_surrogates
 from infer_server.python_backend.pb_config import TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY
 from infer_server.python_backend.pb_config import ModelConfig as ModelConfig
 from infer_server.python_backend.pb_config import get_input_config_by_name as get_input_config_by_name
@@ -32,7 +33,7 @@ from infer_server.python_backend.pb_tensor import as_tensors, as_text
 from infer_server.python_backend.pb_tensor import deserialize_bytes_tensor as deserialize_bytes_tensor
 from infer_server.python_backend.pb_tensor import serialize_byte_tensor as serialize_byte_tensor
 
-_INT64 = range(-2**63, 2**63)           # what a parameter's message holds
+_INT64 = range(-2**63, 2**63)           # range of an integer parameter
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -43,8 +44,8 @@ TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_GPU = 1
 
 
-class Server(Protocol):
-    """What the process of a model asks of the server."""
+class StubServer(Protocol):
+    """Interface of the stub to the server."""
 
     def respond(self, request: int, response: InferenceResponse | None, final: bool) -> None: ...
 
@@ -54,23 +55,23 @@ class Server(Protocol):
 
     def log(self, level: str, text: str) -> None: ...
 
-    def ask(self, kind: str, tensors: Tensors = ..., **head: Any) -> Any: ...
+    def call(self, kind: str, tensors: Tensors = ..., **head: Any) -> Any: ...
 
-    def tell(self, kind: str, **head: Any) -> None: ...
+    def notify(self, kind: str, **head: Any) -> None: ...
 
 
-server = cast(Server, None)             # set once, before the model is imported
-model_dir = ""                          # likewise: the folder of the version
-is_decoupled = False                    # set before the model is made: whether it sends any number of responses
+server = cast(StubServer, None)             # set once, before the model is imported
+model_dir = ""                          # folder of the version, set once before the model is imported
+is_decoupled = False                    # transaction policy, set before the model is created
 
 
 class TritonError:
-    """An error as a response has it."""
+    """Error of a response."""
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         if code not in range(8):
-            raise TritonModelException(f"TritonError: {code} is none of its codes")
+            raise TritonModelException(f"TritonError: unknown code {code}; expected 0 to 7")
         self._message, self._code = message, int(code)
 
     def message(self) -> str:
@@ -80,8 +81,8 @@ class TritonError:
         return self._code
 
 
-def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the parameters of a request or a response, of the types that both protocols have."""
+def _validated(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of request or response parameters after checking that both protocols can encode them."""
     if not isinstance(parameters, Mapping | None):
         raise TritonModelException(f"Expect a dict of parameters, got {type(parameters)}")
     for name, value in (parameters or {}).items():
@@ -91,8 +92,8 @@ def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
         if type(value) is int and value not in _INT64:
             raise TritonModelException(f"Parameter '{name}': {value} does not fit in 64 bits")
-        if any(legible(text) != text for text in (name, value) if isinstance(text, str)):
-            raise TritonModelException(f"Parameter {name!r}: {value!r} is no text, it has half a surrogate pair")
+        if any(escape_surrogates(text) != text for text in (name, value) if isinstance(text, str)):
+            raise TritonModelException(f"Parameter {name!r}: {value!r} contains a lone surrogate and cannot be encoded")
     return dict(parameters or {})
 
 
@@ -101,7 +102,7 @@ class InferenceResponse:
                  parameters: Mapping[str, Any] | None = None) -> None:
         self._tensors = as_tensors(output_tensors)
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = _checked(parameters)
+        self._parameters = _validated(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -117,7 +118,7 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """InferenceResponseSender: responses of one request, one after the other, from any thread."""
+    """Sender of one request's responses, usable from any thread."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -135,7 +136,7 @@ class ResponseSender:
                 "more than one response." if response else "complete final before sending a response."))
         if self.is_closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        server.respond(self._number, response, bool(flags))     # which may raise: then it can send something else
+        server.respond(self._number, response, bool(flags))     # if this raises, another response may be sent
         self._has_sent, self.is_closed = True, self.is_closed or bool(flags)
 
     def is_cancelled(self) -> bool:
@@ -146,7 +147,7 @@ InferenceResponseSender = ResponseSender
 
 
 class ResponseIterator:
-    """The responses of a decoupled model that was asked; those that came are there again for the next loop over it."""
+    """Iterator over the responses of a decoupled model; a second loop repeats those already received."""
 
     def __init__(self, responses: Iterator[InferenceResponse], cancel: Callable[[], None]) -> None:
         self._responses, self._cancel = responses, cancel
@@ -170,32 +171,32 @@ class ResponseIterator:
         return self._came[self._at - 1]
 
     def begun(self) -> ResponseIterator:
-        """Itself, once its first response is there, or it has none."""
+        """Return the iterator itself after waiting for its first response or its end."""
         for _ in self:
             self._at = 0
             break
         return self
 
     def cancel(self) -> None:
-        """Withdraws what was asked: an error with the code CANCELLED is the last response, unless all have come."""
+        """Cancel the request: unless all responses have arrived, the last one is an error with the code CANCELLED."""
         if not self._has_ended:
             self._cancel()
 
 
 class InferenceTrace:
-    """What a request is traced as: a request that is made with it is traced below that one."""
+    """Trace handle: pass it to an InferenceRequest to make that a child span."""
 
     def __init__(self, number: int = -1) -> None:
-        """number: of a request that was given; -1: of none."""
+        """Create for the executing request `number`; -1 is no trace."""
         self.number = number
 
     def get_context(self) -> str | None:
-        """Spans are made when a request has ended, so that there is no context before."""
+        """Return None: spans are created after a request has ended, so that there is no context yet."""
         return None
 
 
 class InferenceRequest:
-    """A request that the model was given, or one that it makes of another model: exec(), async_exec()."""
+    """Request to this model, or one that it sends to another model with exec() or async_exec() (BLS)."""
 
     def __init__(self, request_id: str = "", correlation_id: int | str = 0, inputs: Iterable[Tensor] = (),
                  requested_output_names: Sequence[str] = (), model_name: str = "", model_version: int = -1,
@@ -208,8 +209,8 @@ class InferenceRequest:
             raise TypeError(f"correlation_id: expected a number or text, got {correlation_id!r}")
         self._flags, self._timeout, self._priority = index(flags), index(timeout), priority
         is_given = number >= 0
-        self._parameters = dict(parameters or {}) if is_given else _checked(parameters)     # clients have more types
-        self.number = number           # of a request that was given: what the server knows it by
+        self._parameters = dict(parameters or {}) if is_given else _validated(parameters)     # clients may send floats
+        self.number = number            # the server's number of a request to this model; -1 for a BLS request
         self._trace = InferenceTrace(number) if is_given else trace
         self.sender: ResponseSender | None = None
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
@@ -243,7 +244,7 @@ class InferenceRequest:
         self._flags = flags
 
     def set_release_flags(self, flags: int) -> None:
-        """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: it is executed once more."""
+        """Set TRITONSERVER_REQUEST_RELEASE_RESCHEDULE to execute the request again."""
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
             raise TritonModelException("Unable to set request release flags: expected TRITONSERVER_REQUEST_RELEASE_ALL "
                                        f"or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, got {flags}")
@@ -270,12 +271,12 @@ class InferenceRequest:
         return self.sender
 
     def exec(self, decoupled: bool = False) -> Any:
-        """The response of another model; of a decoupled one an iterator of them."""
+        """Execute on another model and return its response, or an iterator of responses if `decoupled`."""
         responses = server.infer(self, decoupled)
         return responses if decoupled else _only(responses)
 
     async def async_exec(self, decoupled: bool = False) -> Any:
-        """As exec(); the event loop goes on until the first response is there."""
+        """Execute like exec() without blocking the event loop until the first response is available."""
         def first() -> Any:
             responses = server.infer(self, decoupled)
             return responses.begun() if decoupled else _only(responses)
@@ -284,14 +285,14 @@ class InferenceRequest:
 
 
 def _only(responses: ResponseIterator) -> InferenceResponse:
-    """The response of a model that has one each. Not by next() alone: no coroutine may raise its StopIteration."""
+    """Return the single response. Avoids a bare next(), whose StopIteration a coroutine must not raise."""
     for response in responses:
         return response
     return InferenceResponse(error=TritonError("the model gave no response"))
 
 
 class PreferredMemory:
-    """Where a response is wanted: there is one kind of memory here."""
+    """Preferred memory of a response, which is ignored: only CPU memory is supported."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type, self.preferred_device_id = preferred_memory_type, preferred_device_id
@@ -302,7 +303,7 @@ class LogLevel(IntEnum):
 
 
 class Logger:
-    """Lines in the server's log."""
+    """Logger that writes to the server's log."""
     LogLevel = LogLevel
     INFO, WARNING, ERROR, VERBOSE = LogLevel
 
@@ -328,33 +329,33 @@ class Logger:
 
 
 class Metric:
-    """A metric of a family; instances with the same labels share it, so that value() is what all of them did."""
+    """Custom metric of a family; objects with equal labels share one value."""
 
     def __init__(self, family: MetricFamily, labels: Mapping[str, str] | None = None,
                  buckets: Sequence[float] | None = None) -> None:
         self._kind = family.kind
         named = {key: str(value) for key, value in (labels or {}).items()}
         self._head: dict[str, Any] = {"family": family.name, "labels": named}
-        server.ask("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
+        server.call("metric", what="make", of=family.kind, text=family.description, **self._head, buckets=[
             bound.item() if isinstance(bound, np.generic) else bound for bound in (() if buckets is None else buckets)])
 
     def increment(self, value: float) -> None:
         if self._kind == "histogram" or self._kind == "counter" and value < 0:
             raise TritonModelException(f"a {self._kind} cannot be incremented by {value}")
-        server.tell("metric", what="increment", value=float(value), **self._head)
+        server.notify("metric", what="increment", value=float(value), **self._head)
 
     def set(self, value: float) -> None:
         self._refuse_unless("gauge", "set")
-        server.tell("metric", what="set", value=float(value), **self._head)
+        server.notify("metric", what="set", value=float(value), **self._head)
 
     def observe(self, value: float) -> None:
         self._refuse_unless("histogram", "observed")
-        server.tell("metric", what="observe", value=float(value), **self._head)
+        server.notify("metric", what="observe", value=float(value), **self._head)
 
     def value(self) -> float:
         if self._kind == "histogram":
             raise TritonModelException("a histogram has no single value")
-        return float(server.ask("metric", what="value", **self._head))
+        return float(server.call("metric", what="value", **self._head))
 
     def _refuse_unless(self, kind: str, what: str) -> None:
         if self._kind != kind:
@@ -382,18 +383,17 @@ def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor 
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads or reloads a model, where clients may. config, files: instead of its folder, as in a client's request:
-    ModelConfig as JSON, {"file:1/model.onnx": its content}."""
+    """Load or reload a model; `config` (JSON) and `files` ({"file:1/model.onnx": bytes}) replace its folder."""
     contents = {path: Typed("UINT8", np.frombuffer(content, np.uint8)) for path, content in (files or {}).items()}
-    server.ask("load", contents, model=model_name, config=config)
+    server.call("load", contents, model=model_name, config=config)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    server.ask("unload", model=model_name, unload_dependents=unload_dependents)
+    server.call("unload", model=model_name, unload_dependents=unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    return bool(server.ask("ready", model=model_name, version=str(model_version)))
+    return bool(server.call("ready", model=model_name, version=str(model_version)))
 
 
 def get_model_dir() -> str:

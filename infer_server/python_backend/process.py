@@ -1,4 +1,4 @@
-"""The server's side of a Python model's process: starts it, has it execute, and answers what it asks."""
+"""Server side of a Python model's process: start it, send batches, and serve its calls."""
 from __future__ import annotations
 
 import itertools
@@ -19,48 +19,52 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Outputs, Request, StreamReply
+from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Outputs, Request, StreamReply
 from infer_server.batching.statistics import BatchExecution
 from infer_server.errors import ExecutionError, RepositoryError
-from infer_server.observing.traces import Trace
-from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed
-from infer_server.python_backend.failures import error_of, legible, refusal
-from infer_server.python_backend.launch import Launch
+from infer_server.observing.traces import RequestTrace
+from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed
+from infer_server.python_backend.failures import error_head, error_of, escape_surrogates
+from infer_server.python_backend.launch import LaunchParameters
 
 log = logging.getLogger(__name__)
 
 _FINALIZE_SECS = 10.0
-_LOOKING_SECS = 0.01            # between two looks at what senders have yet to send
-_ENDING_SECS = 10.0             # for a process that has closed its connection to end
+_POLL_SECS = 0.01               # poll interval while senders have yet to send responses
+_ENDING_SECS = 10.0             # time for a process that has closed its connection to end
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-Answer = Callable[[Mapping[str, Any], Tensors], None]   # takes the head and the tensors of a response
-# Serve what a model asks the server for, by the kinds of its messages; on any thread.
-Asked = Mapping[str, Callable[[Message, Answer], object]]
+Answer = Callable[[Mapping[str, Any], Tensors], None]   # sends a response, from its head and tensors
+# Handlers of the model's calls to the server, by message kind; called on any thread.
+Handlers = Mapping[str, Callable[[ChannelMessage, Answer], object]]
 
 
 class ModelProcess:
-    """execute() and close() belong to the thread of an instance."""
+    """Process of one instance. execute() and close() belong to the instance's thread."""
 
-    def __init__(self, launch: Launch, asked: Asked, deliver: Callable[[list[Outcome], BatchExecution | None], None],
+    def __init__(self, launch: LaunchParameters, handlers: Handlers,
+                 deliver: Callable[[list[Outcome], BatchExecution | None], None],
                  post: Callable[..., None], ended: Callable[[], None]) -> None:
-        """deliver: takes outcomes that come after their execution. post: calls a function on the event loop. ended: is
-        called when the process has, behind all that it asked for."""
-        self.launch = launch                            # its configuration may be completed once
-        self._asked, self._deliver, self._post, self._tell_end = asked, deliver, post, ended
+        """Start the process.
+
+        `deliver` takes outcomes that come after their execution, `post` calls a function on the event loop, and `ended`
+        is called after the process has ended and all its calls were handled.
+        """
+        self.launch = launch                            # replaced once, after auto-completion
+        self._handlers, self._deliver, self._post, self._on_end = handlers, deliver, post, ended
         self._numbers = itertools.count()
-        self._responded_secs = 0.0                      # when the last response came
+        self._responded_secs = 0.0                      # time of the last response
         self._lock = threading.Lock()
-        self._open: dict[int, Request] = {}             # their last response has not come; who pops one ends it
-        self._executing: tuple[int, ...] = ()           # those that execute() answers for; the others the reader
-        self._between: dict[Request, int] = {}          # those between two executions: each keeps its number
-        self._last: dict[int, Any] = {}                 # of these: what one ended with meanwhile
-        self._ended = ""                                # how the process ended, once it has
-        self._kept: dict[int, Any] = {}                 # the response of an open one, where it has only one
-        self._says_ready = False                        # the model has an is_ready()
-        self._checking: Future[bool] | None = None      # while it is asked
-        self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()     # None: the process has ended
-        self._told: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()       # None: likewise
+        self._open: dict[int, Request] = {}             # without the last response; whoever pops one must end it
+        self._executing: tuple[int, ...] = ()           # open ones that execute() ends; the reader ends the others
+        self._between: dict[Request, int] = {}          # rescheduled ones, which keep their numbers
+        self._last: dict[int, Any] = {}                 # results of rescheduled ones that have ended meanwhile
+        self._ended = ""                                # how the process ended; "" while it runs
+        self._first_responses: dict[int, Any] = {}                 # first responses of open requests that take only one
+        self._says_ready = False                        # True if the model has an is_ready()
+        self._checking: Future[bool] | None = None      # result of the is_ready() call in progress
+        self._replies: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()      # None: the process has ended
+        self._outbox: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()     # None: it has ended
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -75,7 +79,7 @@ class ModelProcess:
         return self._process.poll() is None
 
     def initialize(self, complete: bool) -> str:
-        """The configuration as JSON, completed by the model if asked for. Raises RepositoryError."""
+        """Return the configuration as JSON, completed by the model if `complete`. Raises RepositoryError."""
         try:
             self._channel.send({"kind": "initialize", "path": str(self.launch.file),
                                 "arguments": dict(self.launch.arguments), "complete": complete})
@@ -87,16 +91,16 @@ class ModelProcess:
         return config
 
     def check(self) -> Future[bool]:
-        """What the model's is_ready() says: of one call at a time, whose answer is for all who ask meanwhile."""
+        """Call the model's is_ready(), one call at a time; callers meanwhile share its result."""
         with self._lock:
             if self._checking:
                 return self._checking
             checking = Future[bool]()
-            if not self._says_ready or self._ended:     # one that has ended is started again for the next request
+            if not self._says_ready or self._ended:     # an ended process is restarted for the next request
                 checking.set_result(True)
                 return checking
             self._checking = checking
-        self._tell({"kind": "check"})
+        self._send_later({"kind": "check"})
         return checking
 
     def _checked(self, ready: bool) -> None:
@@ -106,7 +110,7 @@ class ModelProcess:
             checking.set_result(ready)
 
     def execute(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """None: nothing was left to execute or could be sent, or the process ended, or hangs, and is killed."""
+        """Execute a batch; the execution is None if nothing was executed or the process ended or was killed."""
         started_ns = time.monotonic_ns()
         with self._lock:
             numbers, batch, outcomes = self._begin(batch)
@@ -120,9 +124,9 @@ class ModelProcess:
             sent_ns = time.monotonic_ns()
             if self.launch.is_decoupled and not self.launch.is_iterative:
                 for request in batch:
-                    request.inputs = {}         # which the process has; its last response may come much later
+                    request.inputs = {}         # free memory: its last response may come much later
             for number, request in zip(numbers, batch, strict=True):
-                # Since it was taken from its queue: cancel() may not have found it here. A warm-up was in none.
+                # It may have been cancelled before cancel() could find it here. Warm-up requests were never queued.
                 if request.reply.gone and request.enqueued_ns:
                     self._tell_cancelled(number)
             message = self._reply(self.launch.execute_secs, "execute")
@@ -131,15 +135,15 @@ class ModelProcess:
         computed_ns = time.monotonic_ns()
         results = [(number, request, self._result(request, head, tensors)) for number, request, head, tensors
                    in zip(numbers, batch, message.head["responses"], message.tensors, strict=True)
-                   if head is not None and number in self._open]    # else its sender says, or has said, the last
-        with self._lock:                        # whoever is open from here on is the reader's
+                   if head is not None and number in self._open]    # otherwise its sender sends the last response
+        with self._lock:                        # requests that stay open are ended by the reader
             for number, request, result in results:
                 if number not in self._open:
                     continue
-                if result is AGAIN:
+                if result is RESCHEDULE:
                     self._between[request] = number
                 else:
-                    result = self._kept.get(number, result)     # the first response counts, whatever comes behind it
+                    result = self._first_responses.get(number, result)     # only the first response counts
                     self._end(number)
                 outcomes.append((request, result))
             self._executing = ()
@@ -151,11 +155,11 @@ class ModelProcess:
                                             request.enqueued_ns for request in batch if request not in here))
 
     def _failed(self, numbers: Sequence[int], error: Exception) -> list[Outcome]:
-        """What those that execute() answers for end with. OSError: there was no memory to send them with."""
+        """End the executing requests with an error; an OSError means that their inputs could not be sent."""
         if isinstance(error, OSError):
             reason = f"{self.launch.name}: its inputs cannot be sent: {error}"
         else:
-            reason = f"{self._ended_in('execute') if isinstance(error, ClosedError) else error}; it is started again"
+            reason = f"{self._ended_in('execute') if isinstance(error, ClosedError) else error}; it is restarted"
             self.kill()
         log.error("failed on a batch of %d requests: %s", len(numbers), reason)
         with self._lock:
@@ -163,7 +167,7 @@ class ModelProcess:
             return [(self._end(number), ExecutionError(reason)) for number in numbers if number in self._open]
 
     def _begin(self, batch: list[Request]) -> tuple[tuple[int, ...], list[Request], list[Outcome]]:
-        """The numbers and requests to be executed, and the outcomes of those that have ended since they last were."""
+        """Return numbers and requests to execute, and outcomes of rescheduled ones that have ended meanwhile."""
         begun: dict[int, Request] = {}
         ended: list[Outcome] = []
         for request in batch:
@@ -177,55 +181,53 @@ class ModelProcess:
                 number = next(self._numbers) if number is None else number
                 begun[number] = request
                 if request.window:
-                    request.taken = partial(self._tell, {"kind": "taken", "request": number})
+                    request.on_consumed = partial(self._send_later, {"kind": "taken", "request": number})
         self._open.update(begun)
         return tuple(begun), [*begun.values()], ended
 
     def _end(self, number: int) -> Request:
-        self._kept.pop(number, None)
+        self._first_responses.pop(number, None)
         return self._open.pop(number)
 
     def cancel(self, request: Request) -> None:
-        """Tells the model that nobody waits for a request, if it has it. From any thread."""
+        """Tell the model that a request was cancelled, if it is open. From any thread."""
         for number, other in list(self._open.items()):
             if other is request:
                 self._tell_cancelled(number)
 
-    def trace_of(self, number: int) -> Trace | None:
-        """Of the open request with this number. From any thread."""
+    def trace_of(self, number: int) -> RequestTrace | None:
+        """Return the trace of the open request with this number. From any thread."""
         return request.trace if (request := self._open.get(number)) else None
 
     def forget(self, request: Request) -> None:
-        """To be called when a request has ended: between two executions its model learns of it by the response sender
-        alone. From any thread."""
+        """Remove a rescheduled request that has ended and tell its response sender. From any thread."""
         with self._lock:
             number = self._between.pop(request, None)
             if number is None:
                 return
             self._end(number)
             self._last.pop(number, None)
-        self._tell({"kind": "forget", "request": number})
+        self._send_later({"kind": "forget", "request": number})
 
     def _tell_cancelled(self, number: int) -> None:
-        self._tell({"kind": "cancel", "request": number})
+        self._send_later({"kind": "cancel", "request": number})
 
-    def _tell(self, head: Mapping[str, Any]) -> None:
-        """What its end makes needless. Does not wait, for the event loop tells it: a process may not read, stopped or
-        in code that lets no other thread of it run."""
-        self._told.put(head)
+    def _send_later(self, head: Mapping[str, Any]) -> None:
+        """Queue a message without waiting, since the process may not read; dropped if the process ends."""
+        self._outbox.put(head)
 
     def _write(self) -> None:
         try:
-            while (head := self._told.get()) is not None:
+            while (head := self._outbox.get()) is not None:
                 self._channel.send(head)
         except ClosedError:
-            log.debug("%s ended before it was told %s", self.launch.name, head)
+            log.debug("%s ended before it received %s", self.launch.name, head)
 
     def close(self) -> None:
-        """Lets the model send what is awaited yet, and finalize, and ends the process."""
+        """Wait for awaited responses, finalize the model, and end the process."""
         end = time.monotonic() + self.launch.execute_secs
         while self.is_alive and self._is_awaited() and time.monotonic() < end:
-            time.sleep(_LOOKING_SECS)
+            time.sleep(_POLL_SECS)
         if self.is_alive:
             try:
                 self._channel.send({"kind": "finalize"})
@@ -244,20 +246,20 @@ class ModelProcess:
         self._process.wait()
         self._channel.close()
 
-    def _reply(self, seconds: float, what: str) -> Message:
+    def _reply(self, seconds: float, what: str) -> ChannelMessage:
         self._responded_secs = time.monotonic()
         while True:
             try:
                 message = self._replies.get(timeout=seconds)
                 break
-            except queue.Empty:                 # a response that is held back may come late, the next one later still
+            except queue.Empty:                 # responses that were sent meanwhile restart the timeout
                 if time.monotonic() - self._responded_secs >= seconds:
                     raise ExecutionError(f"{self.launch.name}: {what} took more than {seconds:g} s, and its process "
                                          "was killed") from None
         if message is None:
             raise self._ended_in(what)
         if message.head["kind"] == "failed":
-            raise ExecutionError(f"{self.launch.name}: {what} failed: {legible(message.head['error'])}")
+            raise ExecutionError(f"{self.launch.name}: {what} failed: {escape_surrogates(message.head['error'])}")
         return message
 
     def _ended_in(self, what: str) -> ExecutionError:
@@ -277,7 +279,7 @@ class ModelProcess:
                 kind = message.head["kind"]
                 if kind == "response":
                     self._respond(message)
-                elif kind in self._asked:
+                elif kind in self._handlers:
                     self._serve(message)
                 elif kind == "checked":
                     self._checked(message.head["ready"])
@@ -285,65 +287,64 @@ class ModelProcess:
                     log.log(_LEVELS[message.head["level"]], "%s: %s", self.launch.name, message.head["text"])
                 else:
                     self._replies.put(message)
-                del message                     # its tensors would wait for the next message
+                del message                     # free its tensors now
         except ClosedError:
             how = self._how_it_ended()
-        except Exception as error:      # whoever waits for it is told
-            log.exception("%s: a message of its process cannot be understood, and the process is killed",
-                          self.launch.name)
+        except Exception as error:      # waiting requests fail below
+            log.exception("%s: its process sent an invalid message and is killed", self.launch.name)
             self._process.kill()
             self._process.wait()
-            how = f"a message of it cannot be understood: {type(error).__name__}: {error}"
+            how = f"it sent an invalid message: {type(error).__name__}: {error}"
         self._channel.dispose()
         with self._lock:
             self._ended = how
             late = self._unanswered()
         self._replies.put(None)
-        self._told.put(None)
+        self._outbox.put(None)
         self._checked(False)
-        self._tell_end()
+        self._on_end()
         if late:
             self._deliver(late, None)
 
     def _watch(self) -> None:
-        """Ends the reading with the process: what that has forked may live on, and has the connection, too."""
-        with suppress(ChildProcessError):       # somebody has taken its status already
+        """Close the channel when the process ends: processes that it forked may keep the connection open."""
+        with suppress(ChildProcessError):       # its status was already collected
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        self._channel.close()                   # what it has sent is read yet
+        self._channel.close()                   # data already sent can still be received
 
     def _unanswered(self) -> list[Outcome]:
-        """What ends without its last response, for the process has ended."""
+        """Fail the requests that were open when the process ended."""
         reason = f"{self.launch.name}: its process ended before all responses were there: {self._ended}"
         others = {*self._executing, *self._between.values()}
         return [(self._end(number), ExecutionError(reason)) for number in list(self._open) if number not in others]
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: ChannelMessage) -> None:
         number = message.head["number"]
 
         def answer(head: Mapping[str, Any], tensors: Tensors) -> None:
             answered = {"kind": "answered", "number": number, **head}
             if not tensors:
-                return self._tell(answered)
+                return self._send_later(answered)
             try:
                 self._channel.send(answered, [tensors])
             except ClosedError:
-                log.debug("%s ended before what it asked for was answered", self.launch.name)
+                log.debug("%s ended before its call was answered", self.launch.name)
 
         try:
-            self._asked[message.head["kind"]](message, answer)
-        except Exception as error:      # the arguments are a model's, of any type: it waits for an answer
-            answer(refusal(error), {})
+            self._handlers[message.head["kind"]](message, answer)
+        except Exception as error:      # the model may pass anything, and waits for an answer
+            answer(error_head(error), {})
 
-    def _respond(self, message: Message) -> None:
-        """A response that was sent by itself."""
+    def _respond(self, message: ChannelMessage) -> None:
+        """Handle a response of a response sender."""
         number, final = message.head["request"], message.head["final"]
         self._responded_secs = time.monotonic()
         request = self._open.get(number)
         if request is None:
-            return                              # it has ended with an error
+            return                              # the request has already failed
         result: Any = NO_MORE
         streams = self.launch.is_decoupled and isinstance(request.reply, StreamReply)
-        dropped = streams and request.reply.gone            # a model may be far ahead of what tells it so
+        dropped = streams and request.reply.gone            # cancelled, which the model may not know yet
         if "error" in message.head or (message.tensors and not dropped):
             result = self._result(request, message.head, message.tensors[0] if message.tensors else {})
         if streams and result is not NO_MORE and not isinstance(result, Exception):
@@ -352,23 +353,24 @@ class ModelProcess:
         elif not streams and result is not NO_MORE:
             with self._lock:
                 if number in self._open:
-                    self._kept[number] = result
+                    self._first_responses[number] = result
         if final or (streams and isinstance(result, Exception)):
             with self._lock:
                 if number not in self._open:
-                    return                      # it has ended meanwhile
+                    return                      # the request has ended meanwhile
                 if not streams:
-                    result = self._kept.pop(number, ExecutionError(f"{self.launch.name}: it gave no response"))
+                    missing = ExecutionError(f"{self.launch.name}: it gave no response")
+                    result = self._first_responses.pop(number, missing)
                 if request in self._between:
-                    self._last[number] = result     # it is queued: it ends when its turn comes
+                    self._last[number] = result     # the request is queued and ends when it is taken
                     return
                 self._end(number)
             self._deliver([(request, result)], None)
 
     def _result(self, request: Request, head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Any:
-        """The encoded response, or the error, or AGAIN."""
+        """Return the encoded response, an exception, or RESCHEDULE."""
         if "again" in head:
-            return AGAIN if self.launch.is_iterative else ExecutionError(
+            return RESCHEDULE if self.launch.is_iterative else ExecutionError(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
                 f"to handle such a flag. {self.launch.name}: write sequence_batching {{ iterative_sequence: true }}")
         if "error" in head:
@@ -380,9 +382,9 @@ class ModelProcess:
             return request.encode(tensors if is_plain else Outputs(tensors, head.get("parameters", {})))
         except ExecutionError as error:
             return error
-        except Exception as error:      # of whatever protocol it came by, or whatever shape the model gave
+        except Exception as error:      # depends on the protocol and on the model's output
             log.exception("%s: a response cannot be sent", self.launch.name)
-            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {legible(error)}")
+            return ExecutionError(f"{self.launch.name}: its response cannot be sent: {escape_surrogates(error)}")
 
     def _typed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Typed]:
         return {name: Typed(self.launch.inputs[name].name, array) for name, array in arrays.items()}

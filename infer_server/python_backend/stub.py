@@ -1,6 +1,6 @@
-"""The process of a Python model: imports its model.py, and executes what the server sends.
+"""Process of a Python model: import its model.py and execute the batches that the server sends.
 
-    python -m infer_server.python_backend.stub DESCRIPTOR       of a Unix socket
+    python -m infer_server.python_backend.stub DESCRIPTOR       of a connected Unix socket
 """
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from typing import Any
 from numpy.typing import NDArray
 
 from infer_server.python_backend import pb_utils
-from infer_server.python_backend.channel import Channel, ClosedError, Message, Tensors, Typed, typed
+from infer_server.python_backend.channel import Channel, ChannelMessage, ClosedError, Tensors, Typed, typed
 from infer_server.python_backend.window import OpenRequests
 
-_RESPONSE_BYTES = 4096          # of a response in the server, beside its tensors
+_RESPONSE_BYTES = 4096          # size of a response in the server in addition to its tensors
 _NONE: Tensors = MappingProxyType({})
-_Responses = queue.SimpleQueue[Message | None]
+_Responses = queue.SimpleQueue[ChannelMessage | None]
 
 
-class Process:
-    """Reads messages on a thread of its own; the model runs on the main one."""
+class Stub:
+    """Stub process. Messages are read on a separate thread; the model runs on the main thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        self._work: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ChannelMessage | None] = queue.SimpleQueue()
         self._open = OpenRequests()
-        self._senders: dict[int, pb_utils.ResponseSender] = {}      # of requests between two executions
-        self._asked: dict[int, _Responses] = {}         # requests of other models, until their last response
+        self._senders: dict[int, pb_utils.ResponseSender] = {}      # of rescheduled requests
+        self._calls: dict[int, _Responses] = {}         # open calls to the server, by number
         self._numbers = itertools.count()
-        self._in_background = False                     # an asynchronous execute
+        self._in_background = False                     # True if asynchronous executions are not awaited
         self._starting = threading.Lock()
         self._running: asyncio.AbstractEventLoop | None = None      # see _loop
-        self._model: Any = None                         # once it is initialised
-        self._name = ""                                 # of the instance
+        self._model: Any = None                         # None until it is initialised
+        self._name = ""                                 # name of the instance
 
     def run(self) -> None:
-        """Serves until the server closes the connection, or says that it is enough."""
+        """Serve until the server closes the connection or asks to finalize."""
         threading.Thread(target=self._read, daemon=True).start()
         while (message := self._work.get()) is not None:
             kind = message.head["kind"]
@@ -70,17 +70,17 @@ class Process:
                     return
             except ClosedError:
                 return
-            except BaseException as error:      # a model may raise anything, SystemExit among it
+            except BaseException as error:      # a model may raise anything, including SystemExit
                 traceback.print_exc()
                 self._channel.send({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
 
-    # ---- what pb_utils asks for
+    # ---- pb_utils.Server
     def respond(self, request: int, response: pb_utils.InferenceResponse | None, final: bool) -> None:
-        head = {"kind": "response", "request": request, "final": final, **_beside(response)}
+        head = {"kind": "response", "request": request, "final": final, **_metadata(response)}
         tensors = [self._outputs(response)] if response else []
         if tensors and pb_utils.is_decoupled:
             size = sum(tensor.array.nbytes for tensor in tensors[0].values())
-            self._open.wait_for_room(request, _RESPONSE_BYTES + size)
+            self._open.wait_to_send(request, _RESPONSE_BYTES + size)
         self._channel.send(head, tensors)
         if final:
             self._open.end(request)
@@ -92,7 +92,7 @@ class Process:
         self._channel.send({"kind": "log", "level": level, "text": str(text)})
 
     def infer(self, request: pb_utils.InferenceRequest, decoupled: bool) -> pb_utils.ResponseIterator:
-        number, answers = self._asking()
+        number, answers = self._begin_call()
         tensors = {tensor.name(): typed(tensor.as_numpy()) for tensor in request.inputs()}
         self._channel.send({
             "kind": "infer", "number": number, "model": request.model_name(), "version": request.model_version(),
@@ -101,43 +101,42 @@ class Process:
             "sequence": request.correlation_id(), "flags": request.flags(), "decoupled": decoupled,
             "traced_by": request.trace().number}, [tensors])
         responses = pb_utils.ResponseIterator(self._answers(number, answers),
-                                              partial(self.tell, "withdraw", asked=number))
-        weakref.finalize(responses, self._asked.pop, number, None).atexit = False      # not all of them may be read
+                                              partial(self.notify, "withdraw", asked=number))
+        weakref.finalize(responses, self._calls.pop, number, None).atexit = False      # they may not be read to the end
         return responses
 
-    def ask(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
-        """What the server says. Raises TritonModelException: that it refuses."""
-        number, answers = self._asking()
+    def call(self, kind: str, tensors: Tensors = _NONE, **head: Any) -> Any:
+        """Call the server and return its answer. Raises TritonModelException if the server refuses."""
+        number, answers = self._begin_call()
         self._channel.send({"kind": kind, "number": number, **head}, [tensors])
         message = answers.get()
-        del self._asked[number]
+        del self._calls[number]
         if message is None or "error" in message.head:
             raise pb_utils.TritonModelException(message.head["error"] if message else "the server is gone")
         return message.head["value"]
 
-    def tell(self, kind: str, **head: Any) -> None:
-        """What needs no answer."""
+    def notify(self, kind: str, **head: Any) -> None:
+        """Send a message to the server that has no answer."""
         self._channel.send({"kind": kind, "number": -1, **head})
 
-    def _asking(self) -> tuple[int, _Responses]:
-        """The number of what is asked, and where its answers will come. Raises TritonModelException: in a process that
-        the model forked nobody reads them."""
+    def _begin_call(self) -> tuple[int, _Responses]:
+        """Return the number of a new call and the queue of its answers. Raises in a forked process, which has none."""
         if os.getpid() != self._pid:
-            raise pb_utils.TritonModelException("a process that a model has forked cannot ask the server: ask in the "
-                                                "model's own, on a thread if need be")
+            raise pb_utils.TritonModelException("a process that a model has forked cannot call the server: call it in "
+                                                "the model's own process, on a thread if need be")
         number, answers = next(self._numbers), _Responses()
-        self._asked[number] = answers
+        self._calls[number] = answers
         return number, answers
 
     def _answers(self, number: int, answers: _Responses) -> Iterator[pb_utils.InferenceResponse]:
         while (message := answers.get()) is not None:
             final = message.head["final"]
             if final:
-                self._asked.pop(number, None)
+                self._calls.pop(number, None)
             if message.head.get("error"):
                 yield pb_utils.InferenceResponse(error=pb_utils.TritonError(
                     message.head["error"], message.head["code"]))
-            elif "parameters" in message.head:          # else the one before was the last
+            elif "parameters" in message.head:          # otherwise the previous response was the last
                 tensors = _tensors(message.tensors[0]) if message.tensors else []
                 yield pb_utils.InferenceResponse(tensors, parameters=message.head["parameters"])
             if final:
@@ -153,35 +152,35 @@ class Process:
                 if kind == "cancel":
                     self._open.cancel(message.head["request"])
                 elif kind == "taken":
-                    self._open.taken(message.head["request"])
-                elif kind == "forget":          # it is not executed again: what its model has kept of it alone knows
+                    self._open.consumed(message.head["request"])
+                elif kind == "forget":          # the request has ended between two executions
                     self._open.end(message.head["request"])
                     if sender := self._senders.pop(message.head["request"], None):
                         sender.is_forgotten = True
                 elif kind == "check":
-                    threading.Thread(target=self._check, daemon=True).start()       # beside what is executed
+                    threading.Thread(target=self._check, daemon=True).start()       # concurrently with execute()
                 elif kind == "answered":
-                    if answers := self._asked.get(message.head["number"]):
+                    if answers := self._calls.get(message.head["number"]):
                         answers.put(message)
                 else:
                     for each in message.head.get("requests", ()):
                         self._open.open(each["number"], each.pop("window"))
                     self._work.put(message)
         except ClosedError:
-            os._exit(0)                 # whatever the model does: nobody will ever ask again
-        except BaseException:           # no memory, no descriptors: else the server would wait for what nobody reads
+            os._exit(0)                 # even while the model executes: the server is gone
+        except BaseException:           # e.g. out of memory: otherwise the server would wait for ever
             traceback.print_exc()
             os._exit(1)
 
     def _check(self) -> None:
-        """Asks the model whether it is ready, and says so."""
+        """Call the model's is_ready() and send the result."""
         try:
             ready = self._model.is_ready()
             if asyncio.iscoroutine(ready):
                 ready = asyncio.run_coroutine_threadsafe(ready, self._loop).result()
             if not isinstance(ready, bool):
                 raise TypeError(f"is_ready() must return a boolean value, got a {type(ready).__name__}")
-        except BaseException as error:      # sys.exit() would end this thread alone, and leave who asks without answer
+        except BaseException as error:      # including sys.exit(), which would end only this thread without an answer
             self.log("error", f"is_ready() failed: {type(error).__name__}: {error}")
             ready = False
         self._channel.send({"kind": "checked", "ready": ready})
@@ -191,7 +190,7 @@ class Process:
         self._name = arguments["model_instance_name"]
         pb_utils.model_dir = str(path.parent)
         sys.path[:0] = [str(path.parent), str(path.parent.parent)]
-        # Of a package named as its version, as in Triton: what it imports may be relative to it.
+        # The package is named after the version, as in Triton, so that relative imports work.
         spec = importlib.util.spec_from_file_location(f"{path.parent.name}.{path.stem}", path)
         assert spec and spec.loader
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -210,7 +209,7 @@ class Process:
         if not hasattr(made, "execute"):
             raise pb_utils.TritonModelException(f"{path}: TritonPythonModel has no execute")
         pb_utils.is_decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
-        # What an iterative one wants again must be known when its execution ends.
+        # Iterative models are awaited: whether requests are rescheduled must be known when the execution ends.
         self._in_background = pb_utils.is_decoupled and not config.get("sequence_batching", {}).get(
             "iterative_sequence")
         model = made()
@@ -218,7 +217,7 @@ class Process:
             model.initialize(arguments)
         return model, json.dumps(config)
 
-    def _execute(self, model: Any, message: Message) -> None:
+    def _execute(self, model: Any, message: ChannelMessage) -> None:
         requests = [pb_utils.InferenceRequest(inputs=_tensors(arrays), **described)
                     for described, arrays in zip(message.head["requests"], message.tensors, strict=True)]
         for request in requests:
@@ -232,7 +231,7 @@ class Process:
             failed = f"Failed to process the request(s) for model '{self._name}', message: "
             answers = [_failed(error, failed)] * len(requests)
         for request, answer in zip(requests, answers, strict=True):
-            if answer:                                  # this was its last response
+            if answer:                                  # its last response
                 self._open.end(request.number)
                 if request.sender:
                     request.sender.is_closed = True
@@ -243,19 +242,21 @@ class Process:
             self._send_executed(batch, requests, answers)
         except ClosedError:
             raise
-        except Exception as error:                      # of tensors that are none, or find no memory; none was sent
+        except Exception as error:                      # invalid tensors or no memory; nothing was sent
             failed = f"The response(s) of model '{self._name}' cannot be sent, message: "
             self._send_executed(batch, requests, [answer and _failed(error, failed) for answer in answers])
 
     def _send_executed(self, batch: int, requests: Sequence[pb_utils.InferenceRequest],
                        answers: Sequence[pb_utils.InferenceResponse | None]) -> None:
         self._channel.send({"kind": "executed", "batch": batch,
-                            "responses": [_said(*each) for each in zip(requests, answers, strict=True)]},
+                            "responses": [_response_head(*each) for each in zip(requests, answers, strict=True)]},
                            [self._outputs(answer) for answer in answers])
 
     def _awaited(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[pb_utils.InferenceRequest]) -> Any:
-        """What an asynchronous execute returns. For that of a decoupled model nobody waits: its requests are answered
-        by their senders, beside those of the next batches."""
+        """Return the result of an asynchronous execute.
+
+        That of a decoupled model is not awaited and uses response senders.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._in_background:
             return future.result()
@@ -265,7 +266,7 @@ class Process:
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """Runs what is asynchronous in the model, on a thread of its own, as long as the process lives."""
+        """Event loop on its own thread for the asynchronous methods of the model."""
         with self._starting:
             if self._running is None:
                 self._running = asyncio.new_event_loop()
@@ -274,7 +275,7 @@ class Process:
 
     def _answers_of(self, requests: Sequence[pb_utils.InferenceRequest], responses: Any
                     ) -> list[pb_utils.InferenceResponse | None]:
-        """One for each request; None: its sender has sent, or will send, its responses."""
+        """Return one response for each request; None if its response sender sends the responses."""
         if responses is None:
             responses = [None] * len(requests)
         if not isinstance(responses, list | tuple):
@@ -297,10 +298,10 @@ class Process:
             if again and response is not None:
                 raise pb_utils.TritonModelException(
                     "Expected a None object in the execute function return list for reschduled request, found type "
-                    f"'{type(response)}'. What is to be sent before it is executed again, send by its response sender")
+                    f"'{type(response)}'. Use its response sender to send responses before it is executed again")
             if response is None and request.sender is None and not again:
-                raise pb_utils.TritonModelException("execute returned None for a request whose response sender it "
-                                                    "never asked for")
+                raise pb_utils.TritonModelException("execute returned None for a request without a response sender; "
+                                                    "return a response, or call get_response_sender()")
         return list(responses)
 
     def _outputs(self, response: pb_utils.InferenceResponse | None) -> dict[str, Typed]:
@@ -310,8 +311,7 @@ class Process:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Ends the process with the loop: what is asynchronous in a model may call sys.exit(), which ends the loop alone,
-    and whoever waits for what runs there would wait for ever."""
+    """Run the event loop; end the process with it, because sys.exit() in a coroutine would end only the loop."""
     try:
         loop.run_forever()
     except BaseException as error:
@@ -321,7 +321,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _failed(error: BaseException, what: str = "") -> pb_utils.InferenceResponse:
-    """The response to what has raised it. what: failed by that."""
+    """Return the error response for an exception, with `what` in front of its message, and print the traceback."""
     lines = traceback.format_exception(error)
     print("".join(lines), file=sys.stderr, end="")
     return pb_utils.InferenceResponse(error=f"{what}{type(error).__name__}: {error}\n" + "".join(
@@ -329,7 +329,7 @@ def _failed(error: BaseException, what: str = "") -> pb_utils.InferenceResponse:
 
 
 def _end_failed(senders: Sequence[pb_utils.ResponseSender], future: Future[Any]) -> None:
-    """Ends what an asynchronous execute has not, if that has raised something or was cancelled."""
+    """Fail the requests that an asynchronous execute left open when it raised or was cancelled."""
     if error := CancelledError() if future.cancelled() else future.exception():
         response = _failed(error)
         for sender in senders:
@@ -337,15 +337,16 @@ def _end_failed(senders: Sequence[pb_utils.ResponseSender], future: Future[Any])
                 sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def _said(request: pb_utils.InferenceRequest, answer: pb_utils.InferenceResponse | None) -> dict[str, Any] | None:
-    """What the server is told of an executed request beside its outputs; None: its sender has said, or will."""
+def _response_head(request: pb_utils.InferenceRequest, answer: pb_utils.InferenceResponse | None
+                   ) -> dict[str, Any] | None:
+    """Return the metadata of an executed request's response; None if its response sender sends the responses."""
     if answer:
-        return _beside(answer)
+        return _metadata(answer)
     return {"again": True} if request.is_rescheduled else None
 
 
-def _beside(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
-    """What a response says beside its tensors."""
+def _metadata(response: pb_utils.InferenceResponse | None) -> dict[str, Any]:
+    """Return the error or the parameters of a response."""
     if response is None:
         return {}
     error = response.error()
@@ -358,14 +359,16 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> list[pb_utils.Tensor]:
 
 
 def _leave_signals_to_the_server() -> None:
-    """They go to all processes of a terminal or of a service, and the server drains this one. Not ignored, for what a
-    model starts would inherit that; what it forks has them as before."""
+    """Catch signals without effect: they reach all processes of a terminal or service, and the server drains this one.
+
+    They are not ignored, since child processes would inherit that; in forked processes the old handlers are restored.
+    """
     before = {number: signal.signal(number, lambda *_: None)
               for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1,
                              signal.SIGUSR2)
               if signal.getsignal(number) is not signal.SIG_IGN}
 
-    kept = threading.local()            # a signal to what is forked waits until it is as before, and is not lost
+    kept = threading.local()            # blocks signals during a fork until the child has restored its handlers
 
     def hold() -> None:
         kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
@@ -384,8 +387,8 @@ def _leave_signals_to_the_server() -> None:
 def main() -> None:
     _leave_signals_to_the_server()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    sys.argv = [""]                     # ours is none of a model's, whose libraries may look (argparse, unittest)
-    process = Process(channel)
+    sys.argv = [""]                     # libraries of the model may parse it (argparse, unittest)
+    process = Stub(channel)
     pb_utils.server = process
     sys.modules["triton_python_backend_utils"] = pb_utils
     process.run()

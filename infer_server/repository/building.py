@@ -1,8 +1,8 @@
-"""Compiles models when they are loaded, in processes of their own: a model.onnx, or a plan made for another machine.
+"""Compile models at load time in child processes: a model.onnx, or a plan that was built for another machine.
 
-A process, because compiling is minutes of Python that would hold the interpreter lock of the server, and because a
-compiler that crashes must not take the other models with it. The engine cache makes the second build a lookup, and is
-all that is kept: an engine runs from memory of its own.
+A build runs in a process of its own because it is minutes of Python that would hold the server's interpreter lock, and
+because a crash of the compiler must not end other models. The engine cache makes the second build a lookup. The plan
+file is deleted after loading: an engine runs from its own memory.
 """
 from __future__ import annotations
 
@@ -21,37 +21,56 @@ from tempfile import TemporaryDirectory
 from engines.machine.cpu import detect
 from infer_server.errors import NotBuiltError, RepositoryError
 from infer_server.process import blocked
-from infer_server.repository.folders import Source, told_of
+from infer_server.repository.folders import Source, file_stats
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = 7                # where those of build_command() begin that decide what is built
-_REASON_LINES = 5           # of a compiler's errors, for the index
+_OPTIONS = 7                # index of the first argument of build_command() that affects the plan
+_REASON_LINES = 5           # last lines of a failed build's output that the repository index shows
 
 
 class Compiler:
-    """Runs builds, any number at a time. Thread-safe."""
+    """Runner of build processes, any number at a time. Thread-safe."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
-        """cache_dir: of the engine cache; None is build-engine's own choice."""
+        """Use the engine cache in `cache_dir`; None is build-engine's default folder."""
         self._cache_dir = cache_dir
         self._lock = threading.Lock()
         self._closed = False
         self._running: set[subprocess.Popen[str]] = set()
 
     def build(self, source: Source, threads: int, target: str = "") -> AbstractContextManager[Path]:
-        """A plan built from the ONNX file of `source`; the file is there for the length of the block. target: "" is
-        this machine's CPU.
+        """Build a plan from the ONNX file of `source`; the plan file exists until the context exits.
 
-        Raises RepositoryError with what build-engine said; NotBuiltError: the target cannot run a node.
+        Parameters
+        ----------
+        source : Source
+            Model version with a model.onnx.
+        threads : int
+            Threads of each instance.
+        target : str
+            Target of the build; "" is this machine's CPU.
+
+        Raises
+        ------
+        RepositoryError
+            The build failed; the message has the last lines that build-engine printed.
+        NotBuiltError
+            The target cannot run a node of the model.
         """
         return self._compiled(source, lambda plan: build_command(source, plan, self._cache_dir, threads, target),
                               None if target else threads)
 
     def cached(self, source: Source, threads: int) -> Path | None:
-        """Return the file of the engine cache with the plan for this machine's CPU that was built of the same ONNX file
-        with the same options; None if there is none. It saves the process that finds that out by importing the
-        compiler. Raises OSError."""
+        """Return the engine cache's plan for this model, these options and this machine's CPU, or None.
+
+        A hit saves the build process, which would import the compiler only to find the plan in the cache.
+
+        Raises
+        ------
+        OSError
+            The model or a file that its options name cannot be read.
+        """
         from engines.compiler.engine_cache import EngineCache
         found = EngineCache(self._cache_dir or "").noted(request_key(source, threads))
         if found is None:
@@ -63,12 +82,12 @@ class Compiler:
         return entry
 
     def relower(self, source: Source) -> AbstractContextManager[Path]:
-        """A plan for this machine, lowered again from the graph in a plan for another; as build() otherwise."""
+        """Lower the graph of a plan for another machine again, for this one; otherwise as `build`."""
         return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
                                                     str(source.file), "-o", str(plan)])
 
     def retune(self, source: Source, gpu: int) -> AbstractContextManager[Path]:
-        """The plan with its tactics timed on that GPU, if it was built without one; as build() otherwise."""
+        """Time the tactics of a plan on GPU number `gpu` if it was built without one; otherwise as `build`."""
         kept = ["--cache-dir", str(self._cache_dir)] if self._cache_dir else []
         return self._compiled(source, lambda plan: [sys.executable, "-m", "infer_server.cli.relower_plan",
                                                     str(source.file), "-o", str(plan), "--retune", str(gpu), *kept])
@@ -76,7 +95,7 @@ class Compiler:
     @contextmanager
     def _compiled(self, source: Source, command: Callable[[Path], list[str]],
                   threads: int | None = None) -> Iterator[Path]:
-        """threads: notes the plan in the engine cache as one for so many: see cached()."""
+        """Run a build command; `threads` is set if the resulting plan is to be recorded in the engine cache."""
         with TemporaryDirectory(prefix="infer-server-") as folder:
             plan = Path(folder, f"{source.name}.plan")
             log.info("building %s", source.file)
@@ -87,7 +106,7 @@ class Compiler:
                 reason = "\n".join(lines[-_REASON_LINES:]) or f"exit status {status}"
                 kind = NotBuiltError if status == NotBuiltError.STATUS else RepositoryError
                 raise kind(f"building {source.file} failed: {reason}")
-            for line in lines:              # with --quiet: what fell back, and why
+            for line in lines:              # with --quiet: nodes that run on the fallback, with the reason
                 log.warning("%s: %s", source.name, line)
             if threads and entry.exists():
                 self._note(source, threads, Path(entry.read_text()), lines)
@@ -97,22 +116,22 @@ class Compiler:
         from engines.compiler.engine_cache import EngineCache
         try:
             EngineCache(self._cache_dir or "").note(request_key(source, threads), entry, lines)
-        except OSError as error:            # a file is gone meanwhile: the next load builds once more
+        except OSError as error:            # a file was removed in the meantime: the next load builds again
             log.debug("%s: %s", source.file, error)
 
     def close(self) -> None:
-        """Terminates the builds that still run; their build() raises RepositoryError."""
+        """Terminate the running builds; their `build` raises RepositoryError."""
         with self._lock:
             self._closed = True
             for process in self._running:
                 process.terminate()
 
     def _run(self, command: list[str]) -> tuple[str, int]:
-        """Runs a command to its end; returns what it wrote to stderr, and its exit status."""
+        """Run a command to completion and return its stderr and exit status."""
         with self._lock:
             if self._closed:
                 raise RepositoryError("the server is shutting down")
-            with blocked((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):      # which do not end the server either
+            with blocked((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):      # the server ignores them, too
                 process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             self._running.add(process)
         try:
@@ -124,12 +143,19 @@ class Compiler:
 
 
 def request_key(source: Source, threads: int) -> str:
-    """Return a digest of all that a build for this machine's CPU follows from: the model, the options and the files
-    that they name, the compiler and the CPU. Raises OSError."""
+    """Return a digest of everything that a build for this machine's CPU depends on.
+
+    The key covers the model, the build options, the files that they name, the compiler and the CPU.
+
+    Raises
+    ------
+    OSError
+        One of the files cannot be read.
+    """
     from engines.compiler.engine_cache import compiler_digest, digest, model_digest
     options, cpu = source.config.build, detect()
     named = [("calib", options.calib), ("calib_cache", options.calib_cache), ("preprocess", options.preprocess)]
-    files = [(name, told_of(source.path(given.partition(":")[0], name))) for name, given in named if given]
+    files = [(name, file_stats(source.path(given.partition(":")[0], name))) for name, given in named if given]
     command = build_command(source, Path(), None, threads)[_OPTIONS:]
     return digest(json.dumps([
         model_digest(source.file), [option.replace(str(source.folder), "") for option in command], files,
@@ -138,14 +164,14 @@ def request_key(source: Source, threads: int) -> str:
 
 @cache
 def _tools_digest() -> list[str]:
-    """Return digests of what reads the options of a build, and what calibrates."""
+    """Return digests of the sources that parse build options and that calibrate."""
     from engines.compiler.engine_cache import sources_digest
     root = Path(__file__).parents[2]
     return [sources_digest(root / "calibration"), sources_digest(root / "infer_server" / "cli")]
 
 
 def build_command(source: Source, plan: Path, cache_dir: Path | None, threads: int, target: str = "") -> list[str]:
-    """The build-engine command for a source, its paths resolved against the model's folder."""
+    """Return the build-engine command line of a source, with paths resolved against the model's folder."""
     options = source.config.build
     command = [sys.executable, "-m", "infer_server.cli.build_engine", "--quiet", str(source.file),
                "-o", str(plan), f"--{options.precision}", "--threads", str(threads)]

@@ -1,4 +1,4 @@
-"""infer-server --check: all that can be said of a repository without loading a model."""
+"""Check a model repository without loading its models (infer-server --check)."""
 from __future__ import annotations
 
 import logging
@@ -11,82 +11,97 @@ from engines.errors import EngineError
 from infer_server.backend import Described, describe_plan
 from infer_server.config.config import ModelConfig
 from infer_server.config.fields import check_threads
-from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, placed
-from infer_server.config.kinds import Kind
+from infer_server.config.groups import NOT_BUILT, NOT_KNOWN, ON_CPU, REFUSED, devices, with_devices
+from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import check_name
 from infer_server.config.pbtxt import nearest
 from infer_server.config.sequences import sequences_of
-from infer_server.config.steps import CircleError, called_models
+from infer_server.config.steps import EnsembleCycleError, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError
 from infer_server.repository.folders import Source, labels_file, no_such_file, read_model
-from infer_server.repository.kinds.described import completed
+from infer_server.repository.kinds.described import complete_source
 from infer_server.repository.kinds.ensemble_check import check_maps, check_tensors
 from infer_server.repository.kinds.warmup import inputs_of
-from infer_server.repository.places import Place
+from infer_server.repository.roots import RepositoryRoot
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Remark:
-    model: str                  # or the place that cannot be read
+    """Finding about one model or one repository path."""
+    model: str                  # name of the model, or the repository path that cannot be read
     text: str
-    is_error: bool = False      # it will not be served
+    is_error: bool = False      # True if the model will not be served
 
     def __str__(self) -> str:
         return f"{self.model}: {'error: ' if self.is_error else ''}{self.text}"
 
 
 class _Version(NamedTuple):
-    """A version of a model that is to be served."""
+    """Version of a model that the version policy selects."""
     source: Source
-    is_completed: bool = False          # its configuration says all that its model has
+    is_completed: bool = False          # True if the configuration was completed from the model file
 
 
-def check(places: Sequence[Place], kind_gpu: str, config_name: str = "",
+def check(roots: Sequence[RepositoryRoot], kind_gpu: str, config_name: str = "",
           describe: Callable[[Path], Described] = describe_plan, threads: int = 1) -> Iterator[Remark]:
-    """A remark for all that is wrong with each model, and for each setting that means something else here; of a model
-    without any, that it is well. config_name: see read_model. describe: what a plan file says of itself. threads: of
-    an instance whose model does not say it."""
-    found: dict[Place, list[str]] = {}
-    for place in places:
+    """Yield errors and warnings about every model, or a remark "ok" for a model without any.
+
+    Warnings name settings that mean something else here than in Triton.
+
+    Parameters
+    ----------
+    roots : sequence of RepositoryRoot
+        Repositories to check.
+    kind_gpu : str
+        Value of --kind-gpu: "cpu" or "refuse".
+    config_name : str
+        Value of --model-config-name; see `read_model`.
+    describe : callable
+        Function that reads the inputs and outputs of a plan file.
+    threads : int
+        Threads of an instance whose model does not set them.
+    """
+    found: dict[RepositoryRoot, list[str]] = {}
+    for root in roots:
         try:
-            found[place] = place.names()
+            found[root] = root.names()
         except RepositoryError as error:
-            yield Remark(str(place), str(error), True)
-    owner: dict[str, Place] = {}
+            yield Remark(str(root), str(error), True)
+    owner: dict[str, RepositoryRoot] = {}
     served: dict[str, list[_Version]] = {}
-    remarks: dict[tuple[Place, str], list[Remark]] = {}
-    for place, models in found.items():
+    remarks: dict[tuple[RepositoryRoot, str], list[Remark]] = {}
+    for root, models in found.items():
         for name in models:
-            of_model = remarks[place, name] = _remarks(place, name, served, kind_gpu, config_name, describe)
+            of_model = remarks[root, name] = _remarks(root, name, served, kind_gpu, config_name, describe)
             if name in owner:
                 of_model.append(Remark(name, f"is in {owner[name]} as well; rename one of them", True))
             of_model += _of_threads(served.get(name, ()), threads)
-            owner[name] = place
+            owner[name] = root
     of_steps = _of_ensembles(served, {
         remark.model for each in remarks.values() for remark in each if remark.is_error})
     for (_, name), of_model in remarks.items():
         yield from [*of_model, *of_steps.get(name, ())] or [Remark(name, "ok")]
 
 
-def _remarks(place: Place, name: str, served: dict[str, list[_Version]], kind_gpu: str, config_name: str,
+def _remarks(root: RepositoryRoot, name: str, served: dict[str, list[_Version]], kind_gpu: str, config_name: str,
              describe: Callable[[Path], Described]) -> list[Remark]:
-    """served: is given the versions of the model that are to be, where they can be read."""
+    """Check one model and enter its versions into `served`, unless its folder cannot be read."""
     try:
-        with place.outline(name) as folder:
-            return list(_check_model(folder, name, served, kind_gpu, describe if place.outlines_models else None,
+        with root.outline(name) as folder:
+            return list(_check_model(folder, name, served, kind_gpu, describe if root.outlines_models else None,
                                      config_name))
     except (ServeError, OSError) as error:
         return [Remark(name, str(error), True)]
-    except Exception as error:          # files are bad in ways that nobody foresaw; the other models are checked, too
+    except Exception as error:          # an unforeseen defect of a file; the other models are still checked
         log.debug("checking %s failed", name, exc_info=error)
         return [Remark(name, f"{type(error).__name__}: {error}", True)]
 
 
 def _check_model(repository: Path, name: str, served: dict[str, list[_Version]], kind_gpu: str,
                  describe: Callable[[Path], Described] | None, config_name: str) -> Iterator[Remark]:
-    """describe: None where there are no models but files of their sizes."""
+    """Check one model's folder; `describe` is None for an outline, whose model files have no contents."""
     try:
         sources = read_model(repository, name, config_name=config_name)
         check_name(sources[0].config.name, name)
@@ -101,11 +116,11 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
     if config.asks_for_gpu:
         yield from _of_gpus(sources[0], name, kind_gpu, describe is not None)
     for number, source in enumerate(sources):
-        if config.kind is not Kind.ENSEMBLE and not source.file.exists():
+        if config.kind is not ModelKind.ENSEMBLE and not source.file.exists():
             yield Remark(name, no_such_file(source, source.file.relative_to(repository)), True)
-        elif describe and config.kind is Kind.ENGINE:
+        elif describe and config.kind is ModelKind.ENGINE:
             try:
-                if whole := completed(source, describe):
+                if whole := complete_source(source, describe):
                     served[name][number] = _Version(whole, True)
             except (ModelConfigError, EngineError) as error:
                 yield Remark(name, f"version {source.version}: {error}" if len(sources) > 1 else str(error), True)
@@ -113,7 +128,7 @@ def _check_model(repository: Path, name: str, served: dict[str, list[_Version]],
 
 
 def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) -> dict[str, list[Remark]]:
-    """unserved: models of which an error is said; more of them may be ensembles, and so on."""
+    """Check ensembles until no more fail; `unserved` holds the models that already have an error."""
     while True:
         found = {name: list(_of_steps(name, served, unserved)) for name in served}
         more = {name for name, remarks in found.items() if any(remark.is_error for remark in remarks)} - unserved
@@ -123,11 +138,11 @@ def _of_ensembles(served: Mapping[str, Sequence[_Version]], unserved: set[str]) 
 
 
 def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set[str]) -> Iterator[Remark]:
-    """Of an ensemble: what it asks for that no model of the repository has, and what its models differ about."""
+    """Check that the models of an ensemble's steps exist, are served, and agree about their tensors."""
     try:
         called_models(name, lambda model: served[model][0].source.config.steps if model in served else ())
-    except CircleError as error:
-        if f" {name} " in str(error):       # others only call an ensemble of the circle, of which that is said
+    except EnsembleCycleError as error:
+        if f" {name} " in str(error):       # report the cycle at its own members, not at ensembles that call them
             yield Remark(name, str(error), True)
             return
     except ModelConfigError as error:
@@ -153,9 +168,9 @@ def _of_steps(name: str, served: Mapping[str, Sequence[_Version]], unserved: Set
         config = source.config
         try:
             check_maps(number, step, config, is_completed)
-        except ModelConfigError as error:       # what an engine's configuration leaves out comes from its model
-            yield Remark(name, str(error), is_completed or config.kind is not Kind.ENGINE)
-        if config.kind is Kind.ENSEMBLE or source.message.HasField("max_batch_size"):
+        except ModelConfigError as error:       # only a warning if the model file may still complete the configuration
+            yield Remark(name, str(error), is_completed or config.kind is not ModelKind.ENGINE)
+        if config.kind is ModelKind.ENSEMBLE or source.message.HasField("max_batch_size"):
             known[-1] = config
     try:
         check_tensors(served[name][0].source.config, known)
@@ -168,7 +183,7 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
         yield Remark(name, NOT_KNOWN)
         return
     try:
-        used = set(devices(placed(source.message, source.gpus())))
+        used = set(devices(with_devices(source.message, source.gpus())))
     except ModelConfigError as error:
         yield Remark(name, str(error), True)
         return
@@ -179,7 +194,7 @@ def _of_gpus(source: Source, name: str, kind_gpu: str, has_models: bool) -> Iter
 
 
 def _of_threads(versions: Sequence[_Version], threads: int) -> Iterator[Remark]:
-    for config in [version.source.config for version in versions[:1] if version.source.config.kind is Kind.ENGINE]:
+    for config in [version.source.config for version in versions[:1] if version.source.config.kind is ModelKind.ENGINE]:
         try:
             check_threads(config.instances, int(config.build.threads or threads))
         except ModelConfigError as error:

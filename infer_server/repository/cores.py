@@ -1,4 +1,4 @@
-"""How the instances of all models share the cores: how many a model has, and which CPUs are whose."""
+"""Distribute CPU cores among the instances of all models: default instance counts and CPU pinning."""
 from __future__ import annotations
 
 import threading
@@ -8,13 +8,22 @@ from engines.capacity import memory_limit
 from infer_server.config.fields import MOST_WORKING_THREADS
 from infer_server.errors import ModelConfigError
 
-ARENA_BUDGET_BYTES = 2 << 30        # of one model's instances together, where nobody said how many they shall be
+ARENA_BUDGET_BYTES = 2 << 30        # total arena memory of one model's instances when their number is the default
 
 
 def default_instances(cores: int, threads: int, arena_bytes: int) -> int:
-    """One instance for every `threads` cores, as long as their memory stays within the budget; at least one.
+    """Return the default number of instances: one for every `threads` cores, within the memory budget, at least one.
 
-    When requests queue, contexts side by side answer more of them than the same cores on one request after the other.
+    Several contexts side by side have a higher throughput than the same cores on one request after the other.
+
+    Parameters
+    ----------
+    cores : int
+        Cores that instances may use.
+    threads : int
+        Threads of an instance.
+    arena_bytes : int
+        Size of the arena of one instance.
     """
     affordable = ARENA_BUDGET_BYTES // max(arena_bytes, 1)
     return max(1, min(cores // threads, affordable, MOST_WORKING_THREADS // threads))
@@ -41,7 +50,7 @@ def check_memory(instances: int, threads: int, arena_bytes: int) -> None:
 
 
 class CpuDealer:
-    """Deals CPUs to instances in turn, so that pinned instances of all models share them evenly. Thread-safe."""
+    """Round-robin allocator of CPUs for pinned instances of all models. Thread-safe."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
         self._cpus = list(cpus)
@@ -49,7 +58,13 @@ class CpuDealer:
         self._lock = threading.Lock()
 
     def deal(self, threads: int) -> tuple[int, ...]:
-        """A CPU for each thread of an instance. Raises ModelConfigError if there are fewer CPUs."""
+        """Return one CPU for each thread of an instance.
+
+        Raises
+        ------
+        ModelConfigError
+            The process may use fewer CPUs than the instance has threads.
+        """
         if threads > len(self._cpus):
             raise ModelConfigError(f"parameter pin: an instance has {threads} threads, but this process may use only "
                                    f"{len(self._cpus)} CPUs; lower threads, or leave out pin")

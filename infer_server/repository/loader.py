@@ -1,4 +1,4 @@
-"""From a source in the repository to a model that is ready: build, load, complete the configuration, warm up."""
+"""Load a version of a model: build its engine, complete its configuration, create its instances and warm them up."""
 from __future__ import annotations
 
 import asyncio
@@ -11,21 +11,21 @@ from typing import TypeVar
 
 from engines.errors import EngineError, PlanTargetError
 from engines.machine.cpu import allowed_cpus
-from infer_server.backend import SPECIALISE, EngineLoader, Gpu, load_plan
+from infer_server.backend import SPECIALISE, EngineLoader, GpuDevice, load_plan
 from infer_server.batching.cache import ResponseCache
 from infer_server.config.fields import check_threads
-from infer_server.config.groups import ON_CPU, REFUSED, devices, placed, without
-from infer_server.config.kinds import Kind
+from infer_server.config.groups import ON_CPU, REFUSED, devices, with_devices, without_gpus
+from infer_server.config.kinds import ModelKind
 from infer_server.errors import ModelConfigError, NotBuiltError, RepositoryError
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.building import Compiler
 from infer_server.repository.cores import CpuDealer, default_instances
 from infer_server.repository.folders import Source, no_such_file, read_labels
-from infer_server.repository.kinds.engine_model import EngineModel, Engines, LoadedEngine
+from infer_server.repository.kinds.engine_model import EngineModel, Engines, ServedEngine
 from infer_server.repository.kinds.ensemble import EnsembleModel
 from infer_server.repository.kinds.image_model import ImageModel
-from infer_server.repository.kinds.local import UNCOUNTED, Control, Find, TensorMemory
+from infer_server.repository.kinds.local import UNCOUNTED, Find, ModelControl, TensorMemory
 from infer_server.repository.kinds.python_model import PythonModel
 from infer_server.repository.model import Model, QueuedModel
 
@@ -35,38 +35,44 @@ M = TypeVar("M", bound=Model)
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads models; load() blocks, and is called on a worker thread."""
-    loop: asyncio.AbstractEventLoop             # where the requests of the models are submitted and answered
-    find: Find                                  # the models that ensembles and Python models call, on that loop
-    control: Callable[[], Control]              # how Python models load others, likewise
-    compiler: Compiler                          # for what is no plan yet, or none for this machine
-    cache: ResponseCache                        # of models that ask for one
-    threads: int = 1                            # a model's own `threads` parameter goes before it
+    """Factory of models. `load` blocks and is called on a worker thread."""
+    loop: asyncio.AbstractEventLoop             # event loop on which requests are submitted and answered
+    find: Find                                  # looks up models that ensembles and Python models call, on `loop`
+    control: Callable[[], ModelControl]              # loads and unloads models for Python models, on `loop`
+    compiler: Compiler                          # builds model.onnx files and plans for other machines
+    cache: ResponseCache                        # shared by the models that enable response_cache
+    threads: int = 1                            # default of a model's `threads` parameter
     load_engine: EngineLoader = load_plan
-    cores: int = 1                              # for the instances of a model that does not say how many it has
-    kind_gpu: str = "cpu"                       # where no GPU runs instances of KIND_GPU, the CPU does; or "refuse"
-    kind_auto: str = "cpu"                      # what a model.onnx is built for whose groups leave the kind open; "gpu"
-    limiter: RateLimiter | None = None          # None: every instance executes when it is free
-    custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # those that Python models make
-    memory: TensorMemory = UNCOUNTED            # of the tensors between the steps of ensembles
+    cores: int = 1                              # cores for the instances of a model without an instance count
+    kind_gpu: str = "cpu"                       # KIND_GPU without a GPU: "cpu" runs on the CPU, "refuse" fails the load
+    kind_auto: str = "cpu"                      # device of a model.onnx with KIND_AUTO groups: "cpu" or "gpu"
+    limiter: RateLimiter | None = None          # None: instances execute whenever they are free
+    custom_metrics: CustomMetrics = field(default_factory=CustomMetrics)        # metrics that Python models define
+    memory: TensorMemory = UNCOUNTED            # accounts for tensors between the steps of ensembles
     dealer: CpuDealer = field(default_factory=lambda: CpuDealer(allowed_cpus()))
 
     def load(self, source: Source) -> Model:
-        """Loads one version. Raises RepositoryError with the reason that the index will show."""
+        """Load one version of a model. Blocks.
+
+        Raises
+        ------
+        RepositoryError
+            The model cannot be loaded; the repository index shows the message.
+        """
         auto = not source.is_onnx or self.kind_auto == "gpu"
         gpus = source.gpus() if auto or source.config.asks_for_gpu else []
-        message = placed(source.message, gpus, auto)
+        message = with_devices(source.message, gpus, auto)
         if source.config.asks_for_gpu and set(devices(message)) == {None}:
             if self.kind_gpu == "refuse":
                 raise ModelConfigError(REFUSED)
             log.warning("%s: %s", source.name, ON_CPU)
         for notice in source.config.notices:
             log.warning("%s: %s", source.name, notice)
-        if source.config.kind is Kind.ENSEMBLE:
+        if source.config.kind is ModelKind.ENSEMBLE:
             return self._cached(source, self._guarded(source, lambda: EnsembleModel(source, self.find, self.memory)))
         if not source.file.exists():
             raise RepositoryError(no_such_file(source, source.file))
-        if source.config.kind is Kind.PYTHON:
+        if source.config.kind is ModelKind.PYTHON:
             return self._cached(source, self._guarded(source, lambda: self._python_model(source)))
         return self._cached(source, self._guarded(
             source, lambda: self._engine_model(replace(source, message=message), gpus)))
@@ -77,19 +83,19 @@ class Loader:
         return model
 
     def _python_model(self, source: Source) -> PythonModel:
-        owner = Owner()
+        owner = MetricsOwner()
         try:
             return PythonModel(source, self.loop, self.find, self.limiter, self.custom_metrics, owner, self.control)
         except BaseException:
-            self.custom_metrics.release(owner)          # nobody unloads what was not loaded
+            self.custom_metrics.release(owner)          # a model that failed to load is never unloaded
             raise
 
-    def _engine_model(self, source: Source, gpus: Sequence[Gpu]) -> QueuedModel:
-        """Its groups name the devices that it executes on, among these GPUs."""
+    def _engine_model(self, source: Source, gpus: Sequence[GpuDevice]) -> QueuedModel:
+        """Load the engines of a model on each device that its instance groups name."""
         threads = int(source.config.build.threads or self.threads)
         check_threads(source.config.instances, threads)
         used = [gpu for gpu in gpus if gpu.number in devices(source.message)]
-        loaded: dict[int | None, LoadedEngine] = {}
+        loaded: dict[int | None, ServedEngine] = {}
         for target in dict.fromkeys(gpu.target for gpu in used):
             those = [gpu for gpu in used if gpu.target == target]
             try:
@@ -97,7 +103,7 @@ class Loader:
             except (NotBuiltError, PlanTargetError) as refusal:
                 if not target:
                     raise
-                source = self._without(source, those, refusal)
+                source = self._without_gpus(source, those, refusal)
         instances = 1
         if None in devices(source.message):
             cpu = self._on_cpu(source, threads, any(not gpu.why_not for gpu in gpus))
@@ -106,33 +112,37 @@ class Loader:
         kind = ImageModel if source.config.build.image_input else EngineModel
         return kind(source, Engines(loaded, gpus, instances), self.loop, self.dealer, self.limiter)
 
-    def _on_gpus(self, source: Source, target: str, gpus: Sequence[Gpu]) -> dict[int | None, LoadedEngine]:
-        """By the GPU. target: what is built for all of them; "": it is a plan. Raises NotBuiltError,
-        PlanTargetError."""
+    def _on_gpus(self, source: Source, target: str, gpus: Sequence[GpuDevice]) -> dict[int | None, ServedEngine]:
+        """Load an engine on each GPU: built for `target`, or from the plan itself if `target` is empty."""
         built: AbstractContextManager[Path] = nullcontext(source.file)
         if target:
             built = self.compiler.build(source, 1, target)
         with built as plan:
             return {gpu.number: self._on_gpu(source, plan, gpu) for gpu in gpus}
 
-    def _on_gpu(self, source: Source, plan: Path, gpu: Gpu) -> LoadedEngine:
+    def _on_gpu(self, source: Source, plan: Path, gpu: GpuDevice) -> ServedEngine:
         log.info("%s: on %s, %s", source.name, gpu, gpu.uuid)
         if gpu.target or source.config.build.retune != "true":
             return self._loaded(source, plan, 1, gpu.number)
         with self.compiler.retune(source, gpu.number) as timed:
             return self._loaded(source, timed, 1, gpu.number)
 
-    def _without(self, source: Source, gpus: Sequence[Gpu], refusal: Exception) -> Source:
-        """The source with the CPU in the place of GPUs that it cannot be built for, or that do not run what is built.
-        Raises ModelConfigError: it is to be served on them, or not at all."""
+    def _without_gpus(self, source: Source, gpus: Sequence[GpuDevice], refusal: Exception) -> Source:
+        """Return the source with GPUs replaced by the CPU, after they refused the model.
+
+        Raises
+        ------
+        ModelConfigError
+            The configuration requires a GPU and --kind-gpu is "refuse".
+        """
         if source.config.asks_for_gpu and self.kind_gpu == "refuse":
             raise ModelConfigError(f"{REFUSED}: {refusal}") from refusal
         log.warning("%s: not served on %s: %s", source.name, ", ".join(map(str, gpus)), refusal)
-        return replace(source, message=without(source.message, [gpu.number for gpu in gpus]))
+        return replace(source, message=without_gpus(source.message, [gpu.number for gpu in gpus]))
 
     def _guarded(self, source: Source, load: Callable[[], M]) -> M:
         try:
-            labels = read_labels(source)        # what fails comes first: nobody would let go of the model
+            labels = read_labels(source)        # before load(): if this failed later, the model would never be drained
             model = load()
             model.labels = {**model.labels, **labels}
             return model
@@ -141,12 +151,12 @@ class Loader:
         except EngineError as error:
             where = "" if str(source.file) in str(error) else f"{source.file}: "
             raise RepositoryError(f"{where}{error}") from error
-        except Exception as error:      # files are bad in ways that nobody foresaw; the other models must not notice
+        except Exception as error:      # an unforeseen defect of a file, which must not affect other models
             log.exception("loading %s failed", source.file)
             raise RepositoryError(f"{source.file}: {type(error).__name__}: {error}") from error
 
-    def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> LoadedEngine:
-        """runs_elsewhere: it is a plan for a GPU of this machine."""
+    def _on_cpu(self, source: Source, threads: int, runs_elsewhere: bool) -> ServedEngine:
+        """Load an engine on the CPU; `runs_elsewhere` is True for a plan whose target is a GPU of this machine."""
         if source.is_onnx:
             if cached := self._cached_engine(source, threads):
                 return cached
@@ -156,23 +166,23 @@ class Loader:
             if not runs_elsewhere:
                 return self._loaded(source, source.file, threads)
             log.warning("%s: instance_group.kind: KIND_CPU, but the plan is for a GPU: its graph is compiled again for "
-                        "the CPU", source.name)
+                        "the CPU; build a plan for the CPU to avoid this", source.name)
         except PlanTargetError as mismatch:
             log.warning("%s: %s", source.name, mismatch)
         with self.compiler.relower(source) as plan:
             return self._loaded(source, plan, threads)
 
-    def _cached_engine(self, source: Source, threads: int) -> LoadedEngine | None:
-        """Return the engine of a model.onnx from the engine cache; None if it is not there, or cannot be used."""
+    def _cached_engine(self, source: Source, threads: int) -> ServedEngine | None:
+        """Load the engine of a model.onnx from the engine cache; return None if it is missing or unusable."""
         try:
             plan = self.compiler.cached(source, threads)
             return self._loaded(source, plan, threads) if plan else None
         except (EngineError, OSError) as error:
-            log.warning("%s: what the engine cache has cannot be used, and it is built: %s", source.file, error)
+            log.warning("%s: the engine cache's plan cannot be used and is built again: %s", source.file, error)
             return None
 
-    def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> LoadedEngine:
+    def _loaded(self, source: Source, plan: Path, threads: int, gpu: int = 0) -> ServedEngine:
         specialise = source.config.build.specialise or (
-            "off" if source.config.ragged else SPECIALISE)      # what requests have together is hardly ever met again
+            "off" if source.config.ragged else SPECIALISE)      # the total length of a ragged batch hardly ever repeats
         file = plan.stat()
-        return LoadedEngine(self.load_engine(plan, threads, specialise, gpu), file.st_size, file.st_mtime)
+        return ServedEngine(self.load_engine(plan, threads, specialise, gpu), file.st_size, file.st_mtime)

@@ -1,4 +1,4 @@
-"""One version of a model, loaded: what every kind of it has, and the one whose requests queue for instances."""
+"""Loaded version of a model: the base class, and models whose requests queue for instances."""
 from __future__ import annotations
 
 import asyncio
@@ -13,17 +13,17 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from infer_server.backend import Gpu
+from infer_server.backend import GpuDevice
 from infer_server.batching.batch_times import ShortBatches
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.cache import CachedResponses, ResponseCache
 from infer_server.batching.instances import Executor, Instance
 from infer_server.batching.queue import RequestQueue
-from infer_server.batching.request import AGAIN, NO_MORE, Outcome, Request
+from infer_server.batching.request import NO_MORE, RESCHEDULE, Outcome, Request
 from infer_server.batching.sequences import Sequences
 from infer_server.batching.statistics import BatchExecution, Failure, Statistics
 from infer_server.config.config import ModelConfig, complete_policy
-from infer_server.config.signature import Signature
+from infer_server.config.signature import ModelSignature
 from infer_server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -32,7 +32,7 @@ from infer_server.errors import (
     ServeError,
     UnavailableError,
 )
-from infer_server.observing.closing import why_closed
+from infer_server.observing.closing import closing_reason
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Fingerprint
 from infer_server.workers import post
@@ -40,13 +40,13 @@ from protos import model_config
 
 log = logging.getLogger(__name__)
 
-_LOADS = count()                    # so that a model that is loaded again finds nothing of before
+_LOADS = count()                    # distinguishes cached responses of a reloaded model
 
-_RESCHEDULED_SECS = 30.0            # that a model which is let go of may yet reschedule requests
+_RESCHEDULED_SECS = 30.0            # time for which a draining model may still reschedule requests
 
 
-class State(Enum):
-    """Triton's names of them, as RepositoryIndex answers."""
+class VersionState(Enum):
+    """State of a model version, with Triton's names as in RepositoryIndex."""
     LOADING = "LOADING"
     READY = "READY"
     UNLOADING = "UNLOADING"
@@ -55,20 +55,19 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """The state of one version of a model, and the reason for it."""
-    state: State
-    reason: str = ""                    # why it is not ready
-    model: Model | None = None          # while it is ready
-    replaces: bool = False              # a version that is still served, and so is no failure
-    fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # of what the model was loaded from
+    """State of one version of a model, and the reason for it."""
+    state: VersionState
+    reason: str = ""                    # why the version is not ready
+    model: Model | None = None          # set while the version is ready
+    replaces: bool = False              # True if an older version is served meanwhile, so that this is not a failure
+    fingerprint: Fingerprint = field(default_factory=dict, compare=False)      # of the files it was loaded from
 
-    def is_of(self, fingerprint: Fingerprint) -> bool:
-        """Return whether loading again would give the model that is loaded."""
+    def matches(self, fingerprint: Fingerprint) -> bool:
+        """Return True if loading a version with this fingerprint would give the loaded model again."""
         return self.model is not None and self.model.is_current and self.fingerprint == fingerprint
 
-    def kept(self, message: model_config.ModelConfig) -> Status:
-        """Return the status of a version that stays loaded. message: its configuration now, of which only the
-        version_policy may have changed."""
+    def with_policy(self, message: model_config.ModelConfig) -> Status:
+        """Return the status of a version that stays loaded under a configuration with another version_policy."""
         if self.model:
             self.model.config_message.version_policy.CopyFrom(message.version_policy)
             complete_policy(self.model.config_message)
@@ -76,93 +75,98 @@ class Status:
 
 
 class Model(ABC):
-    """Ready when constructed.
+    """Loaded version of a model, ready when constructed.
 
-    submit and cancel belong to the event loop; the constructor and drain block, and belong to a worker.
+    `submit` and `cancel` belong to the event loop; the constructor and `drain` block and run on a worker thread.
     """
-    memory_bytes: int = 0               # about what it holds; 0 where that is not known
-    device_bytes: Mapping[int | None, int] = MappingProxyType({})   # the same by GPU; None: in the host's memory
-    gpus: Sequence[Gpu] = ()            # that instances of it execute on
-    reached: Set[int | None] = frozenset()      # devices, GPUs by number, in whose memory instances take tensors where
-                                        # their clients have them; None: the host's, which clients may write meanwhile
-    load_secs: float = 0.0              # that its loading took; set by who loads it
-    warmup_secs: float = 0.0            # that its warm-up took, a part of load_secs
-    precision: str = ""                 # that its engine was built with; "": it has none
-    built_secs: float = 0.0             # when its engine was built, since the epoch; 0: it was not built
-    loaded_ns: int = 0                  # when that ended, by the clock of Counters.used_ns
-    labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # of the classes that outputs score
+    memory_bytes: int = 0               # estimated memory use in bytes; 0 if unknown
+    device_bytes: Mapping[int | None, int] = MappingProxyType({})   # memory_bytes by GPU number; None is the host
+    gpus: Sequence[GpuDevice] = ()            # GPUs on which instances execute
+    zero_copy_devices: Set[int | None] = frozenset()    # GPU numbers, or None for the host, whose shared memory
+                                        # instances read in place; clients may write to the host's meanwhile
+    load_secs: float = 0.0              # duration of the load in seconds, set by the repository
+    warmup_secs: float = 0.0            # duration of the warm-up in seconds, included in load_secs
+    precision: str = ""                 # precision of the engine; "" if there is none
+    built_secs: float = 0.0             # build time of the engine in seconds since the epoch; 0 if there is none
+    loaded_ns: int = 0                  # time at which the load ended, on the clock of Counters.used_ns
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({})      # class labels by output
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
-                 signature: Signature) -> None:
-        """message: the completed configuration; config: the same, read."""
+                 signature: ModelSignature) -> None:
+        """Create a model; `message` is the completed configuration and `config` is parsed from it."""
         self.name = name
         self.version = version
         self.config_message = message
         self.config = config
         self.signature = signature
         self.statistics = Statistics()
-        self.prepared: dict[Hashable, Any] = {}         # what serving.py keeps of the forms of its requests,
-        self.repeated: dict[Hashable, Any] = {}         # and endpoints of those that come again
-        self.served: dict[tuple[str, ...], Any] = {}    # and of their responses, by the names of the outputs
+        self.prepared: dict[Hashable, Any] = {}         # serving.py's checked request layouts
+        self.repeated: dict[Hashable, Any] = {}         # the endpoints' fast path for layouts that come again
+        self.served: dict[tuple[str, ...], Any] = {}    # serving.py's response layouts, by requested outputs
         self._key = f"{name}/{version} {next(_LOADS)} ".encode()
         self._cached: CachedResponses | None = None
 
     def use_cache(self, cache: ResponseCache) -> None:
-        """Keeps its responses there, by the contents of requests. Before the first request."""
-        self._cached, self.reached = CachedResponses(cache, self.statistics, self._key), frozenset()
+        """Enable the response cache. Call this before the first request."""
+        self._cached, self.zero_copy_devices = CachedResponses(cache, self.statistics, self._key), frozenset()
 
     @property
     def platform(self) -> str:
-        """What executes it, as its configuration calls that."""
+        """Platform or backend that the configuration names."""
         return self.config_message.platform or self.config_message.backend
 
     @property
     def revision(self) -> bytes:
-        """What is another one when the model is loaded again."""
+        """Bytes that identify this load of the model; they change when it is loaded again."""
         return self._key
 
     @property
     def is_current(self) -> bool:
-        """Return whether the models that it calls are those that it was loaded with."""
+        """True if the models that this one calls are still those that it was loaded with."""
         return True
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether requests have any number of responses."""
+        """True if requests may have any number of responses."""
         return self.config.decoupled
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a request has one response, and equal ones have equal: what is cached counts on it."""
+        """True if equal requests have equal single responses, which the response cache requires."""
         return not self.config.decoupled and self.config.sequences is None
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """The number of requests that wait to be executed."""
+        """Number of requests that wait to be executed."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has requests that would fail without it."""
+        """True if there are requests that would fail if the model were unloaded."""
         return self.pending > 0
 
     @abstractmethod
     def submit(self, request: Request) -> None:
-        """Queues a request.
+        """Queue a request.
 
-        Raises UnavailableError when the queue is full or closed, DeadlineExceededError when it would be late.
+        Raises
+        ------
+        UnavailableError
+            The queue is full or closed.
+        DeadlineExceededError
+            The request's deadline would pass in the queue.
         """
 
     @abstractmethod
     def cancel(self, request: Request) -> None:
-        """Drops a request whose client went away. If it is executing already, its result is dropped instead."""
+        """Drop a request whose client has disconnected, or its result if it is already executing."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Executes what waits, accepts nothing more, and ends what executes."""
+        """Accept no more requests, execute the queued ones, and close the instances."""
 
     async def is_ready(self) -> bool:
-        """Whether a model that is loaded says so itself, or those do that it asks."""
+        """Return the model's own readiness and that of the models it calls."""
         return True
 
     def failed(self, request: Request, reason: Failure) -> None:
@@ -170,10 +174,10 @@ class Model(ABC):
 
 
 class QueuedModel(Model):
-    """Its requests wait in a queue for instances, which execute batches of them."""
+    """Model whose requests wait in a queue for instances, which execute them in batches."""
 
     def __init__(self, name: str, version: int, message: model_config.ModelConfig, config: ModelConfig,
-                 signature: Signature, loop: asyncio.AbstractEventLoop) -> None:
+                 signature: ModelSignature, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name, version, message, config, signature)
         self._loop = loop
         batching = config.sequences.batching if config.sequences else config.batching
@@ -189,16 +193,33 @@ class QueuedModel(Model):
     def pending(self) -> int:
         return sum(len(queue.batcher) for queue in self.queues) + (self._sequences.waiting if self._sequences else 0)
 
-    def measured(self, items: int, ns: int) -> None:
-        """A batch of `items` took `ns`."""
+    def record_time(self, items: int, ns: int) -> None:
+        """Record that a batch of `items` took `ns` nanoseconds."""
         for queue in self.queues:
-            queue.batcher.measured(items, ns)
+            queue.batcher.record_time(items, ns)
 
     def start(self, executors: Sequence[Executor], limiter: RateLimiter | None,
               cpus: Sequence[int | None] = (), short: ShortBatches | None = None) -> None:
-        """Gives it its instances, one for each executor. limiter: lets those execute that have a rate_limiter; cpus:
-        what their threads are pinned to, if given; short: the batches that need not wait for the threads of those on
-        the CPU. Raises ModelConfigError: one could never execute; RepositoryError: there are no more threads."""
+        """Create and start one instance for each executor.
+
+        Parameters
+        ----------
+        executors : sequence of Executor
+            Executors on the devices of `config.devices`.
+        limiter : RateLimiter, optional
+            Limiter of the executions of models with a rate_limiter.
+        cpus : sequence of int, optional
+            CPU to which each instance's thread is pinned.
+        short : ShortBatches, optional
+            Measured times of batches that may be executed on the event loop, for instances on the CPU.
+
+        Raises
+        ------
+        ModelConfigError
+            An instance could never execute under its rate limits.
+        RepositoryError
+            A thread could not be started.
+        """
         batchers = [self.queues[i % len(self.queues)].batcher for i in range(len(executors))]
         limits = self.config.rate_limits
         gates = limiter.gates(limits, [batcher.wake_all for batcher in batchers]) if limiter and limits else (
@@ -242,7 +263,7 @@ class QueuedModel(Model):
 
     def drain(self) -> None:
         end = time.monotonic() + _RESCHEDULED_SECS
-        while self._sequences and self._sequences.comes_again and (     # what they wait for is done on the loop
+        while self._sequences and self._sequences.may_reschedule and (     # rescheduling happens on the event loop
                 time.monotonic() < end or not self._sequences.iterative):
             time.sleep(0.01)
         for queue in self.queues:
@@ -252,43 +273,45 @@ class QueuedModel(Model):
         if self._cached:
             self._cached.drop()
         if self._sequences:
-            post(self._loop, self._sequences.close)     # behind what their last executions gave
-        # They refer to this model, too: without this their contexts' memory would wait for the cycle collector.
+            post(self._loop, self._sequences.close)     # after the results of the last executions
+        # Break the reference cycle with this model, so that contexts are freed without the cycle collector.
         self._instances.clear()
 
     def deliver(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
-        """Hands out what an execution gave, from any thread: nothing, where responses were sent one by one. None: it
-        failed, or what it gave came later."""
+        """Deliver the results of an execution, from any thread.
+
+        `outcomes` is empty if response senders sent the responses; `execution` is None if it failed or ended before
+        the outcomes came.
+        """
         if self._sequences:
-            outcomes = [outcome for outcome in outcomes if not self._comes_again(*outcome, execution)]
+            outcomes = [outcome for outcome in outcomes if not self._reschedules(*outcome, execution)]
         post(self._loop, self._finish, outcomes, execution)
 
     def _execute_short(self) -> bool:
-        """Executes a short batch on the event loop, if an instance is free and one waits."""
+        """Execute a short batch on the event loop if an instance is free and such a batch waits."""
         for instance in self._instances:
             if (done := instance.execute_short()) is not None:
                 self._finish(*done)
                 return True
         return False
 
-    def _comes_again(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
-        """Whether a request is queued once more, for its model has not done with it; or ends as one that its queue does
-        not take."""
-        if result is not AGAIN or request.reply.gone:
+    def _reschedules(self, request: Request, result: Any, execution: BatchExecution | None) -> bool:
+        """Reschedule a request if its model asked for that; return False if it is finished."""
+        if result is not RESCHEDULE or request.reply.gone:
             return False
         assert self._sequences is not None
         if request.trace and execution:
             post(self._loop, request.trace.executed, request.enqueued_ns, execution)
         try:
-            self._sequences.again(request)
+            self._sequences.reschedule(request)
         except ServeError as error:
             post(self._loop, self._refuse_one, request, error)
         return True
 
     def _finish(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
-        """Hands out the results of a batch, on the event loop; None: its execution failed.
+        """Deliver the results of a batch on the event loop; `execution` is None if the execution failed.
 
-        Requests that were cancelled meanwhile, or whose deadline has passed, are not counted as successes.
+        Requests that were cancelled meanwhile or whose deadline has passed are not counted as successes.
         """
         now_ns = time.monotonic_ns()
         enqueued_ns, responding_ns = [], []
@@ -312,27 +335,27 @@ class QueuedModel(Model):
                         request.end(result)
                     else:
                         request.reply.send(result)
-                except Exception as error:      # a front's bug, which the others of the batch must not notice
+                except Exception as error:      # an endpoint's internal error must not affect the rest of the batch
                     log.error("model '%s': a request could not be answered", self.name, exc_info=error)
                     with suppress(Exception):
                         request.finish(error)
             self._after(request)
         if execution:
             batching = self.config.batching
-            self.statistics.executed(execution, enqueued_ns, why_closed(
+            self.statistics.executed(execution, enqueued_ns, closing_reason(
                 execution.items, execution.started_ns - execution.enqueued_ns, batching.max_batch_size,
                 batching.preferred_batch_sizes, batching.max_queue_delay_us), responding_ns)
-            self.measured(execution.items, now_ns - execution.started_ns)
+            self.record_time(execution.items, now_ns - execution.started_ns)
         elif enqueued_ns:
             self.statistics.answered(enqueued_ns, now_ns, responding_ns)
 
     def _refuse(self, expired: list[Request], error: ServeError) -> None:
-        """Called on any thread. Each gets an error of its own: what is raised collects the frames it passes."""
+        """Fail expired requests from any thread, each with its own exception: a shared one collects tracebacks."""
         for request in expired:
             post(self._loop, self._refuse_one, request, type(error)(*error.args))
 
     def _refuse_one(self, request: Request, error: ServeError) -> None:
-        """Ends a request that was not executed, on the event loop."""
+        """Fail a request that was not executed, on the event loop."""
         self.failed(request, Failure.REJECTED)
         request.finish(error)
         self._after(request)

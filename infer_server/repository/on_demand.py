@@ -1,4 +1,4 @@
-"""Models that are loaded when they are first asked for; those that were used least recently make room for them."""
+"""Load models when they are first requested, and unload the least recently used ones to stay within a memory limit."""
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.errors import RepositoryError, ServeError, UnknownModelError
 from infer_server.repository.model import Model
 from infer_server.repository.repository import Repository
@@ -16,43 +16,45 @@ log = logging.getLogger(__name__)
 
 _Then = Callable[[], None]
 _Failed = Callable[[Exception], None]
-_RETRY_SECS = 30.0              # before a model that could not be loaded is tried again
-_MOST_FAILURES = 10_000         # that are remembered
-_LISTING_SECS = 2.0             # for which a name that was not in the repository is not looked for there again
+_RETRY_SECS = 30.0              # delay before a model that failed to load is tried again
+_MOST_FAILURES = 10_000         # failures that are remembered
+_LISTING_SECS = 2.0             # time for which a listing of the repository is reused
 
 
 class OnDemand:
-    """Belongs to the event loop."""
+    """Loader of models on first use. Belongs to the event loop."""
 
     def __init__(self, repository: Repository, limit_bytes: int) -> None:
-        """limit_bytes: what the loaded models may hold together, by their own estimate."""
+        """Load models of `repository` while the sum of their `memory_bytes` is at most `limit_bytes`."""
         self._repository, self._limit_bytes = repository, limit_bytes
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # for a model, in the order that they came
-        self._claimed = Counter[str]()                  # by those who wait in load()
+        self._waiting: dict[str, list[tuple[_Then, _Failed]]] = {}      # callbacks by model, in order of arrival
+        self._claimed = Counter[str]()                  # number of callers in load(), by model
         self._tasks = set[asyncio.Task[None]]()
-        self._one_at_a_time = asyncio.Lock()            # makes room
-        self._retry_at: dict[str, float] = {}           # of models that failed
+        self._evicting = asyncio.Lock()
+        self._retry_at: dict[str, float] = {}           # earliest time of the next load, by failed model
         self._listing: asyncio.Task[list[str]] | None = None
         self._listed_until = 0.0
-        self._known: list[str] = []                     # what was in the repository when it could last be read
+        self._known: list[str] = []                     # models of the last successful listing
         repository.watch(self._look)
 
     async def load(self, name: str) -> None:
-        """Loads a model unless it is there. Raises nothing: why there is none, Repository.find() says."""
+        """Load a model unless it is ready. Errors are not raised here but by the following `Repository.find`."""
         if self._is_settled(name):
             return
         settled = asyncio.get_running_loop().create_future()
-        self._wait(name, lambda: settled.set_result(None), lambda error: None)      # it is cancelled, maybe
-        self._claimed[name] += 1                        # until who waits goes on, which is a turn of the loop later
+        self._wait(name, lambda: settled.set_result(None), lambda error: None)      # the future may be cancelled
+        self._claimed[name] += 1                        # protects the model until the waiting task resumes
         try:
             await settled
         finally:
-            self._claimed -= Counter([name])            # which drops it where nobody is left
+            self._claimed -= Counter([name])            # drops the key at zero
 
     def when_loaded(self, name: str, then: _Then, failed: _Failed) -> None:
-        """Calls `then` when a version of a model is ready, or none will be, which may be now; `failed` with what it
-        raises later. Nobody overtakes who waits for the same model."""
+        """Call `then` once a version of a model is ready or loading has failed, possibly at once.
+
+        An exception of a later call of `then` is passed to `failed`. Callbacks of one model run in order of arrival.
+        """
         if self._is_settled(name):
             then()
         else:
@@ -68,15 +70,15 @@ class OnDemand:
             self._loading[name] = asyncio.create_task(self._load(name))
 
     def _look(self) -> None:
-        """Lets those go on whose model is there, and makes room for it, whoever has asked for that."""
+        """Resume the callbacks whose model is ready, and evict models if the memory limit is exceeded."""
         for name in list(self._waiting):
             if self._repository.versions(name):
                 self._go_on(name)
         models = self._repository.models()
         for model in models:
             self._retry_at.pop(model.name, None)
-        if self._held() > self._limit_bytes and not self._one_at_a_time.locked():       # else that looks again
-            self._start(self._make_room(max(models, key=lambda model: model.loaded_ns).name))
+        if self._held() > self._limit_bytes and not self._evicting.locked():        # else it checks the limit again
+            self._start(self._evict_for(max(models, key=lambda model: model.loaded_ns).name))
 
     def _go_on(self, name: str) -> None:
         for then, failed in self._waiting.pop(name, ()):
@@ -87,7 +89,7 @@ class OnDemand:
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)                           # the loop itself keeps no task alive
+        self._tasks.add(task)                           # the event loop holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
     async def _load(self, name: str) -> None:
@@ -98,7 +100,7 @@ class OnDemand:
         except Exception as error:
             if isinstance(error, ServeError):
                 log.debug("%s is not loaded on demand: %s", name, error)
-            else:                                       # our bug, which nobody shall wait for
+            else:                                       # an internal error: the callbacks still have to run
                 log.exception("%s is not loaded on demand", name)
             if len(self._retry_at) >= _MOST_FAILURES:
                 self._retry_at.clear()
@@ -107,12 +109,14 @@ class OnDemand:
         finally:
             del self._loading[name]
             self._go_on(name)
-        self._start(self._make_room(name))      # nobody waits for others to be drained. Where it has failed, too: other
-                                                # versions of it may be there, or the models of its steps
+        # Callbacks do not wait for eviction, which a failed load needs, too: its steps may be loaded.
+        self._start(self._evict_for(name))
 
     async def _names(self) -> list[str]:
-        """The models of the repository a short while ago: names that are none cost no look at it each. Raises
-        RepositoryError: it cannot be read, and never could."""
+        """Return the models of the repository, from a listing that is reused for a short time.
+
+        If the repository cannot be read, return the last successful listing, or raise RepositoryError if there is none.
+        """
         if self._listing is None or (self._listing.done() and time.monotonic() >= self._listed_until):
             self._listing = asyncio.create_task(self._repository.names())
             self._listing.add_done_callback(self._listed)
@@ -120,7 +124,7 @@ class OnDemand:
             return await asyncio.shield(self._listing)
         except RepositoryError:
             if self._known:
-                return self._known                      # to load one of them fails, and says why
+                return self._known                      # loading one of them raises the reason
             raise
 
     def _listed(self, listing: asyncio.Task[list[str]]) -> None:
@@ -131,22 +135,22 @@ class OnDemand:
     def _held(self) -> int:
         return sum(model.memory_bytes for model in self._repository.models())
 
-    async def _make_room(self, kept: str) -> None:
-        """Unloads what was used least recently, and nothing that `kept` needs, until the others fit."""
-        async with self._one_at_a_time:
+    async def _evict_for(self, protected: str) -> None:
+        """Unload least recently used models that `kept` does not need until the memory limit holds."""
+        async with self._evicting:
             while (held := self._held()) > self._limit_bytes:
-                victim = self._least_used(kept)
+                victim = self._least_used(protected)
                 if victim is None:
                     log.warning("the loaded models hold about %d MiB, and none of them can be unloaded now: "
                                 "--model-memory-limit-mib %d is exceeded", held >> 20, self._limit_bytes >> 20)
                     return
-                first = self._outermost(victim)         # one at a time: what is asked for meanwhile may need the others
-                log.info("'%s' is unloaded to make room for '%s'", first, kept)
+                first = self._outermost(victim)         # one per iteration: new requests may need the others
+                log.info("'%s' is unloaded to make room for '%s'", first, protected)
                 await self._repository.unload(first)
 
-    def _least_used(self, kept: str) -> str | None:
+    def _least_used(self, protected: str) -> str | None:
         models = self._repository.models()
-        busy = {kept, *self._repository.needed(), *self._loading, *self._claimed,
+        busy = {protected, *self._repository.needed(), *self._loading, *self._claimed,
                 *(model.name for model in models if model.is_busy)}
         while more := {step for model in models if model.name in busy for step in _steps(model)} - busy:
             busy |= more
@@ -155,7 +159,7 @@ class OnDemand:
         return min(used.keys() - busy, key=lambda name: used[name], default=None)
 
     def _outermost(self, name: str) -> str:
-        """The model, or the loaded ensemble that calls it, or calls one that does, and is called by none itself."""
+        """Return the model, or a loaded ensemble that calls it, directly or not, and that no other calls."""
         models, seen = self._repository.models(), {name}
         while callers := [model.name for model in models if name in _steps(model) and model.name not in seen]:
             name = callers[0]
@@ -164,4 +168,4 @@ class OnDemand:
 
 
 def _steps(model: Model) -> set[str]:
-    return {step.model for step in model.config.steps} if model.config.kind is Kind.ENSEMBLE else set()
+    return {step.model for step in model.config.steps} if model.config.kind is ModelKind.ENSEMBLE else set()

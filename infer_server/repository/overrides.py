@@ -1,5 +1,4 @@
-"""Files that come with the request to load a model, instead of those in the repository: parameters named
-"file:<version>/<file>".
+"""Load models from files that are sent in the load request, as parameters named "file:<version>/<file>".
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
@@ -12,25 +11,37 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
-from infer_server.config.kinds import Kind
+from infer_server.config.kinds import ModelKind
 from infer_server.config.paths import is_name
 from infer_server.errors import InvalidRequestError, UnavailableError
 from infer_server.repository.folders import Source, read_model
 from protos import model_config
 
 PREFIX = "file:"
-_MOST_PARTS = 8                 # of a path
-_OF_NAMES = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)     # one where another needs a folder
+_MOST_PARTS = 8                 # components of a path
+_OF_NAMES = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)     # errors that the client's paths cause
 
 
 @contextmanager
-def written(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
-    """A repository with that model alone, for as long as it takes to load it: models run from memory.
+def temporary_repository(name: str, files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Create a temporary repository with this model alone; it is deleted when the context exits.
 
-    Raises InvalidRequestError: a name or a path that would lie elsewhere; UnavailableError: the disk does not take it.
+    Parameters
+    ----------
+    name : str
+        Name of the model.
+    files : mapping of str to bytes
+        Contents by path in the model's folder.
+
+    Raises
+    ------
+    InvalidRequestError
+        The name or a path is not valid.
+    UnavailableError
+        A file cannot be written.
     """
     if not is_name(name):
-        raise InvalidRequestError(f"'{name}' is no name of a model that comes with its files")
+        raise InvalidRequestError(f"'{name}' is not a valid model name; use a plain folder name, without '/'")
     paths = {_checked(path): content for path, content in files.items()}
     with ExitStack() as until_loaded:
         try:
@@ -52,12 +63,17 @@ def _write(file: Path, content: bytes, failed: str) -> None:
         raise kind(f"{failed}: {error.strerror}") from error
 
 
-def read_written(folder: Path, name: str, message: model_config.ModelConfig | None) -> Sequence[Source]:
-    """The versions of a model in such a repository. Raises InvalidRequestError: what would execute one is code that
-    came with the request, whatever its file is called; otherwise as read_model()."""
+def read_temporary(folder: Path, name: str, message: model_config.ModelConfig | None) -> Sequence[Source]:
+    """Read the versions of a model in a temporary repository; otherwise as `read_model`.
+
+    Raises
+    ------
+    InvalidRequestError
+        The model is code, a Python model or a plan: code is never accepted from requests.
+    """
     sources = [replace(source, is_of_request=True) for source in read_model(folder, name, message)]
     for source in sources:
-        if source.config.kind is not Kind.ENSEMBLE and not source.is_onnx:
+        if source.config.kind is not ModelKind.ENSEMBLE and not source.is_onnx:
             raise InvalidRequestError(f"'{PREFIX}{source.version}/{source.file.name}': code is not taken from "
                                       "requests: no Python model, and no plan, which is machine code; send a "
                                       "model.onnx, or put the model into the repository")
@@ -65,7 +81,7 @@ def read_written(folder: Path, name: str, message: model_config.ModelConfig | No
 
 
 def _checked(path: str) -> PurePosixPath:
-    """The path of a file in the model's folder, "1/model.onnx"."""
+    """Validate and return the path of a file in the model's folder, such as "1/model.onnx"."""
     parts = path.split("/")
     if not 1 < len(parts) <= _MOST_PARTS or not all(map(is_name, parts)):
         raise InvalidRequestError(f"'{PREFIX}{path}': expected a path in the model's folder, such as "

@@ -1,8 +1,8 @@
-"""Looks for what has changed in the repository, from time to time: model control mode poll.
+"""Poll the repository for changed models (model control mode poll).
 
-A model is loaded when its files are as they were at the look before: what is still being copied is let alone, and what
-was loaded goes on. One that cannot be loaded is tried again when it changes; one that could not be copied, at each
-look.
+A model is loaded once its files are unchanged between two polls, so that a copy in progress is not read; the loaded
+versions keep serving meanwhile. A model that failed to load is tried again when its files change; one that failed to
+copy, at each poll.
 """
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import logging
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
 
 from infer_server.errors import FetchError, RepositoryError, ServeError
-from infer_server.repository.places import Place
 from infer_server.repository.repository import Repository
+from infer_server.repository.roots import RepositoryRoot
 from infer_server.workers import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
-_SETTLING_SECS = 1.0            # from a look that finds a change to the next one
+_SETTLING_SECS = 1.0            # delay between polls while files change
 
 
 class Poller:
-    """Belongs to the event loop."""
+    """Repository poller. Belongs to the event loop."""
 
-    def __init__(self, repository: Repository, places: Sequence[Place], secs: float) -> None:
-        """secs: between two looks."""
-        self._repository, self._places, self._secs = repository, places, secs
-        self._loaded: dict[str, Hashable] = {}          # as they were when they were loaded, or could not be
-        self._seen: Mapping[str, Hashable] = {}         # as they were at the last look
+    def __init__(self, repository: Repository, roots: Sequence[RepositoryRoot], secs: float) -> None:
+        """Poll `roots` every `secs` seconds; `repository` loads and unloads the models."""
+        self._repository, self._roots, self._secs = repository, roots, secs
+        self._loaded: dict[str, Hashable] = {}          # fingerprint at the last load attempt, by model
+        self._seen: Mapping[str, Hashable] = {}         # fingerprint at the last poll, by model
         self._reported = ""
-        self.has_looked = False                         # and could read all places
+        self.has_polled = False                         # True after a poll that could read all repositories
 
     async def begin(self) -> None:
-        """To be called before the models are first loaded."""
+        """Record the initial fingerprints. Call this before the models are first loaded."""
         self._loaded = dict(await self._look())
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Poll until cancelled."""
         unsettled = False
         while True:
             await asyncio.sleep(min(_SETTLING_SECS, self._secs) if unsettled else self._secs)
             try:
-                unsettled = await self.look()
-            except Exception:                           # our bug; the next look may go better
+                unsettled = await self.poll()
+            except Exception:                           # an internal error; the next poll may succeed
                 log.exception("polling failed")
 
-    async def look(self) -> bool:
-        """Loads and unloads what has changed. True: something still changes."""
+    async def poll(self) -> bool:
+        """Poll once: load changed models, unload removed ones. Return True if files are still changing."""
         try:
             found = await self._look()
-        except RepositoryError as error:                # it may be back at the next look
+        except RepositoryError as error:                # the repository may be reachable again at the next poll
             if str(error) != self._reported:
                 log.warning("polling: %s", error)
             self._reported = str(error)
@@ -69,30 +69,30 @@ class Poller:
     async def _quietly(self, change: Awaitable[None]) -> None:
         try:
             await change
-        except ServeError as error:                     # which the log has, and the index
+        except ServeError as error:                     # already logged, and shown in the index
             log.debug("polling: %s", error)
-        except Exception:                               # our bug, which the other models must not notice
+        except Exception:                               # an internal error, which must not affect other models
             log.exception("polling failed")
 
     async def _look(self) -> Mapping[str, Hashable]:
         found = await in_daemon_thread(self._fingerprints)
-        self.has_looked = True
+        self.has_polled = True
         return found
 
     def _fingerprints(self) -> Mapping[str, Hashable]:
-        """Of each model, in all places that have it: when one has it no more, another may be served."""
+        """Return a fingerprint of each model over all repositories that contain it."""
         found: dict[str, tuple[Hashable, ...]] = {}
-        for place in self._places:
-            for name in place.names():
-                found[name] = (*found.get(name, ()), str(place), _fingerprint(place, name))
+        for root in self._roots:
+            for name in root.names():
+                found[name] = (*found.get(name, ()), str(root), _fingerprint(root, name))
         return found
 
 
-def _fingerprint(place: Place, name: str) -> Hashable:
-    """Raises FetchError."""
+def _fingerprint(root: RepositoryRoot, name: str) -> Hashable:
+    """Return a model's fingerprint, or the error message if the model itself is invalid. Raises FetchError."""
     try:
-        return place.fingerprint(name)
+        return root.fingerprint(name)
     except FetchError:
         raise
-    except RepositoryError as error:        # of this model alone: its load says what is wrong, and the others go on
+    except RepositoryError as error:        # concerns this model alone: its load reports the reason
         return str(error)

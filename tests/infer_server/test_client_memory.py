@@ -120,7 +120,7 @@ def wait_until_queued(server: RunningServer, requests: int) -> None:
 
 def test_only_models_that_read_a_request_once_read_it_in_its_clients_memory(plan: Path) -> None:
     with serving(plan.parents[2], load_plan, allow_client_shm=True) as running:
-        found = {name: running.server.repository.find(name).reached for name in ("pictures", *COPIED)}
+        found = {name: running.server.repository.find(name).zero_copy_devices for name in ("pictures", *COPIED)}
     assert found == {"pictures": {None}, **dict.fromkeys(COPIED, frozenset())}
 
 

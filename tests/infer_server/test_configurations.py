@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.cache import ResponseCache
 from infer_server.batching.engine_executor import EngineExecutor
 from infer_server.cli import serve
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.numpy_engine import check, load_numpy_engine, write_model
 from tests.infer_server.serving import serving
 
@@ -91,7 +91,7 @@ def test_dynamic_batching_merges_no_requests_whose_items_depend_on_each_other(
             np.testing.assert_array_equal(answer, 2 * x + 1)
         found, = client.get_inference_statistics("m").model_stats
         assert (found.inference_count, found.execution_count) == (8, 4)
-    assert "executed one by one, for the items of a batch depend on each other (it normalises" in caplog.text
+    assert "executed one by one, because the items of a batch depend on each other (it normalises" in caplog.text
 
 
 def test_clients_see_the_shapes_of_dims_and_the_model_those_of_reshape(client: triton.InferenceServerClient) -> None:
@@ -140,7 +140,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_used() -> None:
      "model_warmup 'w': its inputs take 73786976294838206464 bytes, more than the limit of 1073741824"),
     ("batch_size: 400 inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 } }", "model_warmup 'w': .*must be <= 8"),
     ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 input_data_file: 'two' } }", "warmup/two: No such file"),
-    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are numbers"),
+    ("inputs { key: 'x' value { data_type: TYPE_FP32 dims: -1 } }", "dims that are all at least 1"),
 ])
 def test_a_warm_up_is_checked_and_executed_before_the_model_is_ready(
         tmp_path: Path, warmup: str, refusal: str) -> None:
@@ -230,7 +230,7 @@ def test_a_check_does_not_guess_for_what_device_a_plan_is_that_it_cannot_read(tm
         write_model(tmp_path, name, config="instance_group { kind: KIND_GPU }")
     (tmp_path / "graph" / "1" / "model.plan").rename(tmp_path / "graph" / "1" / "model.onnx")
     graph, plan = check([Outlines(tmp_path)], "refuse")
-    assert "cannot be told before its file is copied" in plan.text and not plan.is_error
+    assert "the model's file is not copied yet" in plan.text and not plan.is_error
     assert "KIND_GPU is refused" in graph.text and graph.is_error
 
 
@@ -290,7 +290,7 @@ def test_check_says_all_of_a_repository_and_what_to_write_instead(
     assert serve.main(["--check", str(tmp_path), "--kind-gpu", "refuse"], load_numpy_engine) == 1
     said = capsys.readouterr().out
     assert [line.partition(": ")[2][:32] for line in said.splitlines() if line.startswith("twice")] == [
-        "error: sequence_batching.iterati", "error: model_operations: operato"]
+        "error: sequence_batching.iterati", "error: model_operations: librari"]
     for part in ("good: ok", "gpu: error: instance_group: KIND_GPU is refused", "agents: error: model_rep",
                  "unnamed: error: backend: 'pytorch' is not served: export the model to ONNX", "l.txt: no such file",
                  "warmup/missing: No such file", "no model 'goood'. Did you mean 'good'?"):

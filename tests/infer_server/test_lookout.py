@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infer_server.lookout import Lookout
+from infer_server.lookout import BusyPoller
 
 SOON_NS, LATE_NS = 100_000, 400_000
 
@@ -38,7 +38,7 @@ class Asked:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.clock, self.loop = Clock(patch), Loop()
-        self.lookout = Lookout(self.loop)       # type: ignore[arg-type]      # of a loop it needs no more
+        self.lookout = BusyPoller(self.loop)       # type: ignore[arg-type]      # of a loop it needs no more
         self.lookout.idle()
 
     def after(self, *gaps_ns: int) -> bool:

@@ -22,7 +22,7 @@ from infer_server.batching.request import Request
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.ragged import ragged_of
-from infer_server.config.signature import Items, Signature
+from infer_server.config.signature import Items, ModelSignature
 from infer_server.errors import ExecutionError, InvalidRequestError, ModelConfigError
 from infer_server.protocol.codec import DATATYPES, InputTensor
 from infer_server.repository.kinds.ragged import RaggedExecutor
@@ -123,7 +123,7 @@ PAIR = """name: "pair" max_batch_size: 8
 
 
 def test_all_inputs_of_a_request_have_as_many_items_ragged_or_not() -> None:
-    signature = Signature(from_message(parsed(PAIR)), Items(True, 8))
+    signature = ModelSignature(from_message(parsed(PAIR)), Items(True, 8))
 
     def fit(x: int, z: int, p: int) -> int:
         return signature.fit([InputTensor(name, DATATYPES["FP32"], shape) for name, shape in (
@@ -171,7 +171,7 @@ def test_made_inputs_are_what_triton_makes_of_the_requests_shapes(kind: str, val
     ragged = ragged_of(parsed(
         f'batch_input {{ kind: {kind} target_name: "i" data_type: TYPE_INT32 source_input: "x" }}'))
     assert ragged
-    made = ragged.made[0].values([(2, 3, 1), (1, 2, 2)])
+    made = ragged.computed[0].values([(2, 3, 1), (1, 2, 2)])
     assert made.dtype == np.int32
     np.testing.assert_array_equal(made, values)
 
@@ -186,12 +186,13 @@ INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: tru
     ('batch_input { target_name: ["e", "e"] data_type: TYPE_FP32 source_input: "x" }', "'e' is given twice"),
     ('batch_input { target_name: "ends" data_type: TYPE_INT32 source_input: "x" }', "but the model's is TYPE_FP32"),
     ('batch_input { target_name: "end" data_type: TYPE_FP32 source_input: "x" }', "Did you mean 'ends'?"),
-    ('batch_input { target_name: "ends" data_type: TYPE_FP32 source_input: "z" }', "'z' is no input; these are x"),
-    ('batch_output { target_name: "z" source_input: "x" }', "'z' is no output; these are y"),
+    ('batch_input { target_name: "ends" data_type: TYPE_FP32 source_input: "z" }',
+     "'z' is not an input; the inputs are x"),
+    ('batch_output { target_name: "z" source_input: "x" }', "'z' is not an output; the outputs are y"),
     ('batch_output { target_name: ["y", "y"] source_input: "x" }', "'y' is given twice"),
     ('batch_output { target_name: "y" source_input: "x" } output { name: "y" data_type: TYPE_FP32 dims: [1, -1] }',
      "where they are -1"),
-    ("sequence_batching {}", "requests of a sequence do not become one tensor"),
+    ("sequence_batching {}", "requests of a sequence are not concatenated"),
 ])
 def test_a_ragged_configuration_that_makes_no_sense_is_refused_by_name(text: str, refusal: str) -> None:
     flat = [NumpyTensor(name, "float32", (f"{name}.0",)) for name in ("x", "ends", "y")]

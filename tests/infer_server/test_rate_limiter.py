@@ -18,7 +18,7 @@ from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import AwaitedReply, Request
 from infer_server.config.groups import RateLimit, Resource
 from infer_server.errors import ModelConfigError
-from infer_server.rate_limiter import Gate, RateLimiter
+from infer_server.rate_limiter import RateGate, RateLimiter
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.serving import serving
@@ -26,7 +26,7 @@ from tests.infer_server.serving import serving
 R, S, T = Resource("R", False), Resource("S", True), Resource("T", True)
 
 
-def gate(limiter: RateLimiter, priority: int = 1, woken: list[int] | None = None, **needs: int) -> Gate:
+def gate(limiter: RateLimiter, priority: int = 1, woken: list[int] | None = None, **needs: int) -> RateGate:
     number = len(limiter._gates)
     limit = RateLimit({{"R": R, "S": S, "T": T}[name]: count for name, count in needs.items()}, priority)
     (made,) = limiter.gates([limit], [lambda: woken.append(number) if woken is not None else None])

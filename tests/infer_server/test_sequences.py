@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import from_message
 from infer_server.errors import ModelConfigError
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.config.test_config import parsed
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
@@ -171,7 +171,7 @@ def test_a_model_that_is_unloaded_is_gone_whether_its_sequences_were_ended_or_no
     ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 dims: [4, -2] }", r"dims \[4, -2\] must be"),
     ("state { input_name: 'i' output_name: 'o' data_type: TYPE_FP32 initial_state { data_type: TYPE_INT8 } }",
      "the state's data_type"),
-    ("iterative_sequence: true", "only a Python model asks for it again"),
+    ("iterative_sequence: true", "only a Python model can reschedule requests"),
 ])
 def test_sequence_batching_that_makes_no_sense_is_refused(text: str, refusal: str) -> None:
     with pytest.raises(ModelConfigError, match=refusal):

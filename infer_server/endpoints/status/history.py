@@ -1,4 +1,4 @@
-"""History of each model's request rate and latency, sampled from its counters, in little memory."""
+"""History of each model's request rate and latency, sampled from its counters, with bounded memory."""
 from __future__ import annotations
 
 import asyncio
@@ -11,8 +11,8 @@ from infer_server.batching.statistics import Statistics, Totals
 from infer_server.repository.model import Model
 
 INTERVAL_SECS = 10.0
-_SAMPLES = 60                   # that are kept of a model: ten minutes
-MOST_MODELS = 500               # with a history, and rows of the status page
+_SAMPLES = 60                   # samples kept for each model: ten minutes
+MOST_MODELS = 500               # limit of models with a history, and of rows on the status page
 
 
 class _Series:
@@ -34,7 +34,7 @@ class _Series:
 
 
 class History:
-    """Samples every INTERVAL_SECS. Belongs to the event loop."""
+    """Sampler that runs every INTERVAL_SECS. Belongs to the event loop."""
 
     def __init__(self, models: Callable[[], Iterable[Model]]) -> None:
         self._models = models
@@ -53,7 +53,7 @@ class History:
         for model in self._models():
             key = (model.name, model.version)
             one = self._series.get(key)
-            if one is None or one.statistics is not model.statistics:       # loaded anew: it counts from zero
+            if one is None or one.statistics is not model.statistics:       # reloaded: its counters begin at zero
                 if len(series) >= MOST_MODELS:
                     continue
                 one = _Series(model.statistics)
@@ -63,7 +63,7 @@ class History:
         self._series = series
 
     def as_json(self) -> dict[str, Any]:
-        """Return the samples of models that had requests, the oldest first."""
+        """Return the samples of models that had requests, oldest first."""
         return {"interval_secs": INTERVAL_SECS, "models": [
             {"name": name, "version": str(version), "rates": _rounded(one.rates), "failures": _rounded(one.failures),
              "latencies_ms": _rounded(one.latencies_ms)}

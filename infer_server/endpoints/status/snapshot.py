@@ -1,6 +1,6 @@
-"""The status page's data: the server and its models at one moment, as JSON, for any number of viewers.
+"""Data of the status page: server and models at one moment, as JSON, for any number of viewers.
 
-Counters are cumulative, on the server's monotonic clock: each viewer computes rates from two snapshots of its own.
+Counters are cumulative, on the server's monotonic clock: each viewer computes rates from two snapshots.
 """
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from infer_server.workers import Cached, beside_loop
 from protos.version import NAME, VERSION
 
 _QUANTILES = (0.5, 0.9, 0.99)
-_LISTING_SECS = 10.0            # between two looks at which models there are that were never loaded
-_MOST_CHARACTERS = 2000         # of the reason for a failure
+_LISTING_SECS = 10.0            # time for which a listing of the repository is reused
+_MOST_CHARACTERS = 2000         # limit of the reason for a failure
 
 
 class _Entry(NamedTuple):
-    """A version of a model: its entry in the repository's index, and the model if it is loaded."""
+    """Version of a model: its entry in the repository index, and the model if it is loaded."""
     listed: IndexEntry
     model: Model | None
     pending: int
 
 
 class Snapshots:
-    """Belongs to the event loop; JSON is made on a thread, at most once in `cache_secs`."""
+    """Cache of snapshots. Belongs to the event loop; JSON is made on a thread, at most once in `cache_secs`."""
 
     def __init__(self, state: ServerState, history: History, workers: int, cache_secs: float) -> None:
-        """workers: processes that read and answer requests."""
+        """Create; `workers` is the number of frontend workers."""
         self._state, self._history, self._workers = state, history, workers
         self._started = time.monotonic()
-        self._names = Cached(self._listed, _LISTING_SECS)
-        self._current = Cached(self._made, cache_secs)
-        self._past = Cached(self._made_history, cache_secs)
+        self._names = Cached(self._list_names, _LISTING_SECS)
+        self._current = Cached(self._make_snapshot, cache_secs)
+        self._past = Cached(self._make_history, cache_secs)
 
     async def current(self) -> bytes:
         return await self._current.get()
@@ -49,14 +49,14 @@ class Snapshots:
     async def past(self) -> bytes:
         return await self._past.get()
 
-    async def _listed(self) -> tuple[list[str], str]:
-        """Return the models that are in the repository, and why it cannot be read."""
+    async def _list_names(self) -> tuple[list[str], str]:
+        """Return the models in the repository, and the reason if it cannot be read."""
         try:
             return await self._state.repository.names(), ""
         except RepositoryError as error:
             return [], redacted(str(error))
 
-    async def _made(self) -> bytes:
+    async def _make_snapshot(self) -> bytes:
         names, problem = await self._names.get()
         known = self._state.repository.known()
         seen = {entry.name for entry in known}
@@ -74,13 +74,13 @@ class Snapshots:
             "server": {**server, "processes": self._state.usage()}, "omitted": max(0, len(known) - MOST_MODELS),
             "models": [_described(entry) for entry in entries]}))
 
-    async def _made_history(self) -> bytes:
+    async def _make_history(self) -> bytes:
         samples = self._history.as_json()
         return await beside_loop(lambda: _json(samples))
 
 
 def _order(entry: IndexEntry) -> tuple[bool, str, str]:
-    """Sorts by name, versions that were never loaded last."""
+    """Return a sort key: by name, versions that were never loaded last."""
     return not entry.state, entry.name, entry.version
 
 
@@ -107,19 +107,19 @@ def _described(entry: _Entry) -> dict[str, Any]:
 
 
 def _instances(model: Model) -> str:
-    """Return how many instances there are, and on which GPUs."""
+    """Return the number of instances as text, by GPU."""
     names = {gpu.number: str(gpu) for gpu in model.gpus}
     return ", ".join(f"{count} on {names[device]}" if device in names else str(count)
                      for device, count in Counter(model.config.devices).items())
 
 
 def _batches(counters: Counters) -> list[tuple[int, int, float]]:
-    """Return size, number of executions and mean time in ms of the executed batches."""
+    """Return batch size, number of executions and mean time in ms of the executed batches."""
     return [(size, batch.compute_infer.count,
              float(f"{batch.compute_infer.ns / 1e6 / max(1, batch.compute_infer.count):.4g}"))
             for size, batch in sorted(counters.batches.items())]
 
 
 def _milliseconds(ns: Sequence[float]) -> list[float] | None:
-    """None: there were no requests in the last minute."""
+    """Convert times to ms; None if there were no requests in the last minute."""
     return None if ns[0] != ns[0] else [float(f"{each / 1e6:.4g}") for each in ns]

@@ -1,4 +1,4 @@
-"""State of the server as a whole, as metrics and the status page show it."""
+"""State of the server as a whole, for metrics and the status page."""
 from __future__ import annotations
 
 from collections import Counter
@@ -9,21 +9,21 @@ from infer_server.endpoints.inflight import Inflight
 from infer_server.lifecycle import Lifecycle, ServerPhase
 from infer_server.observing.machine import Samples
 from infer_server.process import cpu_secs, resident_bytes
-from infer_server.repository.model import State
+from infer_server.repository.model import VersionState
 from infer_server.repository.repository import Repository
 
 
 class ServerState:
-    """Belongs to the event loop, except usage()."""
+    """State of the server. Belongs to the event loop, except usage()."""
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight, max_inflight_bytes: int,
                  processes: Callable[[], Mapping[str, int]] = dict) -> None:
-        """processes: the process ids of frontend workers, by name."""
+        """Create; `processes` returns the process ids of frontend workers by name."""
         self.repository, self.lifecycle = repository, lifecycle
         self._inflight, self._max_inflight_bytes, self._processes = inflight, max_inflight_bytes, processes
 
     def gauges(self) -> Iterator[tuple[str, str, Samples]]:
-        """Yields name, help text and values by labels of each metric."""
+        """Yield name, help text and samples of each metric."""
         yield "infer_server_inflight_bytes", "Bytes of requests and answers that the server holds", {
             "": self._inflight.held_bytes}
         yield "infer_server_inflight_limit_bytes", "Limit of infer_server_inflight_bytes (--max-inflight-mib)", {
@@ -34,10 +34,10 @@ class ServerState:
             f'phase="{phase}"': round(secs, 3) for phase, secs in self._startup_secs().items()}
         states = self._states()
         yield "infer_server_model_versions", "Number of model versions by state", {
-            f'state="{state.value}"': states[state.value] for state in State}
+            f'state="{state.value}"': states[state.value] for state in VersionState}
 
     def summary(self) -> dict[str, Any]:
-        """Return what the status page shows of the server, but usage()."""
+        """Return the state of the server for the status page, except usage()."""
         return {
             "state": self.lifecycle.phase.value, "ready": self.lifecycle.ready,
             "inflight_bytes": self._inflight.held_bytes, "inflight_limit_bytes": self._max_inflight_bytes,
@@ -51,15 +51,15 @@ class ServerState:
         for name, pid in processes.items():
             try:
                 usage[name] = {"cpu_secs": round(cpu_secs(pid), 2), "resident_bytes": resident_bytes(pid)}
-            except OSError:             # it has just ended, or this system has no /proc
+            except OSError:             # the process has ended, or this system has no /proc
                 continue
         return usage
 
     def _states(self) -> Counter[str]:
-        """Return how many versions of models are in each state."""
+        """Return the number of model versions in each state."""
         return Counter(entry.state for entry in self.repository.known())
 
     def _startup_secs(self) -> dict[str, float]:
-        """Return the duration of each phase of the start; warm_up is the sum over models, and a part of loading."""
+        """Return the duration of each phase of the start; warm_up is the sum over models and a part of loading."""
         warm_up = sum(model.warmup_secs for model in self.repository.models())
         return {**self.lifecycle.startup.durations(), "warm_up": warm_up}

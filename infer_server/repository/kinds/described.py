@@ -1,5 +1,7 @@
-"""A model's configuration as its file completes it, without loading the model: a plan says what its engine will be, and
-an ONNX file much of that."""
+"""Complete a model's configuration from its file without loading the model.
+
+A plan describes its engine completely, an ONNX file only in part.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,26 +12,37 @@ from typing import Any, NamedTuple
 from infer_server.backend import BATCH, Described
 from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
-from infer_server.config.groups import placed
+from infer_server.config.groups import with_devices
 from infer_server.config.ragged import model_dims
 from infer_server.protocol.codec import FROM_ENGINE
 from infer_server.repository.folders import Source
 
-_OPEN = "?"                 # an extent that a file leaves open, or may say wrongly
+_OPEN = "?"                 # extent that the file leaves open, or declares without certainty
 
 
-def completed(source: Source, describe_plan: Callable[[Path], Described]) -> Source | None:
-    """The source of an engine with its configuration completed; None: that is not known before it is loaded.
+def complete_source(source: Source, describe_plan: Callable[[Path], Described]) -> Source | None:
+    """Return the source of an engine with a completed configuration, or None if only loading can complete it.
 
-    describe_plan: what a plan file says. Raises ModelConfigError: the configuration and the file contradict each other;
-    EngineError, OSError: the file cannot be read.
+    Parameters
+    ----------
+    source : Source
+        Version of a model with a plan or an ONNX file.
+    describe_plan : callable
+        Function that reads the inputs and outputs of a plan file.
+
+    Raises
+    ------
+    ModelConfigError
+        The configuration contradicts the file.
+    EngineError, OSError
+        The file cannot be read.
     """
     described = _of_onnx(source) if source.is_onnx else describe_plan(source.file)
     if described is None:
         return None
-    message = complete(placed(source.message, ()), source.name, described, source.file.name)
+    message = complete(with_devices(source.message, ()), source.name, described, source.file.name)
     if isinstance(described, _Onnx) and not (described.knows_ranks and source.message.HasField("max_batch_size")):
-        message.ClearField("max_batch_size")        # nobody is to take the dims for sure
+        message.ClearField("max_batch_size")        # marks the dims as uncertain
     return replace(source, message=message, config=from_message(message, is_complete=False))
 
 
@@ -41,17 +54,17 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Onnx:
-    """What an ONNX file says of the engine that will be built from it."""
+    """Description of the engine that will be built from an ONNX file."""
     inputs: Sequence[_Tensor]
     outputs: Sequence[_Tensor]
     max_batch: int
     metadata: Mapping[str, Any]
-    knows_ranks: bool           # of all outputs; others' are as the configuration says
-    dependence: str = ""        # nobody knows it before the build
+    knows_ranks: bool           # True if the file declares the rank of every output
+    dependence: str = ""        # unknown before the build
 
 
 def _of_onnx(source: Source) -> _Onnx | None:
-    """What is known of the engine before its build; None: the file, or the build's options, leave too much open."""
+    """Describe the engine of an ONNX file before its build; None if too much is still open."""
     from engines.frontend.onnx_file import outline_of
     config, asked = source.config, source.message.max_batch_size
     if config.sequences or config.ragged or config.build.uint8_input == "true":
@@ -67,10 +80,10 @@ def _of_onnx(source: Source) -> _Onnx | None:
     ranks = {spec.name: len(model_dims(spec)) + (asked > 0) for spec in source.message.output}
     unranked = [each.name for each in outline.outputs if each.extents is None]
     if not source.message.HasField("max_batch_size") and not ranks.keys().isdisjoint(unranked):
-        return None                             # its dims may have the batch or not
+        return None                             # its dims may or may not include the batch axis
 
     def shape(output: str, extents: Sequence[Any] | None) -> tuple[str, ...]:
-        """Extents of outputs follow from the nodes, whatever is declared."""
+        """Return an output's shape with open extents: they follow from the nodes, not from the declaration."""
         rank = ranks.get(output, 1) if extents is None else len(extents)
         return (first, *[_OPEN] * (rank - 1)) if rank else ()
 
@@ -80,5 +93,5 @@ def _of_onnx(source: Source) -> _Onnx | None:
 
 
 def _leading(extents: Sequence[int | str | None]) -> tuple[int | str, ...]:
-    """The shape of an input, the batch in front if the file leaves that open."""
+    """Return an input's shape; a leading extent that the file leaves open is the batch."""
     return tuple(extent if isinstance(extent, int) else _OPEN if axis else BATCH for axis, extent in enumerate(extents))

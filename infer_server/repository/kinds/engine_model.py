@@ -1,4 +1,4 @@
-"""A model that an engine executes: a plan, or an ONNX file from which one was built."""
+"""Models that run on an engine: a plan, or an ONNX file from which one was built."""
 from __future__ import annotations
 
 import asyncio
@@ -15,8 +15,8 @@ from infer_server.backend import (
     BATCH,
     Engine,
     ExecutionContext,
-    Gpu,
-    PlacesTensors,
+    GpuDevice,
+    InPlaceContext,
     Shapes,
     is_mixed,
     is_open,
@@ -29,12 +29,12 @@ from infer_server.batching.instances import Executor
 from infer_server.batching.request import Arrays
 from infer_server.config.autocomplete import complete, takes_whole
 from infer_server.config.config import ModelConfig, from_message
-from infer_server.config.signature import ANY_ITEMS, Items, Signature
+from infer_server.config.signature import ANY_ITEMS, Items, ModelSignature
 from infer_server.errors import ModelConfigError
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.cores import CpuDealer, check_memory
 from infer_server.repository.folders import Source
-from infer_server.repository.kinds.ragged import RaggedExecutor, alone
+from infer_server.repository.kinds.ragged import RaggedExecutor, single_request_shapes
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import QueuedModel
 from protos import model_config
@@ -42,37 +42,38 @@ from protos import model_config
 log = logging.getLogger(__name__)
 
 
-class LoadedEngine(NamedTuple):
+class ServedEngine(NamedTuple):
+    """Engine with the size and build time of its plan."""
     engine: Engine
-    plan_bytes: int                     # whose constants it holds
-    built_secs: float = 0.0             # when the plan was written, since the epoch
+    plan_bytes: int                     # size of the plan file, an estimate of the engine's constants
+    built_secs: float = 0.0             # time at which the plan was written, in seconds since the epoch
 
 
 class Engines(NamedTuple):
-    """A model's engines, one for each device that its instances execute on."""
-    loaded: Mapping[int | None, LoadedEngine]   # by the number of the GPU; None: the CPU
-    gpus: Sequence[Gpu] = ()            # of this machine, that may run the model
-    instances: int = 1                  # on the CPU, where the configuration does not say how many
+    """Engines of a model, one for each device on which instances execute."""
+    loaded: Mapping[int | None, ServedEngine]   # by GPU number; None is the CPU
+    gpus: Sequence[GpuDevice] = ()            # GPUs of this machine that may run the model
+    instances: int = 1                  # default number of instances on the CPU
 
     @property
     def first(self) -> Engine:
-        """All are alike but for where they are."""
+        """Any of the engines: they differ only in their device."""
         return next(iter(self.loaded.values())).engine
 
 
 class EngineModel(QueuedModel):
-    """Its contexts are warm when it is constructed."""
+    """Model that runs on an engine, with warmed-up contexts."""
 
     def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
-                 limiter: RateLimiter | None, make_signature: Callable[..., Signature] = Signature) -> None:
-        """dealer: gives CPUs to threads that are pinned."""
+                 limiter: RateLimiter | None, make_signature: Callable[..., ModelSignature] = ModelSignature) -> None:
+        """Create instances and warm them up; `dealer` provides the CPUs of pinned threads."""
         engine = engines.first
         message = complete(source.message, source.name, engine, source.file.name, engines.instances, engines.gpus)
         config = from_message(message, source.folder)
-        if config.batched and not config.ragged and (why := _why_alone(engine)):
-            config = _one_by_one(config, message, why)
+        if config.batched and not config.ragged and (why := _why_unbatched(engine)):
+            config = _without_merging(config, message, why)
         opened = is_open(engine)
-        checked = opened and not config.sequences       # else the shapes of states are missing
+        checked = opened and not config.sequences       # requests of sequences lack the shapes of states
         signature = make_signature(config, items_of(config, engine), _check(engine, config) if checked else None,
                                    defaults_of(config, engine))
         super().__init__(source.name, source.version, message, config, signature, loop)
@@ -89,7 +90,7 @@ class EngineModel(QueuedModel):
             if not times:
                 break
             for batch, ns in times.items():
-                self.measured(batch, ns)
+                self.record_time(batch, ns)
                 if short is not None and device is None:
                     short.add(batch, ns, ns)
         outputs = list(dict.fromkeys([*(spec.name for spec in config.outputs),
@@ -103,9 +104,9 @@ class EngineModel(QueuedModel):
                 executor.execute([request])
         self.warmup_secs = time.monotonic() - began
         self.precision, self.built_secs = precision_of(engine), next(iter(engines.loaded.values())).built_secs
-        if not (config.ragged or config.sequences):     # which are put together on the host
-            self.reached = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
-                                    if device is not None and isinstance(context, PlacesTensors)
+        if not (config.ragged or config.sequences):     # those are assembled in host memory
+            self.zero_copy_devices = {None, *(device for context, device in zip(contexts, config.devices, strict=True)
+                                    if device is not None and isinstance(context, InPlaceContext)
                                     and context.binds_arrays)}
         self.gpus = tuple(gpu for gpu in engines.gpus if gpu.number in engines.loaded)
         self.device_bytes = {
@@ -116,24 +117,30 @@ class EngineModel(QueuedModel):
 
 
 def _warm_up(name: str, context: ExecutionContext, engine: Engine) -> Mapping[int, int]:
-    """Warm a context up; {} for a model of strings that takes none of those which were tried: a request's may do."""
+    """Warm up a context and return batch times; {} if a model of strings rejects the strings that were tried."""
     try:
         return warm_up(context, engine)
     except EngineError as error:
         if not any(tensor.dtype == "object" for tensor in engine.inputs):
             raise
-        log.warning("%s is served without a warm-up, for the strings that it takes are not known: %s", name, error)
+        log.warning("%s is served without a warm-up, because no string that it accepts is known: %s", name, error)
         return {}
 
 
 def defaults_of(config: ModelConfig, engine: Engine) -> Arrays:
-    """The values of optional inputs, as the model has them."""
+    """Return the model's default values of optional inputs."""
     values = engine.metadata.get("defaults", {})
     return {spec.name: np.array(values[spec.name], spec.datatype.array) for spec in config.inputs if spec.is_optional}
 
 
 def items_of(config: ModelConfig, engine: Engine) -> Items:
-    """How many items a request for an engine may have. Raises ModelConfigError: it is to be cut, and cannot be."""
+    """Return how many items a request for an engine may have, and whether it may be split.
+
+    Raises
+    ------
+    ModelConfigError
+        split_requests is set, and the model's batch cannot be split.
+    """
     split = config.build.split_requests == "true"
     if split and engine.dependence:
         raise ModelConfigError("parameter split_requests: the items of this model's batch depend on each other: "
@@ -154,26 +161,28 @@ def items_of(config: ModelConfig, engine: Engine) -> Items:
     return Items(True, ANY_ITEMS)
 
 
-def _why_alone(engine: Engine) -> str:
-    """Why no request shares a batch with another; "": they do. What a program's items have to do with each other nobody
-    has analysed."""
+def _why_unbatched(engine: Engine) -> str:
+    """Return the reason why requests are not batched together; "" if they are.
+
+    A program is never batched: the dependences between its items are not analysed.
+    """
     if takes_whole(engine):
         return "the model is a program"
     return f"the items of a batch depend on each other ({engine.dependence})" if engine.dependence else ""
 
 
-def _one_by_one(config: ModelConfig, message: model_config.ModelConfig, why: str) -> ModelConfig:
-    """The same, no request sharing a batch with another."""
+def _without_merging(config: ModelConfig, message: model_config.ModelConfig, why: str) -> ModelConfig:
+    """Return a copy of the configuration without merging requests into batches."""
     if message.HasField("dynamic_batching"):
-        log.warning("%s: dynamic_batching: requests are executed one by one, for %s", config.name, why)
+        log.warning("%s: dynamic_batching is ignored: requests are executed one by one, because %s", config.name, why)
     return replace(config, batching=replace(config.batching, merges=False))
 
 
 def _short(engines: Engines, config: ModelConfig, message: model_config.ModelConfig) -> ShortBatches | None:
-    """What is known of the batches on the CPU, if the event loop may execute short ones.
+    """Return a record of batch times on the CPU if the event loop may execute short batches, else None.
 
-    On a GPU none are short: an execution waits for whatever other models have put there. Nor where answers keep the
-    order of requests: what an instance has executed is handed out later than what the loop executes behind it.
+    GPU batches are never short: an execution waits for other models' work on the device. Batches whose responses must
+    keep the order of requests are excluded, because instances deliver later than the event loop.
     """
     cpu = engines.loaded.get(None)
     in_turn = config.sequences or config.ragged or message.dynamic_batching.preserve_ordering
@@ -183,6 +192,6 @@ def _short(engines: Engines, config: ModelConfig, message: model_config.ModelCon
 
 
 def _check(engine: Engine, config: ModelConfig) -> Callable[[Shapes], None]:
-    """What an engine has against a request of these shapes."""
+    """Return the engine's check of request shapes, which raises for shapes that it cannot run."""
     ragged = config.ragged
-    return (lambda shapes: engine.check(alone(ragged, shapes))) if ragged else engine.check
+    return (lambda shapes: engine.check(single_request_shapes(ragged, shapes))) if ragged else engine.check

@@ -15,32 +15,32 @@ from infer_server.batching.request import Request
 from infer_server.batching.statistics import BatchExecution, Failure
 from infer_server.config.config import complete_policy, from_message
 from infer_server.config.paths import check_name
-from infer_server.config.signature import Items, Signature
-from infer_server.config.steps import Step
+from infer_server.config.signature import Items, ModelSignature
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ModelConfigError, RepositoryError, ServeError, UnavailableError
 from infer_server.repository.folders import Source
 from infer_server.repository.kinds.ensemble_check import check_ensemble
-from infer_server.repository.kinds.ensemble_run import Run
+from infer_server.repository.kinds.ensemble_run import EnsembleRun
 from infer_server.repository.kinds.local import UNCOUNTED, Find, TensorMemory
 from infer_server.repository.model import Model
 from protos import model_config
 
 
 class EnsembleModel(Model):
-    """Its steps' models are loaded when it is constructed, and found anew for each request."""
+    """Ensemble whose composing models are loaded when it is constructed and looked up again for each request."""
 
     def __init__(self, source: Source, find: Find, memory: TensorMemory = UNCOUNTED) -> None:
-        """Raises RepositoryError: a step's model is not ready, or has no such tensors."""
+        """Create an ensemble. Raises RepositoryError if a step's model is not ready or lacks a tensor."""
         message = _complete(source.message, source.name)
         config = from_message(message)
         if not config.inputs or not config.outputs:
             raise ModelConfigError("input and output: an ensemble needs them in its config.pbtxt")
         super().__init__(source.name, source.version, message, config,
-                         Signature(config, Items(config.batched, config.batching.max_batch_size)))
+                         ModelSignature(config, Items(config.batched, config.batching.max_batch_size)))
         self._find, self._memory = find, memory
-        self._runs: dict[Request, Run] = {}
+        self._runs: dict[Request, EnsembleRun] = {}
         self._closed = False
-        models = [_found(number, step, find) for number, step in enumerate(config.steps)]
+        models = [_model_of(number, step, find) for number, step in enumerate(config.steps)]
         check_ensemble(config, [model.config for model in models])
         outputs = {spec.name for spec in config.outputs}
         labels: dict[str, Sequence[str]] = {}
@@ -54,7 +54,7 @@ class EnsembleModel(Model):
             what = "a decoupled model" if self.config.decoupled else "a sequence"
             raise ModelConfigError(f"response_cache: {what}'s responses are not cached, and a step has such; remove it")
         self._loaded_with = b"".join(model.revision for model in models)
-        self.labels = labels                # where the ensemble has no file of its own, as in Triton
+        self.labels = labels                # defaults if the ensemble has no label files of its own, as in Triton
 
     async def is_ready(self) -> bool:
         try:
@@ -65,7 +65,7 @@ class EnsembleModel(Model):
 
     @property
     def pending(self) -> int:
-        return 0                        # they wait at the models of its steps
+        return 0                        # requests wait in the queues of the composing models
 
     @property
     def is_busy(self) -> bool:
@@ -73,12 +73,12 @@ class EnsembleModel(Model):
 
     @property
     def revision(self) -> bytes:
-        """What is another one when it, or a model that it calls, is loaded again. Raises ServeError: one is not."""
+        """Bytes that change when the ensemble or a model it calls is loaded again. Raises ServeError."""
         return self._key + self._called
 
     @property
     def _called(self) -> bytes:
-        """The revisions of the models that it calls. Raises ServeError: one is not ready."""
+        """Revisions of the composing models. Raises ServeError if one is not ready."""
         return b"".join(model.revision for model in self._models())
 
     @property
@@ -90,7 +90,7 @@ class EnsembleModel(Model):
 
     @property
     def is_decoupled(self) -> bool:
-        """As its steps' models are now."""
+        """True if a composing model is decoupled now."""
         try:
             return any(model.is_decoupled for model in self._models())
         except ServeError:
@@ -98,7 +98,7 @@ class EnsembleModel(Model):
 
     @property
     def is_repeatable(self) -> bool:
-        """As its steps' models are now. Raises ServeError."""
+        """True if all composing models are repeatable now. Raises ServeError if one is not ready."""
         return all(model.is_repeatable for model in self._models())
 
     def _models(self) -> list[Model]:
@@ -110,13 +110,13 @@ class EnsembleModel(Model):
         if self._cached and self._is_answered(request, self._cached):
             return
         request.enqueued_ns = time.monotonic_ns()
-        run = self._runs[request] = Run(request, self.config, self._find, self._finish, self._memory)
+        run = self._runs[request] = EnsembleRun(request, self.config, self._find, self._finish, self._memory)
         run.begin()
 
     def _is_answered(self, request: Request, cached: CachedResponses) -> bool:
         try:
             return self.is_repeatable and cached.answers(request, self.revision)
-        except ServeError:                  # the request ends with it, if it needs that step
+        except ServeError:                  # raised again if the request reaches that step
             return False
 
     def cancel(self, request: Request) -> None:
@@ -126,7 +126,7 @@ class EnsembleModel(Model):
 
     def drain(self) -> None:
         self._closed = True
-        while self._runs:               # their steps' models answer on the event loop meanwhile
+        while self._runs:               # their steps complete on the event loop
             time.sleep(0.01)
         if self._cached:
             self._cached.drop()
@@ -137,7 +137,7 @@ class EnsembleModel(Model):
         if request.reply.gone:
             self.failed(request, Failure.CANCELED)
         elif isinstance(result, Exception):
-            self.failed(request, Failure.OTHER)         # as in Triton; the model of the step has the reason
+            self.failed(request, Failure.OTHER)         # as in Triton; the composing model counts the actual reason
         else:
             begun_ns, now_ns = request.enqueued_ns, time.monotonic_ns()
             self.statistics.executed(
@@ -146,8 +146,8 @@ class EnsembleModel(Model):
         request.finish(result)
 
 
-def _found(number: int, step: Step, find: Find) -> Model:
-    """The step's model. Raises RepositoryError."""
+def _model_of(number: int, step: EnsembleStep, find: Find) -> Model:
+    """Look up a step's model. Raises RepositoryError if it is not ready."""
     try:
         return find(step.model, step.version)
     except ServeError as error:
@@ -159,6 +159,6 @@ def _complete(message: model_config.ModelConfig, name: str) -> model_config.Mode
     completed.CopyFrom(message)
     check_name(completed.name, name)
     completed.name, completed.platform, completed.backend = name, "ensemble", ""
-    completed.max_batch_size = completed.max_batch_size     # 0 is said, too
+    completed.max_batch_size = completed.max_batch_size     # makes the field present even if it is 0
     complete_policy(completed)
     return completed

@@ -1,5 +1,7 @@
-"""Whether the models of an ensemble fit together: names, datatypes and shapes of the tensors that pass between them,
-and the sizes of batches. What does not fit would fail each request, and so is refused when the ensemble is loaded."""
+"""Check that the composing models of an ensemble agree on tensor names, datatypes, shapes and batch sizes.
+
+A mismatch would fail every request, so it is refused when the ensemble is loaded.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -7,32 +9,48 @@ from dataclasses import dataclass
 
 from infer_server.config.config import ModelConfig, TensorSpec
 from infer_server.config.pbtxt import nearest
-from infer_server.config.steps import Step
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ModelConfigError
 
 
 @dataclass(frozen=True)
 class _End:
-    """A tensor of the ensemble as who makes it has it, or who reads it."""
+    """Producer's or consumer's view of a tensor of the ensemble."""
     who: str
     spec: TensorSpec
     batched: bool
-    takes_files: bool = False           # it may be pictures as files as well
+    takes_files: bool = False           # True if the consumer also accepts encoded images (BYTES)
 
     def __str__(self) -> str:
         return f"{self.spec.datatype.name} {list(self.spec.full_shape(self.batched))} for {self.who}"
 
 
 def check_ensemble(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
-    """config: the ensemble's. models: those of its steps' models, completed. Raises ModelConfigError."""
+    """Check an ensemble against the completed configurations of its steps' models. Raises ModelConfigError."""
     for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
         check_maps(number, step, model)
     check_tensors(config, models)
 
 
-def check_maps(number: int, step: Step, config: ModelConfig, is_whole: bool = True) -> None:
-    """config: of the step's model; where it is not whole, it may say nothing of inputs, or of outputs. Raises
-    ModelConfigError: the model has no such tensors."""
+def check_maps(number: int, step: EnsembleStep, config: ModelConfig, is_whole: bool = True) -> None:
+    """Check the names in a step's input_map and output_map against its model's configuration.
+
+    Parameters
+    ----------
+    number : int
+        Index of the step.
+    step : Step
+        Step of the ensemble.
+    config : ModelConfig
+        Configuration of the step's model.
+    is_whole : bool
+        False if the configuration may lack inputs or outputs that the model has.
+
+    Raises
+    ------
+    ModelConfigError
+        The model has no such tensor, or a required input is missing.
+    """
     for kind, given, specs in (("input_map", step.inputs, config.inputs), ("output_map", step.outputs, config.outputs)):
         known = [spec.name for spec in specs]
         for name in given:
@@ -46,8 +64,20 @@ def check_maps(number: int, step: Step, config: ModelConfig, is_whole: bool = Tr
 
 
 def check_tensors(config: ModelConfig, models: Sequence[ModelConfig | None]) -> None:
-    """models: as in check_ensemble; None where it is not known yet. Raises ModelConfigError: the models at both ends of
-    a tensor differ about it, or the ensemble promises larger batches than a model takes."""
+    """Check that producers and consumers of each tensor agree, and that each model accepts the ensemble's batches.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        Configuration of the ensemble.
+    models : sequence of ModelConfig or None
+        Configurations of the steps' models; None if not known yet.
+
+    Raises
+    ------
+    ModelConfigError
+        A datatype or shape differs, or a model's max_batch_size is less than the ensemble's.
+    """
     most = config.batching.max_batch_size
     for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
         if model and config.batched and model.batched and model.build.split_requests != "true" and (
@@ -63,7 +93,7 @@ def check_tensors(config: ModelConfig, models: Sequence[ModelConfig | None]) -> 
 
 
 def _ends(config: ModelConfig, models: Sequence[ModelConfig | None], makes: bool) -> Iterator[tuple[str, _End]]:
-    """The tensors of an ensemble, as those have them who make them, or read them."""
+    """Yield each tensor of the ensemble with its producers' views (`makes`), or else its consumers'."""
     for spec in config.inputs if makes else config.outputs:
         yield spec.name, _End("the ensemble", spec.in_model, config.batched)
     for number, (step, model) in enumerate(zip(config.steps, models, strict=True)):
@@ -85,7 +115,7 @@ def _is_of_files(maker: _End, reader: _End) -> bool:
 
 
 def _same_shape(maker: _End, reader: _End) -> bool:
-    """Return whether a shape fits both; ensemble_tensors' `_with_batch` converts those that differ about the batch."""
+    """Return True if a shape fits both views, possibly after `ensemble_tensors._with_batch` converted it."""
     if _is_of_files(maker, reader):
         return True
     one, other = maker.spec.dims, reader.spec.dims

@@ -1,16 +1,16 @@
-"""A request's way through the steps of an ensemble: each begins as soon as the tensors are there that it reads.
+"""EnsembleRun a request through the steps of an ensemble; each step begins as soon as its input tensors are available.
 
-A decoupled step has any number of responses. For each of them a flow of its own goes through the steps behind it, and
-ends in a response of the ensemble; those are sent in the order of the step's.
+A decoupled step has any number of responses. Each of them starts a flow of its own through the following steps, which
+ends in one response of the ensemble; these are sent in the order of the step's responses.
 
-What a step leaves out is left out of the inputs of those behind it, and of the response. The parameters of its response
-are the ensemble's, and where they say another place in a sequence (sequence_id, sequence_start, sequence_end), that is
-the place of the steps that read its tensors.
+An output that a step omits is missing from the inputs of the following steps and from the response. The parameters of a
+step's response become the ensemble's; if they contain sequence parameters (sequence_id, sequence_start, sequence_end),
+these apply to the steps that read its tensors.
 
-Models that have a batch axis and models that have none may follow each other: see ensemble_tensors.
+Models with and without a batch axis may follow each other: see ensemble_tensors.
 
-Tensors are counted from when a step makes them, or begins to, until their flow ends. A decoupled step is held back
-while the flows of its responses hold too much, or are more than max_inflight_requests.
+Tensors are accounted for from the start of the step that makes them until the end of their flow. A decoupled step is
+paused while the flows of its responses hold too many bytes or exceed max_inflight_requests.
 """
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from typing import Any
 
 import numpy as np
 
-from infer_server.batching.request import NO_MORE, Arrays, Outputs, Request, StreamReply, Window, parameters_of
+from infer_server.batching.request import NO_MORE, Arrays, FlowWindow, Outputs, Request, StreamReply, parameters_of
 from infer_server.config.config import ModelConfig
 from infer_server.config.sequences import sequence_of
-from infer_server.config.steps import Step
+from infer_server.config.steps import EnsembleStep
 from infer_server.errors import ExecutionError, NotServedError, ServeError
 from infer_server.repository.kinds.ensemble_tensors import Tensors, size_of
 from infer_server.repository.kinds.local import Find, TensorMemory, request_of
 from infer_server.repository.model import Model
 
-_RESPONSE_BYTES = 4096          # of a response, beside its tensors
+_RESPONSE_BYTES = 4096          # overhead of a response in bytes, in addition to its tensors
 
 
-class Run:
-    """Belongs to the event loop."""
+class EnsembleRun:
+    """Execution of one request by an ensemble. Belongs to the event loop."""
 
     def __init__(self, request: Request, config: ModelConfig, find: Find,
                  finish: Callable[[Request, Any], None], memory: TensorMemory) -> None:
-        """config: the ensemble's. finish: takes the response, an error, or NO_MORE."""
+        """Create the execution of a request; `finish` receives its response, an exception, or NO_MORE."""
         self.request, self.find, self.memory = request, find, memory
         self._config = config
         self.ended = False
         self._finish = finish
         self._flows: dict[_Flow, None] = {}             # in the order of their responses
-        self._split: set[_Flow] = set()                 # those whose last step is decoupled, and has not ended
-        self._streams = False                           # there was one
-        self._alive: dict[_Flow, None] = {}             # that hold tensors, those above among them
-        self._untaken: deque[_Flow] = deque()           # whose responses were handed on, and are not taken yet
-        if request.window:                              # it is a step of another ensemble
-            request.taken = self._taken
+        self._split: set[_Flow] = set()                 # flows whose decoupled step has not ended
+        self._streams = False                           # True once a decoupled step has begun
+        self._alive: dict[_Flow, None] = {}             # all flows that hold tensors
+        self._unconsumed: deque[_Flow] = deque()           # flows whose responses the caller has not consumed yet
+        if request.window:                              # the ensemble is itself a step of an ensemble
+            request.on_consumed = self._consumed
 
     def begin(self) -> None:
-        """Begins with the inputs, and the steps that the outputs asked for need."""
+        """Start the first flow with the request's inputs and the steps that the requested outputs need."""
         inputs = dict(self.request.inputs)
         tensors = Tensors(inputs, {spec.name for spec in self._config.inputs} - inputs.keys(),
                            dict.fromkeys(inputs, self._config.batched))
         steps = dict(enumerate(self._config.steps))
-        if len(self.request.outputs) < len(self._config.outputs):       # who asks for all has all of them executed
+        if len(self.request.outputs) < len(self._config.outputs):       # otherwise all steps are executed
             steps = _needed(steps, self.request.outputs)
         self.add(_Flow(self, tensors, steps))
 
@@ -66,32 +66,38 @@ class Run:
             flow.advance()
 
     def cancel(self) -> None:
-        """End it, and let go of all tensors: nothing may refer to it in a circle."""
-        self.ended, self.request.taken = True, None
+        """End the execution and release all tensors; breaks reference cycles."""
+        self.ended, self.request.on_consumed = True, None
         for flow in self._alive:
             flow.cancel()
-        for flows in (self._flows, self._split, self._alive, self._untaken):
+        for flows in (self._flows, self._split, self._alive, self._unconsumed):
             flows.clear()
 
     @property
-    def window(self) -> Window:
-        """Return the window of the ensemble's decoupled steps: its own setting, within that of its caller."""
-        asked, own = self.request.window, Window(self._config.max_inflight, self.memory.window_bytes)
-        if asked is None:
+    def window(self) -> FlowWindow:
+        """Window of the ensemble's decoupled steps: its own limits, within those of its caller."""
+        outer, own = self.request.window, FlowWindow(self._config.max_inflight, self.memory.window_bytes)
+        if outer is None:
             return own
-        return Window(min(filter(None, (asked.responses, own.responses)), default=0), min(asked.size, own.size))
+        return FlowWindow(min(filter(None, (outer.responses, own.responses)), default=0), min(outer.size, own.size))
 
-    def _taken(self) -> None:
-        """Let go of the oldest response that was handed on."""
-        if self._untaken:
-            self._untaken.popleft().end()
+    def _consumed(self) -> None:
+        """Release the oldest response after the caller has consumed it."""
+        if self._unconsumed:
+            self._unconsumed.popleft().end()
 
     def forget(self, flow: _Flow) -> None:
-        """To be called when a flow holds no tensors any more."""
+        """Remove a flow that no longer holds tensors."""
         self._alive.pop(flow, None)
 
     def split(self, flow: _Flow) -> None:
-        """The flow's last step is decoupled: flows for its responses take its place. Raises NotServedError."""
+        """Replace a flow, whose next step is decoupled, by one flow for each of the step's responses.
+
+        Raises
+        ------
+        NotServedError
+            The client's call takes a single response.
+        """
         if not isinstance(self.request.reply, StreamReply):
             raise NotServedError("the step is decoupled: ask for the ensemble in a stream (ModelStreamInfer)")
         self._streams = True
@@ -106,19 +112,19 @@ class Run:
         self.advance()
 
     def advance(self) -> None:
-        """Sends what is complete."""
+        """Send the responses of complete flows, in order."""
         while not self.ended and self._flows and (first := next(iter(self._flows))).is_complete:
             del self._flows[first]
             try:
                 result = self.request.encode(first.outputs(self._config, self.request.outputs))
-            except Exception as error:          # of whatever protocol it came by
+            except Exception as error:          # depends on the request's protocol
                 self._end(error)
                 return
             if not self._streams:
                 self._end(result)
                 return
             if self.request.window:
-                self._untaken.append(first)
+                self._unconsumed.append(first)
                 self.request.part(result)
             else:
                 self.request.part(result)
@@ -126,7 +132,7 @@ class Run:
         if not self.ended and not self._flows and not self._split:
             self._end(NO_MORE)
 
-    def fail(self, number: int, step: Step, error: Exception) -> None:
+    def fail(self, number: int, step: EnsembleStep, error: Exception) -> None:
         kind = type(error) if isinstance(error, ServeError) else ExecutionError
         self._end(kind(f"step {number} ('{step.model}'): {error}"))
 
@@ -136,33 +142,46 @@ class Run:
             self._finish(self.request, result)
 
 
-def _needed(steps: Mapping[int, Step], tensors: Iterable[str]) -> dict[int, Step]:
-    """The steps that make these tensors, and those that make what they read."""
-    needed, wanted = set[int](), set(tensors)
+def _needed(steps: Mapping[int, EnsembleStep], tensors: Iterable[str]) -> dict[int, EnsembleStep]:
+    """Return the steps that these tensors depend on, directly or not."""
+    needed, names = set[int](), set(tensors)
     while more := {number for number, step in steps.items()
-                   if number not in needed and not wanted.isdisjoint(step.outputs.values())}:
+                   if number not in needed and not names.isdisjoint(step.outputs.values())}:
         needed |= more
-        wanted.update(tensor for number in more for tensor in steps[number].inputs.values())
+        names.update(tensor for number in more for tensor in steps[number].inputs.values())
     return {number: step for number, step in steps.items() if number in needed}
 
 
 class _Flow:
-    """Tensors, and the steps that wait for them."""
+    """Set of available tensors and the steps that wait for more of them."""
 
-    def __init__(self, run: Run, tensors: Tensors, waiting: dict[int, Step], parent: _Flow | None = None,
-                 taken: Callable[[], None] | None = None) -> None:
-        """parent: the flow whose decoupled step made the response that this one begins with. taken: has that step go
-        on; see Request."""
+    def __init__(self, run: EnsembleRun, tensors: Tensors, waiting: dict[int, EnsembleStep],
+                 parent: _Flow | None = None, on_consumed: Callable[[], None] | None = None) -> None:
+        """Create a flow.
+
+        Parameters
+        ----------
+        run : EnsembleRun
+            Execution that the flow belongs to.
+        tensors : Tensors
+            Tensors that are available at the start.
+        waiting : dict of int to Step
+            Steps to execute, by index; modified.
+        parent : _Flow, optional
+            Flow whose decoupled step produced the response that starts this one.
+        taken : callable, optional
+            Function that lets the decoupled step continue; see `Request.on_consumed`.
+        """
         self.is_complete = False
         self._run, self._tensors, self._waiting = run, tensors, waiting
-        self._parent, self._on_taken = parent, taken
-        self._children = 0                              # that hold tensors
-        self._has_split = False                         # its last step has ended, which is decoupled
-        self._asked: dict[int, tuple[Model, Request]] = {}
-        self._releases: list[Callable[[], None]] = []   # of the bytes that it holds
+        self._parent, self._on_consumed = parent, on_consumed
+        self._children = 0                              # child flows that hold tensors
+        self._has_split = False                         # True after the decoupled last step has ended
+        self._in_flight: dict[int, tuple[Model, Request]] = {}
+        self._releases: list[Callable[[], None]] = []   # functions that release the accounted bytes
 
     def hold(self, size: int) -> None:
-        """Count bytes until it ends. Raises MemoryLimitError."""
+        """Account for `size` bytes until the flow ends. Raises MemoryLimitError."""
         if size > 0:
             self._releases.append(self._run.memory.hold(size))
 
@@ -172,12 +191,12 @@ class _Flow:
         self._releases.clear()
 
     def end(self) -> None:
-        """Let go of the tensors; the step that made the first of them may make more."""
+        """Release the tensors and let the decoupled step that started the flow continue."""
         self._release()
         self._run.forget(self)
-        parent, taken, self._parent, self._on_taken = self._parent, self._on_taken, None, None
-        if taken:
-            taken()
+        parent, on_consumed, self._parent, self._on_consumed = self._parent, self._on_consumed, None, None
+        if on_consumed:
+            on_consumed()
         if parent:
             parent.child_ended()
 
@@ -186,11 +205,11 @@ class _Flow:
         if self._has_split and not self._children:
             self.end()
 
-    def outputs(self, config: ModelConfig, asked: Sequence[str]) -> Arrays:
-        return self._tensors.outputs(config, asked)
+    def outputs(self, config: ModelConfig, requested: Sequence[str]) -> Arrays:
+        return self._tensors.outputs(config, requested)
 
     def advance(self) -> None:
-        """Begins the steps whose inputs are there; a decoupled one when nothing else is on its way."""
+        """Begin the steps whose inputs are available; a decoupled one only when no other step is executing."""
         decoupled = None
         for number, step in list(self._waiting.items()):
             if self._run.ended or not self._tensors.has(step.inputs.values()):
@@ -203,7 +222,7 @@ class _Flow:
                     self._begin(number, step, model)
             except ServeError as error:
                 self._run.fail(number, step, error)
-        if self._run.ended or self._asked:
+        if self._run.ended or self._in_flight:
             return
         if decoupled:
             try:
@@ -215,12 +234,12 @@ class _Flow:
             self.is_complete = True
             self._run.advance()
 
-    def answered(self, number: int, step: Step, outputs: Arrays) -> None:
-        if self._run.has_split(self):           # the step is an ensemble that has become one of single responses
+    def answered(self, number: int, step: EnsembleStep, outputs: Arrays) -> None:
+        if self._run.has_split(self):           # the step's ensemble was reloaded and is no longer decoupled
             self.part(number, step, outputs)
             self.step_ended(number, step)
             return
-        model, request = self._asked.pop(number)
+        model, request = self._in_flight.pop(number)
         if request.trace:
             request.trace.ended()
         try:
@@ -231,13 +250,13 @@ class _Flow:
         self._tensors.add(number, step, outputs, model.config.batched)
         self.advance()
 
-    def part(self, number: int, step: Step, outputs: Arrays) -> None:
-        """Of a response of the decoupled step: a flow of its own, through the steps behind it."""
+    def part(self, number: int, step: EnsembleStep, outputs: Arrays) -> None:
+        """Start a child flow for one response of the decoupled step."""
         if not self._is_split(number, step):
             return
-        model, request = self._asked[number]
+        model, request = self._in_flight[number]
         tensors = self._tensors.added(number, step, outputs, model.config.batched)
-        flow = _Flow(self._run, tensors, dict(self._waiting), self, request.taken)
+        flow = _Flow(self._run, tensors, dict(self._waiting), self, request.on_consumed)
         try:
             flow.hold(_RESPONSE_BYTES + size_of(outputs))
         except ServeError as error:
@@ -246,62 +265,61 @@ class _Flow:
         self._children += 1
         self._run.add(flow)
 
-    def step_ended(self, number: int, step: Step) -> None:
+    def step_ended(self, number: int, step: EnsembleStep) -> None:
         if not self._is_split(number, step):
             return
-        if trace := self._asked[number][1].trace:
+        if trace := self._in_flight[number][1].trace:
             trace.ended()
-        self._asked.clear()
+        self._in_flight.clear()
         self._has_split = True
         if not self._children:
             self.end()
         self._run.ended_split(self)
 
-    def _is_split(self, number: int, step: Step) -> bool:
-        """False: an ensemble became decoupled while it was asked, for a model of its steps is another; the request
-        ends."""
+    def _is_split(self, number: int, step: EnsembleStep) -> bool:
+        """Return True if the step has several responses; fail the request if its model became decoupled meanwhile."""
         if not (split := self._run.has_split(self)):
-            self.fail(number, step, ExecutionError("its model became decoupled meanwhile; ask once more"))
+            self.fail(number, step, ExecutionError("its model became decoupled meanwhile; send the request again"))
         return split
 
-    def fail(self, number: int, step: Step, error: Exception) -> None:
-        self._asked.pop(number, None)
+    def fail(self, number: int, step: EnsembleStep, error: Exception) -> None:
+        self._in_flight.pop(number, None)
         self._run.fail(number, step, error)
 
     def cancel(self) -> None:
-        for model, request in self._asked.values():
+        for model, request in self._in_flight.values():
             model.cancel(request)
-        self._asked.clear()
+        self._in_flight.clear()
         self._release()
-        self._parent = self._on_taken = None
+        self._parent = self._on_consumed = None
 
     @property
     def gone(self) -> bool:
         return self._run.ended
 
-    def _begin(self, number: int, step: Step, model: Model) -> None:
+    def _begin(self, number: int, step: EnsembleStep, model: Model) -> None:
         del self._waiting[number]
-        asked = self._run.request
+        outer = self._run.request
         inputs = self._tensors.read(step.inputs, model.config.inputs, model.config.batched)
-        sequence = sequence_of(self._tensors.said_with(step.inputs.values()), asked.sequence)
+        sequence = sequence_of(self._tensors.parameters_with(step.inputs.values()), outer.sequence)
         request = request_of(
-            model, inputs, list(step.outputs), _kept, _StepReply(self, number, step), deadline_ns=asked.deadline_ns,
-            timeout_us=asked.timeout_us, priority=asked.priority, sequence=sequence, request_id=asked.id,
-            parameters=asked.parameters)
+            model, inputs, list(step.outputs), _copied, _StepReply(self, number, step), deadline_ns=outer.deadline_ns,
+            timeout_us=outer.timeout_us, priority=outer.priority, sequence=sequence, request_id=outer.id,
+            parameters=outer.parameters)
         if model.is_decoupled:
             request.window = self._run.window
         else:
             self.hold(_expected_bytes(model, step, request.items))
-        self._asked[number] = (model, request)
-        if asked.trace:
-            request.follow(asked.trace.step(), model.name, model.version)
+        self._in_flight[number] = (model, request)
+        if outer.trace:
+            request.follow(outer.trace.step(), model.name, model.version)
         model.submit(request)
 
 
 class _StepReply:
-    """Takes the responses of a step: a StreamReply."""
+    """StreamReply that passes the responses of a step to its flow."""
 
-    def __init__(self, flow: _Flow, number: int, step: Step) -> None:
+    def __init__(self, flow: _Flow, number: int, step: EnsembleStep) -> None:
         self._flow, self._number, self._step = flow, number, step
 
     @property
@@ -321,12 +339,12 @@ class _StepReply:
         self._flow.step_ended(self._number, self._step)
 
 
-def _expected_bytes(model: Model, step: Step, items: int) -> int:
-    """Return the bytes of a step's outputs, as far as their shapes are known before it is executed."""
+def _expected_bytes(model: Model, step: EnsembleStep, items: int) -> int:
+    """Return the size of a step's outputs in bytes, counting only shapes that are known before execution."""
     return sum((items if model.config.batched else 1) * spec.item_bytes
                for spec in model.config.outputs if spec.name in step.outputs)
 
 
-def _kept(computed: Arrays) -> Arrays:
-    """The outputs of a step: an engine's are valid only until it executes again."""
+def _copied(computed: Arrays) -> Arrays:
+    """Copy the outputs of a step: an engine's outputs are valid only until its next execution."""
     return Outputs({name: np.array(array) for name, array in computed.items()}, parameters_of(computed))

@@ -1,8 +1,8 @@
-"""A model that an engine executes, and that takes pictures as the files that they are: JPEG and PNG.
+"""Engine models that accept encoded images, JPEG and PNG.
 
-A request's image input is its tensor, or a BYTES tensor of a file for each item. Files are decoded on threads beside
-the event loop and the instances (Pillow lets go of the interpreter lock meanwhile), resized, cropped and normalised as
-the plan says that the pictures of its calibration were, and are queued then.
+A request's image input is its tensor, or a BYTES tensor with a file for each item. Files are decoded on threads beside
+the event loop and the instances (Pillow releases the interpreter lock), then resized, cropped and normalised with the
+preprocessing that the plan records from its calibration, and queued.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from infer_server.backend import Engine, Shapes
 from infer_server.batching.request import Arrays, Request
 from infer_server.batching.statistics import Failure
 from infer_server.config.config import ModelConfig
-from infer_server.config.signature import Fit, Items, Signature
+from infer_server.config.signature import Fit, Items, ModelSignature
 from infer_server.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -43,27 +43,27 @@ from infer_server.repository.kinds.engine_model import EngineModel, Engines
 from infer_server.workers import post
 
 _FORMATS = ("JPEG", "PNG")
-_MOST_PIXELS = 1 << 26          # of a picture before it is resized: its file may be a few bytes
-_DECODERS = 4                   # threads, at most
+_MOST_PIXELS = 1 << 26          # limit of the decoded size: a file of a few bytes may declare any size
+_DECODERS = 4                   # maximum number of decoder threads of a model
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """An input that takes files."""
+    """Model input that accepts encoded images."""
     name: str
-    dtype: str                                  # of the tensor, as engines name it
-    preprocess: Preprocess                      # settled for the input
+    dtype: str                                  # dtype of the tensor, as engines name it
+    preprocess: Preprocess                      # with the size and layout of the input
 
     @property
     def item(self) -> tuple[int, ...]:
-        """The shape that a file becomes."""
+        """Shape of the tensor of one decoded image, without a batch axis."""
         assert self.preprocess.size is not None
         channels = len(self.preprocess.pixels.scale)
         return (channels, *self.preprocess.size) if self.preprocess.layout == "NCHW" else (
             *self.preprocess.size, channels)
 
     def decoded(self, files: NDArray[Any]) -> NDArray[Any]:
-        """The tensor of these files. Raises InvalidRequestError."""
+        """Decode files into one tensor of shape [N, *item]. Raises InvalidRequestError for an invalid file."""
         return np.concatenate([self._decoded(file, at) for at, file in enumerate(files.flat)])
 
     def _decoded(self, file: bytes, at: int) -> NDArray[Any]:
@@ -71,14 +71,21 @@ class ImageInput:
             pixels = self.preprocess.pixels_of(opened(io.BytesIO(file), _FORMATS, _MOST_PIXELS))
         except (ValueError, CalibrationError) as error:
             what = str(error).partition(" <_io.BytesIO")[0]
-            raise InvalidRequestError(f"input '{self.name}': item {at} of {len(file)} bytes is no JPEG or PNG that can "
-                                      f"be read: {what}") from error
+            raise InvalidRequestError(f"input '{self.name}': item {at} of {len(file)} bytes is not a readable JPEG or "
+                                      f"PNG file: {what}") from error
         return pixels[None] if self.dtype == "uint8" else self.preprocess.normalised(pixels).astype(self.dtype)
 
 
 def image_input(source: Source, engine: Engine) -> ImageInput:
-    """The input that parameter image_input names, with the preprocessing of the parameter preprocess, or else the one
-    that the plan records. Raises ModelConfigError."""
+    """Return the input that parameter image_input names.
+
+    Its preprocessing is that of parameter preprocess, or else the one that the plan records.
+
+    Raises
+    ------
+    ModelConfigError
+        There is no such input, it cannot take images, or no preprocessing is known.
+    """
     options = source.config.build
     name = options.image_input
     if name not in (tensors := {tensor.name: tensor for tensor in engine.inputs}):
@@ -108,8 +115,8 @@ def image_input(source: Source, engine: Engine) -> ImageInput:
     return ImageInput(name, tensor.dtype, settled)
 
 
-class ImageSignature(Signature):
-    """Counts files as the tensor that they become."""
+class ImageSignature(ModelSignature):
+    """Signature that counts an encoded image as the tensor that it is decoded to."""
 
     def __init__(self, image: ImageInput, config: ModelConfig, items: Items,
                  check: Callable[[Shapes], None] | None, defaults: Arrays) -> None:
@@ -133,16 +140,16 @@ class ImageSignature(Signature):
 
 
 class ImageModel(EngineModel):
-    """Its files are decoded before they are queued. All but the decoding belongs to the event loop."""
+    """Engine model whose images are decoded before they are queued. Only the decoding leaves the event loop."""
 
     def __init__(self, source: Source, engines: Engines, loop: asyncio.AbstractEventLoop, dealer: CpuDealer,
                  limiter: RateLimiter | None) -> None:
-        """Raises ModelConfigError: the input that is to take files is none, or nobody says how."""
+        """Create a model. Raises ModelConfigError if the input cannot take images or no preprocessing is known."""
         self._image = image_input(source, engines.first)
         self._decoding: dict[Request, None] = {}
         self._decoders = ThreadPoolExecutor(_DECODERS, f"{source.name} decoder")
         self._closed = False
-        self._accepting = threading.Lock()          # no file is accepted once drain() has seen what waits
+        self._accepting = threading.Lock()          # held by drain() while it closes the decoders' queue
         super().__init__(source, engines, loop, dealer, limiter, partial(ImageSignature, self._image))
         self._most = max(policy.max_queue_size for policy in self.config.queueing.policies)
 
@@ -176,13 +183,13 @@ class ImageModel(EngineModel):
     def drain(self) -> None:
         with self._accepting:
             self._closed = True
-        while self._decoding:           # their arrays are queued on the event loop meanwhile
+        while self._decoding:           # decoded arrays are queued on the event loop
             time.sleep(0.01)
         super().drain()
         self._decoders.shutdown()
 
     def _decode(self, request: Request) -> None:
-        """On a decoder's thread."""
+        """Decode the files of a request, on a decoder thread."""
         if request not in self._decoding:
             return
         result: NDArray[Any] | Exception
@@ -208,4 +215,4 @@ class ImageModel(EngineModel):
         except ServeError as error:
             request.finish(error)
         finally:
-            self._decoding.pop(request, None)       # last: drain() closes the queue once this is empty
+            self._decoding.pop(request, None)       # last: drain() closes the queue when this becomes empty

@@ -1,4 +1,4 @@
-"""Requests that models make of each other, inside the server: steps of ensembles, calls of Python models."""
+"""Requests between models inside the server: steps of ensembles and BLS calls of Python models."""
 from __future__ import annotations
 
 import time
@@ -14,18 +14,18 @@ from infer_server.protocol.codec import DATATYPES, Datatype, InputTensor
 from infer_server.protocol.parameters import Parameters
 from infer_server.repository.model import Model
 
-Find = Callable[[str, str], Model]      # a ready model, by name and version. Raises ServeErrors
+Find = Callable[[str, str], Model]      # returns the ready model of a name and version; raises ServeError
 
 
 class TensorMemory(NamedTuple):
-    """The memory of the tensors that pass from step to step of an ensemble.
+    """Memory accounting of the tensors between the steps of an ensemble.
 
     Attributes
     ----------
     hold : callable
-        Counts bytes until the function that it returns is called. Raises MemoryLimitError. On the event loop.
+        Accounts for bytes until the returned function is called. Raises MemoryLimitError. Called on the event loop.
     window_bytes : int
-        Of the responses of a decoupled step that the steps behind it have not done with; then it is held back.
+        Limit of the unconsumed responses of a decoupled step in bytes; the step is paused at the limit.
     """
     hold: Callable[[int], Callable[[], None]]
     window_bytes: int
@@ -34,16 +34,17 @@ class TensorMemory(NamedTuple):
 UNCOUNTED = TensorMemory(lambda size: lambda: None, 64 << 20)
 
 
-class Control(Protocol):
-    """Loads and unloads models as clients ask for it, with the parameters that they give; on the event loop. Raises
-    ServeErrors.
+class ModelControl(Protocol):
+    """Interface to load and unload models with the parameters of a client's request, on the event loop.
+
+    Its methods raise ServeError.
     """
 
     def waiting(self, name: str, other: str) -> AbstractContextManager[None]:
-        """See Repository."""
+        """See Repository.waiting."""
 
     async def load(self, name: str, parameters: Parameters, at_once: bool = False) -> None:
-        """at_once: it does not wait for other loads to end, one of which may wait for it."""
+        """Load a model; `at_once`: do not wait for other loads, one of which may wait for this one."""
 
     async def unload(self, name: str, parameters: Parameters) -> None: ...
 
@@ -52,7 +53,26 @@ def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequen
                encode: Callable[[Arrays], Any], reply: Reply, *, deadline_ns: int = 0, timeout_us: int = 0,
                priority: int = 0, sequence: InSequence | None = None, request_id: str = "",
                parameters: Mapping[str, Any] | None = None) -> Request:
-    """A request for a model. Raises InvalidRequestError: it does not fit."""
+    """Create a request for a model from arrays.
+
+    Parameters
+    ----------
+    model : Model
+        Model to send the request to.
+    arrays : mapping of str to array
+        Inputs by name.
+    outputs : sequence of str
+        Requested outputs; all if empty.
+    encode : callable
+        Function that converts the outputs to a response on the executing thread.
+    reply : Reply
+        Receiver of the response.
+
+    Raises
+    ------
+    InvalidRequestError
+        The inputs or outputs do not match the model.
+    """
     known = {spec.name: spec.datatype for spec in model.config.inputs}
     fit = model.signature.fit([InputTensor(name, _datatype(name, array, known.get(name)), array.shape, model.name)
                                for name, array in arrays.items()])
@@ -64,10 +84,10 @@ def request_of(model: Model, arrays: Mapping[str, NDArray[Any]], outputs: Sequen
         received_ns=time.monotonic_ns(), deadline_ns=deadline_ns)
 
 
-def _datatype(name: str, array: NDArray[Any], wanted: Datatype | None) -> Datatype:
-    """The type of an array, which is the wanted one if that has such elements: bits of BF16 are integers, too."""
-    if wanted is not None and wanted.array == array.dtype:
-        return wanted
+def _datatype(name: str, array: NDArray[Any], expected: Datatype | None) -> Datatype:
+    """Return the datatype of an array, preferring the expected one: BF16 and UINT16 share a dtype."""
+    if expected is not None and expected.array == array.dtype:
+        return expected
     for datatype in DATATYPES.values():
         if datatype.array == array.dtype:
             return datatype

@@ -1,4 +1,4 @@
-"""A Python model: model.py with Triton's TritonPythonModel, each instance in a process of its own."""
+"""Python models (model.py with Triton's TritonPythonModel), with a process for each instance."""
 from __future__ import annotations
 
 import asyncio
@@ -17,7 +17,7 @@ from infer_server.batching.statistics import BatchExecution
 from infer_server.config.config import ModelConfig, complete_policy, from_message
 from infer_server.config.groups import settle
 from infer_server.config.paths import check_name
-from infer_server.config.signature import Items, Signature
+from infer_server.config.signature import Items, ModelSignature
 from infer_server.errors import (
     CancelledError,
     ExecutionError,
@@ -27,18 +27,18 @@ from infer_server.errors import (
     RepositoryError,
     ServeError,
 )
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
-from infer_server.observing.traces import Trace
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
+from infer_server.observing.traces import RequestTrace
 from infer_server.protocol.parameters import Parameters
 from infer_server.protocol.protobuf_json import to_json
-from infer_server.python_backend.channel import Message, typed
+from infer_server.python_backend.channel import ChannelMessage, typed
 from infer_server.python_backend.executor import PythonExecutor
-from infer_server.python_backend.failures import refusal
-from infer_server.python_backend.launch import Launch
-from infer_server.python_backend.process import Answer, Asked, ModelProcess
+from infer_server.python_backend.failures import error_head
+from infer_server.python_backend.launch import LaunchParameters
+from infer_server.python_backend.process import Answer, Handlers, ModelProcess
 from infer_server.rate_limiter import RateLimiter
 from infer_server.repository.folders import Source
-from infer_server.repository.kinds.local import Control, Find, request_of
+from infer_server.repository.kinds.local import Find, ModelControl, request_of
 from infer_server.repository.kinds.warmup import warmup_requests
 from infer_server.repository.model import Model, QueuedModel
 from infer_server.workers import post
@@ -46,21 +46,21 @@ from protos import model_config
 
 _START_SECS = 600.0
 _EXECUTE_SECS = 300.0
-_UNLOADING_SECS = 1.0        # that a model which unloads another waits for its end
+_UNLOADING_SECS = 1.0        # time for which a model that unloads another waits for its end
 
 
 class PythonModel(QueuedModel):
-    """Its processes are initialised when it is constructed."""
+    """Python model whose processes are initialised when it is constructed."""
 
     def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, find: Find,
-                 limiter: RateLimiter | None, metrics: CustomMetrics, owner: Owner,
-                 control: Callable[[], Control]) -> None:
-        """owner: of its metrics."""
+                 limiter: RateLimiter | None, metrics: CustomMetrics, owner: MetricsOwner,
+                 control: Callable[[], ModelControl]) -> None:
+        """Start the processes and initialise them; `owner` owns the custom metrics that they define."""
         self._find, self._metrics, self._owner, self._control = find, metrics, owner, control
         self._unloading: set[asyncio.Future[None]] = set()
-        self._unanswered: dict[Request, None] = {}      # until their last response, or their clients have left
+        self._unanswered: dict[Request, None] = {}      # requests without their last response, not cancelled
         process, message, config = self._first(source, loop)
-        signature = Signature(config, Items(config.batched, config.batching.max_batch_size))
+        signature = ModelSignature(config, Items(config.batched, config.batching.max_batch_size))
         super().__init__(source.name, source.version, message, config, signature, loop)
         self._executors: list[PythonExecutor] = []
         for index in range(config.instances):
@@ -112,11 +112,11 @@ class PythonModel(QueuedModel):
                 executor.forget(request)
 
     def _deliver_late(self, outcomes: list[Outcome], execution: BatchExecution | None) -> None:
-        """What senders give. That of a warm-up, which was in no queue, is counted nowhere."""
+        """Deliver responses of response senders, except those to warm-up requests, which were never queued."""
         self.deliver([outcome for outcome in outcomes if outcome[0].enqueued_ns], execution)
 
     def _warm_up(self, executor: PythonExecutor, source: Source) -> None:
-        """Raises RepositoryError: the model refuses one of its model_warmup."""
+        """Execute the model_warmup requests. Raises RepositoryError if the model fails one of them."""
         for request in warmup_requests(self, self.config_message, source.folder):
             try:
                 outcomes, _ = executor.execute([request])
@@ -129,7 +129,7 @@ class PythonModel(QueuedModel):
 
     def _first(self, source: Source, loop: asyncio.AbstractEventLoop
                ) -> tuple[ModelProcess, model_config.ModelConfig, ModelConfig]:
-        """The first process, and the configuration that its auto_complete_config completes, also as it is read."""
+        """Start the first process and return it with the configuration that its auto_complete_config completes."""
         message = complete(source.message, source.name)
         process = self._start(_launch(source, message, from_message(message, is_complete=False), 0), loop, False)
         try:
@@ -148,14 +148,14 @@ class PythonModel(QueuedModel):
             raise
         return process, message, config
 
-    def _start(self, launch: Launch, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
+    def _start(self, launch: LaunchParameters, loop: asyncio.AbstractEventLoop, initialize: bool) -> ModelProcess:
         change = partial(self._change, loop, launch.arguments["model_name"])
-        open_ = dict[int, _Asked]()
-        asked: Asked = {"infer": partial(_Asked, self._find, lambda number: process.trace_of(number), loop, open_),
-                        "metric": self._of_metric,
-                        "withdraw": partial(_withdraw, open_, loop),
-                        "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
-        process: ModelProcess = ModelProcess(launch, asked, self._deliver_late, partial(post, loop),
+        open_ = dict[int, _BlsRequest]()
+        handlers: Handlers = {
+            "infer": partial(_BlsRequest, self._find, lambda number: process.trace_of(number), loop, open_),
+            "metric": self._handle_metric, "withdraw": partial(_withdraw, open_, loop),
+            "ready": partial(_answer_ready, self._find, loop), "load": change, "unload": change}
+        process: ModelProcess = ModelProcess(launch, handlers, self._deliver_late, partial(post, loop),
                                              partial(post, loop, _withdraw_all, open_))
         if initialize:
             try:
@@ -165,8 +165,8 @@ class PythonModel(QueuedModel):
                 raise
         return process
 
-    def _of_metric(self, message: Message, answer: Answer) -> None:
-        """What a model does with a metric of its own."""
+    def _handle_metric(self, message: ChannelMessage, answer: Answer) -> None:
+        """Create, change or read a custom metric on behalf of a model."""
         head, metrics = message.head, self._metrics
         name, labels, what = head["family"], head["labels"], head["what"]
         if what == "make":
@@ -176,30 +176,30 @@ class PythonModel(QueuedModel):
             return
         answer({"final": True, "value": metrics.value(name, labels)}, {})
 
-    def _change(self, loop: asyncio.AbstractEventLoop, asking: str, message: Message, answer: Answer) -> None:
-        """Loads or unloads a model that this one, `asking`, asks for."""
+    def _change(self, loop: asyncio.AbstractEventLoop, caller: str, message: ChannelMessage, answer: Answer) -> None:
+        """Load or unload a model on behalf of the Python model `caller`."""
         head, name = message.head, message.head["model"]
-        if name == asking:
+        if name == caller:
             raise InvalidRequestError(f"model '{name}' cannot {head['kind']} itself: that waits until it has executed")
         if head["kind"] == "unload":
             change = self._unload(name, {"unload_dependents": head["unload_dependents"]})
         else:
             given = {"config": head["config"]} if head["config"] != "" else {}
             files = {path: content.tobytes() for path, content in message.tensors[0].items()}
-            change = self._load(asking, name, {**given, **files})
+            change = self._load(caller, name, {**given, **files})
 
         async def changed() -> None:
             try:
                 await change
             except Exception as error:
-                answer(refusal(error), {})
+                answer(error_head(error), {})
             else:
                 answer({"final": True, "value": None}, {})
 
         asyncio.run_coroutine_threadsafe(changed(), loop)
 
     async def _unload(self, name: str, parameters: Parameters) -> None:
-        """As in Triton it need not have come to its end: what the model still answers may wait for who asks."""
+        """Begin to unload a model and wait for a short time only, as Triton does: it may be serving the caller."""
         unloading = asyncio.ensure_future(self._control().unload(name, parameters))
         self._unloading.add(unloading)
         unloading.add_done_callback(self._unloading.discard)
@@ -207,49 +207,50 @@ class PythonModel(QueuedModel):
         for one in done:
             one.result()
 
-    async def _load(self, asking: str, name: str, parameters: Parameters) -> None:
-        """Raises RepositoryError: the model waits for `asking` to be loaded itself."""
+    async def _load(self, caller: str, name: str, parameters: Parameters) -> None:
+        """Load a model. Raises RepositoryError if its load waits for the load of `caller`."""
         control = self._control()
-        with control.waiting(asking, name):
+        with control.waiting(caller, name):
             await control.load(name, parameters, at_once=True)
 
 
-def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: Message, answer: Answer) -> None:
+def _answer_ready(find: Find, loop: asyncio.AbstractEventLoop, message: ChannelMessage, answer: Answer) -> None:
     async def look() -> None:
         try:
             ready = await find(message.head["model"], message.head["version"]).is_ready()
         except ServeError:
             answer({"final": True, "value": False}, {})
-        except Exception as error:      # a name or version may be of any type
-            answer(refusal(error), {})
+        except Exception as error:      # the model may pass a name or version of any type
+            answer(error_head(error), {})
         else:
             answer({"final": True, "value": ready}, {})
 
     asyncio.run_coroutine_threadsafe(look(), loop)
 
 
-def _withdraw(open_: Mapping[int, _Asked], loop: asyncio.AbstractEventLoop, message: Message, _: Answer) -> None:
-    """Ends a request that a Python model has made of another, unless it has ended."""
+def _withdraw(open_: Mapping[int, _BlsRequest], loop: asyncio.AbstractEventLoop, message: ChannelMessage,
+              _: Answer) -> None:
+    """Cancel a request that a Python model has sent to another model, unless it has ended."""
     def withdraw() -> None:
-        if asked := open_.get(message.head["asked"]):
-            asked.withdraw()
+        if request := open_.get(message.head["asked"]):
+            request.withdraw()
 
     post(loop, withdraw)
 
 
-def _withdraw_all(open_: Mapping[int, _Asked]) -> None:
-    """Ends what a process has asked for that has ended itself: nobody reads an answer, or would ever cancel."""
-    for asked in list(open_.values()):
-        asked.withdraw()
+def _withdraw_all(open_: Mapping[int, _BlsRequest]) -> None:
+    """Cancel the open requests of a process that has ended."""
+    for request in list(open_.values()):
+        request.withdraw()
 
 
 def complete(message: model_config.ModelConfig, name: str) -> model_config.ModelConfig:
-    """A copy with all that is known without the model. Raises ModelConfigError."""
+    """Return a copy of the configuration completed as far as possible without the model. Raises ModelConfigError."""
     completed = model_config.ModelConfig()
     completed.CopyFrom(message)
     check_name(completed.name, name)
     completed.name, completed.backend = name, "python"
-    completed.max_batch_size = completed.max_batch_size     # 0 is said, too
+    completed.max_batch_size = completed.max_batch_size     # makes the field present even if it is 0
     completed.default_model_filename = completed.default_model_filename or "model.py"
     if not completed.instance_group:
         completed.instance_group.add(name=f"{name}_0")
@@ -259,7 +260,7 @@ def complete(message: model_config.ModelConfig, name: str) -> model_config.Model
 
 
 def _instance_name(message: model_config.ModelConfig, index: int) -> str:
-    """As Triton has them: group and number in it."""
+    """Return the name of an instance in Triton's form: group name and index."""
     for number, group in enumerate(message.instance_group):
         if index < group.count:
             return f"{group.name or f'{message.name}_{number}'}_{index}"
@@ -267,7 +268,7 @@ def _instance_name(message: model_config.ModelConfig, index: int) -> str:
     raise AssertionError("there are as many instances as the groups have")
 
 
-def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> Launch:
+def _launch(source: Source, message: model_config.ModelConfig, config: ModelConfig, index: int) -> LaunchParameters:
     name = _instance_name(message, index)
     seconds = {}
     for key, default in (("start_timeout_secs", _START_SECS), ("execute_timeout_secs", _EXECUTE_SECS)):
@@ -275,14 +276,14 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
             seconds[key] = float(config.parameters.get(key, default))
         except ValueError:
             raise ModelConfigError(f"parameter {key}: expected a number of seconds") from None
-        if not 0 < seconds[key] <= TIMEOUT_MAX:         # nor nan
+        if not 0 < seconds[key] <= TIMEOUT_MAX:         # also rejects NaN
             raise ModelConfigError(f"parameter {key}: expected a number of seconds up to {TIMEOUT_MAX:g}")
     arguments = {
         "model_config": json.dumps(to_json(message)),
         "model_instance_kind": "CPU", "model_instance_name": name, "model_instance_device_id": "0",
         "model_repository": str(source.folder), "model_version": str(source.version), "model_name": source.name}
     added = config.sequences.datatypes if config.sequences else {}
-    return Launch(
+    return LaunchParameters(
         name, source.file, arguments,
         inputs={**{spec.name: spec.datatype for spec in config.inputs}, **added},
         outputs={**{spec.name: spec.datatype for spec in config.outputs}, **added},
@@ -290,34 +291,49 @@ def _launch(source: Source, message: model_config.ModelConfig, config: ModelConf
         start_secs=seconds["start_timeout_secs"], execute_secs=seconds["execute_timeout_secs"])
 
 
-class _Asked:
-    """A request that a Python model makes of another model; and, where that answers, the reply to it."""
+class _BlsRequest:
+    """Request that a Python model sends to another model (BLS), and the Reply that takes its responses."""
 
-    def __init__(self, find: Find, trace_of: Callable[[int], Trace | None], loop: asyncio.AbstractEventLoop,
-                 open_: dict[int, _Asked], message: Message, answer: Answer) -> None:
-        """trace_of: of a request that the model was given, by its number. open_: those of a process that have not
-        ended, by their numbers; it adds and removes itself, on the loop."""
+    def __init__(self, find: Find, trace_of: Callable[[int], RequestTrace | None], loop: asyncio.AbstractEventLoop,
+                 open_: dict[int, _BlsRequest], message: ChannelMessage, answer: Answer) -> None:
+        """Submit the request on the event loop.
+
+        Parameters
+        ----------
+        find : callable
+            Returns a ready model by name and version.
+        trace_of : callable
+            Returns the trace of a request that the calling model is executing, by its number.
+        loop : asyncio.AbstractEventLoop
+            Event loop of the models.
+        open_ : dict of int to _BlsRequest
+            Open requests of the process by number; this one adds and removes itself, on the loop.
+        message : Message
+            Request as the process sent it.
+        answer : callable
+            Sends a response to the process.
+        """
         self._find, self._trace_of, self._open, self._message, self._answer = find, trace_of, open_, message, answer
-        self._decoupled = self._said_last = self.gone = False
+        self._decoupled = self._sent_final = self.gone = False
         self._submitted: tuple[Model, Request] | None = None
         post(loop, self._submit)
 
     def send(self, response: Any) -> None:
-        """Its tensors were sent when they were encoded."""
+        """End the request; its tensors were sent when they were encoded."""
         self._end()
 
     def part(self, response: Any, is_last: bool = False) -> None:
-        """Likewise."""
-        self._said_last = is_last
+        """Note the final flag; the tensors were sent when they were encoded."""
+        self._sent_final = is_last
 
     def end(self) -> None:
-        """What says only that there are no more is a response without tensors, as in Triton."""
+        """End the request; unless a response was final, send an empty final response, as Triton does."""
         self._end()
-        self._answer({"final": True} if self._said_last else {"final": True, "parameters": {}}, {})
+        self._answer({"final": True} if self._sent_final else {"final": True, "parameters": {}}, {})
 
     def fail(self, error: Exception) -> None:
         self._end()
-        self._answer(refusal(error), {})
+        self._answer(error_head(error), {})
 
     def withdraw(self) -> None:
         submitted = self._submitted
@@ -329,7 +345,7 @@ class _Asked:
     def _end(self) -> None:
         self.gone = True
         self._open.pop(self._message.head["number"], None)
-        submitted, self._submitted = self._submitted, None      # whose reply this is: a circle
+        submitted, self._submitted = self._submitted, None      # breaks the reference cycle with the request
         if submitted and (trace := submitted[1].trace):
             trace.ended()
 
@@ -360,7 +376,7 @@ class _Asked:
             self.fail(InvalidRequestError(f"{failed}{type(error).__name__}: {error}"))
 
     def _encode(self, computed: Arrays) -> None:
-        """Sends the outputs, on the thread that made them, while they are valid."""
+        """Send the outputs, on the thread that computed them, while they are valid."""
         if self.gone:
             return
         self._answer({"final": not self._decoupled, "parameters": dict(parameters_of(computed))}, {

@@ -1,4 +1,4 @@
-"""Executes ragged batches on an engine: requests of unequal shapes, one behind the other in one tensor."""
+"""Execute ragged batches on an engine: requests of unequal shapes, concatenated in one tensor."""
 from __future__ import annotations
 
 import logging
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class RaggedExecutor:
-    """One execution context of an engine without a batch axis; belongs to the thread that executes."""
+    """Execution context of an engine without a batch axis; belongs to the executing thread."""
 
     def __init__(self, context: ExecutionContext, config: ModelConfig, ragged: Ragged, gpu: int | None = None) -> None:
-        """gpu: that it executes on; None: the CPU."""
+        """Create an executor on a GPU, or on the CPU if `gpu` is None."""
         self._context, self._ragged, self._gpu = context, ragged, gpu
         self._outputs, self._batched = config.outputs, config.batched
 
@@ -41,9 +41,9 @@ class RaggedExecutor:
         except InputError:
             if len(batch) == 1:
                 raise
-            return self._in_halves(batch)       # together they have more elements than the engine was built for
+            return self._in_halves(batch)       # the concatenation exceeds the engine's maximum shapes
         for name, parts in inputs.items():
-            _lay(context.input(name, 1), parts)
+            _concatenate_into(context.input(name, 1), parts)
         copied_ns = time.monotonic_ns()
         context.execute(1)
         computed_ns = time.monotonic_ns()
@@ -52,10 +52,10 @@ class RaggedExecutor:
                                         time.monotonic_ns(), self._gpu)
 
     def _inputs(self, batch: Sequence[Request]) -> dict[str, list[NDArray[Any]]]:
-        """What each input is put together of."""
+        """Return the parts of each input: one for each request, or one for a computed input (batch_input)."""
         inputs = {name: [request.inputs[name].reshape(-1) if name in self._ragged.inputs else request.inputs[name]
                          for request in batch] for name in batch[0].inputs}
-        for made in self._ragged.made:
+        for made in self._ragged.computed:
             shapes = [request.inputs[made.source].shape for request in batch]
             if self._batched and [shape[0] for shape in shapes] != [request.items for request in batch]:
                 raise ExecutionError(f"input '{made.source}' has other items than its requests: its shapes are "
@@ -64,7 +64,7 @@ class RaggedExecutor:
         return inputs
 
     def _in_halves(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """One execution of what does not fail."""
+        """Execute a batch as two halves and report the successful ones as one execution."""
         half = len(batch) // 2
         (first, before), (second, after) = self._half(batch[:half]), self._half(batch[half:])
         if not before or not after:
@@ -75,21 +75,21 @@ class RaggedExecutor:
             computed_ns=copied_ns + sum(took.computed_ns - took.copied_ns for took in (before, after)))
 
     def _half(self, batch: list[Request]) -> tuple[list[Outcome], BatchExecution | None]:
-        """What fails ends the requests of this half: those of the other may be answered already."""
+        """Execute one half; an error fails only its requests, because those of the other may already be answered."""
         try:
             return self.execute(batch)
-        except Exception as error:          # whatever an engine raises
+        except Exception as error:          # an engine may raise anything
             log.exception("a part of a ragged batch failed, of %d requests", len(batch))
             return [(request, ExecutionError(f"the engine failed: {error}")) for request in batch], None
 
     def _scatter(self, context: ExecutionContext, batch: list[Request]) -> list[Outcome]:
-        """Encodes each request's part while the views of the outputs are valid."""
+        """Encode each request's part of the outputs while their views are valid."""
         parts = {spec.name: self._parts(spec, context.output(spec.name, 1), batch) for spec in self._outputs}
         return [(request, request.encode({name: each[at] for name, each in parts.items()}))
                 for at, request in enumerate(batch)]
 
     def _parts(self, spec: TensorSpec, made: NDArray[Any], batch: list[Request]) -> list[NDArray[Any]]:
-        """What each request has of an output. Raises ExecutionError: together that is not all of it."""
+        """Split an output into one part for each request. Raises ExecutionError if the parts do not cover it."""
         shapes = [self._shape_for(spec, made, request) for request in batch]
         ends = list(accumulate(map(math.prod, shapes)))
         if ends[-1] != made.size:
@@ -108,12 +108,12 @@ class RaggedExecutor:
 
 
 def _shape(parts: Sequence[NDArray[Any]]) -> tuple[int, ...]:
-    """Of these, one behind the other."""
+    """Return the shape of the concatenated parts."""
     first = parts[0].shape
     return first if len(parts) == 1 else (sum(len(part) for part in parts), *first[1:])
 
 
-def _lay(slots: NDArray[Any], parts: Sequence[NDArray[Any]]) -> None:
+def _concatenate_into(slots: NDArray[Any], parts: Sequence[NDArray[Any]]) -> None:
     if len(parts) == 1:
         copy_into(slots, parts[0])
         return
@@ -127,7 +127,7 @@ def _items(batch: Sequence[Request]) -> int:
     return sum(request.items for request in batch)
 
 
-def alone(ragged: Ragged, shapes: Shapes) -> Shapes:
-    """The shapes of the engine's inputs for a request that is a batch of its own."""
-    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.made for name in each.names}
+def single_request_shapes(ragged: Ragged, shapes: Shapes) -> Shapes:
+    """Return the shapes of the engine's inputs for a batch of a single request."""
+    made = {name: each.values([tuple(shapes[each.source])]).shape for each in ragged.computed for name in each.names}
     return {name: (math.prod(shape),) if name in ragged.inputs else shape for name, shape in shapes.items()} | made

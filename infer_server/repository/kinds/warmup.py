@@ -1,4 +1,4 @@
-"""model_warmup: requests that are executed before a model is ready, so that no client's is the first of its kind."""
+"""Warm-up requests (model_warmup), executed before a model is ready."""
 from __future__ import annotations
 
 import math
@@ -20,33 +20,38 @@ from infer_server.repository.model import Model
 from protos import model_config
 
 
-class _Nobody:
-    """The client of such a request."""
+class _NoReply:
+    """Reply of a warm-up request, which discards responses."""
     gone = True
 
     def send(self, response: Any) -> None:
-        """Nobody waits."""
+        """Discard the response."""
 
     def fail(self, error: Exception) -> None:
-        """Who executes it sees the error."""
+        """Discard the error, which the executor reports."""
 
 
 def warmup_requests(model: Model, message: model_config.ModelConfig, folder: Path) -> Iterator[Request]:
-    """The requests, each as often as it is to be executed. Raises ModelConfigError: one is none for this model.
+    """Yield the warm-up requests of a model, each as often as its count says.
 
-    None for a model with sequences: a sample has what no request has, its controls, and lacks its place in a sequence.
+    Models with sequences have none: a sample contains control inputs, which requests lack, but no sequence parameters.
+
+    Raises
+    ------
+    ModelConfigError
+        A sample is not a valid request for the model.
     """
     for sample in message.model_warmup if not model.config.sequences else ():
         try:
             arrays = inputs_of(sample, model.config, folder)
             for _ in range(sample.count or 1):
-                yield request_of(model, arrays, (), _nothing, _Nobody())
+                yield request_of(model, arrays, (), _nothing, _NoReply())
         except InvalidRequestError as error:
             raise ModelConfigError(f"model_warmup '{sample.name}': {error}") from error
 
 
 def inputs_of(sample: model_config.ModelWarmup, config: ModelConfig, folder: Path) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of a sample, by input. Raises ModelConfigError, InvalidRequestError."""
+    """Return the arrays of a sample by input. Raises ModelConfigError or InvalidRequestError if it is not valid."""
     batched, most = config.batched, config.batching.max_batch_size
     if sample.batch_size > 1 and not batched:
         raise ModelConfigError(f"model_warmup '{sample.name}': batch_size {sample.batch_size}, but the model has no "
@@ -69,7 +74,7 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
     datatype = FROM_CONFIG.get(given.data_type)
     item = tuple(given.dims)
     if datatype is None or any(extent < 1 for extent in item):
-        raise ModelConfigError(f"{where}: give a data_type, and dims that are numbers")
+        raise ModelConfigError(f"{where}: write a data_type, and dims that are all at least 1")
     if given.WhichOneof("input_data_type") == "input_data_file":
         file = inside(folder, folder / WARMUP, given.input_data_file, where)
         try:
@@ -80,12 +85,13 @@ def _array(where: str, name: str, given: model_config.ModelWarmup.Input, lead: t
             raise ModelConfigError(f"{where}: {file}: {error.strerror}") from error
         return np.broadcast_to(from_raw(InputTensor(name, datatype, item), memoryview(raw)), (*lead, *item))
     try:
-        return _made(given, (*lead, *item), datatype)
-    except (MemoryError, ValueError) as error:      # too many extents, or too large ones
-        raise ModelConfigError(f"{where}: there is no array of the dims {[*lead, *item]}: {error}") from error
+        return _generated(given, (*lead, *item), datatype)
+    except (MemoryError, ValueError) as error:      # too many dims, or too large ones
+        raise ModelConfigError(f"{where}: an array of dims {[*lead, *item]} cannot be made: {error}; write smaller "
+                               "dims") from error
 
 
-def _made(given: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
+def _generated(given: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatype: Datatype) -> NDArray[Any]:
     if datatype.array.hasobject:
         return np.full(shape, b"", np.object_)
     if given.random_data:
@@ -95,4 +101,4 @@ def _made(given: model_config.ModelWarmup.Input, shape: tuple[int, ...], datatyp
 
 
 def _nothing(computed: Arrays) -> None:
-    """A response that nobody reads."""
+    """Encode nothing, since nobody reads the response."""

@@ -199,8 +199,8 @@ def test_a_request_has_not_responded_for_longer_than_until_its_execution_ended(l
 
 def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, _ = batcher()
-    queue.measured(items=1, ns=1000)
-    with pytest.raises(DeadlineExceededError, match="it was not executed"):
+    queue.record_time(items=1, ns=1000)
+    with pytest.raises(DeadlineExceededError, match="the request was not executed"):
         queue.submit(request(loop, deadline_ns=clock.now_ns + 999))
     queue.submit(request(loop, deadline_ns=clock.now_ns + 1000))
     assert len(queue) == 1
@@ -208,7 +208,7 @@ def test_a_request_that_cannot_be_answered_in_time_is_refused_when_it_comes(loop
 
 def test_a_deadline_that_comes_too_near_is_refused_without_an_instance(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, refused = batcher()
-    queue.measured(items=1, ns=1000)
+    queue.record_time(items=1, ns=1000)
     late = request(loop, deadline_ns=clock.now_ns + 5000)
     queue.submit(late)
     queue.submit(request(loop))
@@ -225,7 +225,7 @@ def test_a_deadline_that_comes_too_near_is_refused_without_an_instance(loop: asy
 
 def test_what_is_given_up_is_never_taken(loop: asyncio.AbstractEventLoop) -> None:
     queue, clock, refused = batcher()
-    queue.measured(items=8, ns=500)
+    queue.record_time(items=8, ns=500)
     requests = [request(loop, deadline_ns=clock.now_ns + 600 + i) for i in range(24)]
     for one in requests:
         queue.submit(one)
@@ -242,7 +242,7 @@ def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(loop
     batch_ns, patience_ns, due_ns = 100_000_000, 240_000_000, Clock.now_ns
     batches = executed = in_time = 0
     for items in (1, 8):                # as a warm-up does
-        queue.measured(items, batch_ns)
+        queue.record_time(items, batch_ns)
     queue.submit(request(loop))
     while batches < 40:
         taken = queue.take() or []
@@ -253,7 +253,7 @@ def test_under_overload_with_deadlines_what_is_executed_is_answered_in_time(loop
                 queue.submit(request(loop, deadline_ns=due_ns + patience_ns))
             due_ns += batch_ns // 24
         clock.now_ns = done_ns
-        queue.measured(len(taken), batch_ns)
+        queue.record_time(len(taken), batch_ns)
         batches, executed = batches + 1, executed + len(taken)
         in_time += sum(one.deadline_ns >= done_ns for one in taken)
     assert in_time >= 0.9 * executed and executed >= 0.9 * 8 * batches

@@ -102,7 +102,7 @@ def test_an_instance_goes_on_where_answers_could_not_be_handed_out(caplog: pytes
     batcher.close()
     instance.start()
     instance.join()
-    assert len(executor.threads) == 2 and caplog.text.count("m could not hand out the answers of a batch") == 2
+    assert len(executor.threads) == 2 and caplog.text.count("m could not deliver the responses of a batch") == 2
 
 
 def test_an_instance_that_executes_takes_no_short_batch_beside_it() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infer_server.batching.batch_times import BatchTimes, PayingBatch
+from infer_server.batching.batch_times import AdaptiveBatchLimit, BatchTimes
 from infer_server.batching.policy import BatchChoice, BatchPolicy, Instances, Send, Wait, choose, decide
 
 MS = 1_000_000
@@ -27,9 +27,9 @@ def ones(count: int) -> list[Waiting]:
     return [Waiting() for _ in range(count)]
 
 
-def measured(max_batch: int = 8, **ms: float) -> PayingBatch:
+def measured(max_batch: int = 8, **ms: float) -> AdaptiveBatchLimit:
     """Each size three times at time 0: measured(_1=10, _8=50)."""
-    paying = PayingBatch(max_batch)
+    paying = AdaptiveBatchLimit(max_batch)
     for items, takes_ms in ms.items():
         for _ in range(3):
             paying.add(int(items[1:]), int(takes_ms * MS), 0)
@@ -53,7 +53,7 @@ def measured(max_batch: int = 8, **ms: float) -> PayingBatch:
     (measured(6, _1=200, _6=600), 6),
     (measured(1, _1=200), 1),
 ])
-def test_the_limit_is_the_smallest_size_near_the_least_time_per_item(paying: PayingBatch, limit: int) -> None:
+def test_the_limit_is_the_smallest_size_near_the_least_time_per_item(paying: AdaptiveBatchLimit, limit: int) -> None:
     assert paying.limit == paying.most(0) == limit
 
 
@@ -69,10 +69,10 @@ def test_one_slow_execution_limits_nothing() -> None:
 def test_one_batch_of_an_untested_size_is_executed_at_a_time() -> None:
     paying = measured(_1=200)
     assert paying.most(0) == 2
-    paying.taken(2, 0)
+    paying.record_start(2, 0)
     assert paying.most(1) == paying.most(799 * MS) == 1
     assert paying.most(801 * MS) == 2, "that execution has failed"
-    paying.taken(2, 801 * MS)
+    paying.record_start(2, 801 * MS)
     paying.add(2, 250 * MS, 1051 * MS)
     assert paying.most(1051 * MS) == 2
     paying.add(2, 250 * MS, 1300 * MS)
@@ -80,7 +80,7 @@ def test_one_batch_of_an_untested_size_is_executed_at_a_time() -> None:
 
 
 def test_memory_does_not_grow_with_executions_or_sizes() -> None:
-    paying = PayingBatch(1 << 20)
+    paying = AdaptiveBatchLimit(1 << 20)
     for items in range(1, 5000):
         paying.add(items, items * MS, items)
     assert sum(map(len, paying._times)) <= 21 * 6 and len(paying._times) == 21
@@ -124,9 +124,9 @@ def test_a_neighbouring_size_is_tried_now_and_then() -> None:
     due = 201 * 500 * MS                            # a 500th of the time of one instance
     assert paying.most(due - 500 * MS) == 1
     assert paying.most(due) == 2
-    paying.taken(1, due)
+    paying.record_start(1, due)
     assert paying.most(due) == 2, "only one was waiting: that was no trial"
-    paying.taken(2, due)
+    paying.record_start(2, due)
     assert paying.most(due) == paying.most(due + 2 * 200 * 500 * MS) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_size_that_comes_to_pay_is_found_again() -> None:
     for _ in range(40_000):
         now_ns += 3 * MS
         items = paying.most(now_ns)
-        paying.taken(items, now_ns)
+        paying.record_start(items, now_ns)
         paying.add(items, 2 * MS, now_ns)           # now as long for any size
     assert paying.limit == 8
 
@@ -144,7 +144,7 @@ def test_a_size_that_comes_to_pay_is_found_again() -> None:
 def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, instances: int = 16,
               requests: int = 4000) -> tuple[float, float]:
     """(99th percentile of latency in ms, items a second) of a queue with the server's policy."""
-    rng, policy, paying = random.Random(3), BatchPolicy(max_batch), PayingBatch(max_batch, instances)
+    rng, policy, paying = random.Random(3), BatchPolicy(max_batch), AdaptiveBatchLimit(max_batch, instances)
     events: list[tuple[int, int, int, int]] = []        # (time, order, items that end or 0: a request comes, started)
     at = 0.0
     for order in range(requests):
@@ -163,7 +163,7 @@ def simulated(max_batch: int, takes_ms: Callable[[int], float], rate: float, ins
             decision = decide(queue, now_ns, policy, idle - 1, paying.most(now_ns))
             assert isinstance(decision, Send)
             batch, queue = queue[:decision.count], queue[decision.count:]
-            paying.taken(len(batch), now_ns)
+            paying.record_start(len(batch), now_ns)
             idle -= 1
             order += 1
             done_ns = now_ns + int(takes_ms(len(batch)) * MS * rng.uniform(0.97, 1.03))

@@ -13,7 +13,7 @@ from infer_server.batching import sequences
 from infer_server.batching.batcher import Batcher
 from infer_server.batching.policy import BatchPolicy, QueuePolicy
 from infer_server.batching.request import InSequence, Request
-from infer_server.batching.sequences import SequencePolicy, Sequences, State
+from infer_server.batching.sequences import SequencePolicy, Sequences, SequenceState
 from infer_server.errors import DeadlineExceededError, InvalidRequestError
 
 
@@ -75,7 +75,8 @@ def test_a_sequence_ends_when_it_has_been_idle_as_long_as_it_may(monkeypatch: py
 
 
 def test_sequences_whose_states_are_of_unequal_shapes_share_no_batch() -> None:
-    policy = SequencePolicy(5_000_000, (), (State("past", "now", np.zeros((1, 1))),), candidates=4, batched=True)
+    policy = SequencePolicy(5_000_000, (), (SequenceState("past", "now", np.zeros((1, 1))),), candidates=4,
+                            batched=True)
     batcher = Batcher("m", BatchPolicy(4), QueuePolicy(), lambda refused, why: None)
     queues: Any = [Queue(batcher)]
     of = Sequences("m", policy, queues, Clock(), lambda request, error: None)     # type: ignore[arg-type]
@@ -120,7 +121,7 @@ def test_any_number_of_sequences_that_wait_may_turn_out_to_be_too_late_at_once()
         of.submit(request)
     assert of.waiting == len(others)
     of.finished(first)
-    assert refused == others and not of.waiting and not of.comes_again
+    assert refused == others and not of.waiting and not of.may_reschedule
 
 
 @pytest.mark.parametrize("end", [True, False])
@@ -143,4 +144,4 @@ def test_a_sequence_begins_when_one_of_the_same_id_is_done(end: bool, withdrawn:
         assert batcher.take() == [request] and not len(batcher)
         of.finished(request)
     assert of.waiting == 0 and bool(of._active) is not end
-    assert list(of._places.values()) == [0 if end else 1] and not of._without_place
+    assert list(of._used_slots.values()) == [0 if end else 1] and not of._backlog

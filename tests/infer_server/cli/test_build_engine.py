@@ -174,7 +174,7 @@ def test_strict_refuses_what_the_reference_would_run_and_writes_nothing(
     monkeypatch.delitem(RULES, "Conv")
     monkeypatch.delitem(GENERAL, "Conv")
     assert workshop.build("--strict", "--no-cache", *UNTIMED) == 2
-    assert "steps run by reference:\n  Conv, " in workshop.said and "no kernel for Conv ('" in workshop.said
+    assert "steps run on the reference:\n  Conv, " in workshop.said and "no kernel for Conv ('" in workshop.said
     assert not Path(workshop.path("m.plan")).exists()
 
 

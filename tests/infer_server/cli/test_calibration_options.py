@@ -84,7 +84,7 @@ def test_a_calibration_cache_stands_in_for_the_data(workshop: Workshop) -> None:
 
 def test_a_cache_for_tensorrt_needs_ranges_and_a_version_that_reads_one(workshop: Workshop) -> None:
     assert workshop.build("--tensorrt-cache", workshop.path("trt.cache"), "11.0.0", *OPTIONS) == 2
-    assert "give that, too" in workshop.said and "'11.0.0' is no version of TensorRT that reads one" in workshop.said
+    assert "give that, too" in workshop.said and "'11.0.0' is not a version of TensorRT that reads" in workshop.said
 
 
 def test_a_calibration_cache_that_is_not_there_yet_needs_data(workshop: Workshop) -> None:

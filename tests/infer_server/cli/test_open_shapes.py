@@ -40,7 +40,7 @@ def test_a_profile_is_built_shown_run_and_verified(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("given, complaint", [
     (options("min"), "give --opt-shapes for each profile"),
-    (["--opt-shapes", "x:1x8x16,mask:1x8", "--min-shapes", "x:1x2x16"], "of the same inputs"),
+    (["--opt-shapes", "x:1x8x16,mask:1x8", "--min-shapes", "x:1x2x16"], "must name the same inputs"),
     (["--opt-shapes", "x:1x8x17,mask:1x8"], "input 'x' has shape"),
     (["--opt-shapes", "x:1x8x16,mask:1x8", "--shape", "x:1x8x16"], "no open extents")])
 def test_profiles_that_make_no_sense_are_refused(workshop: Workshop, given: list[str], complaint: str) -> None:

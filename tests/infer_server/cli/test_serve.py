@@ -137,7 +137,8 @@ def test_a_repository_that_is_given_twice_is_served_once(tmp_path: Path) -> None
 def test_options_that_contradict_each_other_are_a_usage_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in ((["--load-model", "m"], "needs --model-control-mode explicit"),
-                          (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"], "no other"),
+                          (["--model-control-mode", "explicit", "--load-model=*", "--load-model=m"],
+                           "remove the other"),
                           (["--rate-limit-resource=R:4:0", "--rate-limit-resource=R:8"], "given twice")):
         assert main(["--model-repository", str(tmp_path), *options]) == 2
         assert said in capsys.readouterr().err
@@ -151,7 +152,7 @@ def test_signals_open_the_log_file_anew_and_end_nothing(tmp_path: Path, options:
         for number in (signal.SIGHUP, signal.SIGUSR1):
             moved = file.rename(tmp_path / f"log.{number}")
             os.killpg(running.pid, number)
-            said = f"{number.name}: the log file was opened"
+            said = f"{number.name}: the log file was reopened"
             assert eventually(partial(contains, file, said))
             assert "gRPC on" in moved.read_text() or "SIGHUP: " in moved.read_text()
         os.killpg(running.pid, signal.SIGUSR2)

@@ -92,4 +92,4 @@ def test_headers_are_found_in_whatever_case_unless_the_pattern_says_otherwise(
         "HTTP": True, "gRPC": False}
     with pytest.raises(SystemExit):
         _parser().parse_args(["--http-header-forward-pattern=("])
-    assert "'(' is no regular expression" in capsys.readouterr().err
+    assert "'(' is not a regular expression" in capsys.readouterr().err

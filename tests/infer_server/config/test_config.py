@@ -16,11 +16,11 @@ from infer_server.config.autocomplete import complete
 from infer_server.config.config import from_message
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment
 from infer_server.config.pbtxt import read_config
-from infer_server.config.steps import Step, called_models
+from infer_server.config.steps import EnsembleStep, called_models
 from infer_server.errors import ModelConfigError, RepositoryError, UnknownModelError
 from infer_server.repository.building import build_command
 from infer_server.repository.folders import read_model
-from infer_server.repository.places import LocalFolder, place_of
+from infer_server.repository.roots import LocalFolder, root_of
 from protos import model_config
 from tests.infer_server.numpy_engine import NumpyEngine, NumpyTensor, write_model
 
@@ -36,9 +36,9 @@ class Ensembles(dict[str, list[str]]):
         super().__init__(calls)
         self.reads = Counter[str]()
 
-    def steps(self, name: str) -> list[Step]:
+    def steps(self, name: str) -> list[EnsembleStep]:
         self.reads[name] += 1
-        return [Step(model, "", {"x": "x"}, {"y": "y"}) for model in self.get(name, ())]
+        return [EnsembleStep(model, "", {"x": "x"}, {"y": "y"}) for model in self.get(name, ())]
 
 
 def test_the_models_of_an_ensemble_are_read_once_and_come_in_the_order_of_their_loads() -> None:
@@ -50,7 +50,7 @@ def test_the_models_of_an_ensemble_are_read_once_and_come_in_the_order_of_their_
 @pytest.mark.parametrize(("calls", "refusal"), [
     ({f"e{k}": [f"e{k - 1}"] for k in range(1, 10_000)}, "17 ensembles call each other, more than the limit of 16"),
     ({f"e{k}": [f"e{k - 1}"] * 2 for k in range(1, 17)}, r"'e10' has 2046 steps .* more than the limit of 1024"),
-    ({"e2": ["e3"], "e3": ["e2"], "e1": ["e2"]}, "e2 -> e3 -> e2 is a circle"),
+    ({"e2": ["e3"], "e3": ["e2"], "e1": ["e2"]}, "e2 -> e3 -> e2 is a cycle"),
 ], ids=["a chain", "diamonds", "a circle"])
 def test_ensembles_of_ensembles_are_bounded(calls: dict[str, list[str]], refusal: str) -> None:
     ensembles = Ensembles(calls)
@@ -108,7 +108,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
     ("dynamic_batching { priority_levels: 2 }", "write default_priority_level: 2"),
     ("dynamic_batching { priority_levels: 2 default_priority_level: 1 priority_queue_policy { key: 3 value {} } }",
      "no level 3 of the 2"),
-    ("instance_group { passive: true }", "remove its group"),
+    ("instance_group { passive: true }", "remove the group"),
     ("instance_group { count: 1000 } instance_group { count: 25 }", "1025 instances are more than the limit of 1024"),
     ("instance_group { count: 2 } dynamic_batching { preserve_ordering: true }", "count of 1"),
     ("dynamic_batching { preserve_ordering: true priority_levels: 2 default_priority_level: 1 }", "2 priority_levels"),
@@ -117,13 +117,14 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
      "priority_queue_policy { key: 1 value { timeout_action: DELAY } } }", "DELAY changes"),
     ('input { name: "x" dims: 1 }', "data_type is missing"),
     ('input { name: "x" data_type: TYPE_FP32 dims: 0 }', "must be positive"),
-    ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }', "not the elements of dims"),
+    ('input { name: "x" data_type: TYPE_FP32 dims: [2, -1] reshape { shape: [-1, 2] } }',
+     "must keep the open extents of dims"),
     ('platform: "tensorflow_savedmodel"', "export the model to ONNX"),
     ('backend: "onnxruntim"', r"ensemble\. Did you mean 'onnxruntime'\? Or export the model to ONNX"),
     ('backend: "tensorrtllm"', "'tensorrtllm' is not served: write it as a Python model, model.py"),
     ("model_repository_agents {} model_operations {}", "model_operations: .*; model_repository_agents: "),
     ('parameters { key: "precison" value { string_value: "int8" } }', "Did you mean 'precision'?"),
-    ('parameters { key: "precision" value { string_value: "int4" } }', "'int4' is none of"),
+    ('parameters { key: "precision" value { string_value: "int4" } }', "expected one of .*, got 'int4'"),
     *((f'default_model_filename: "{path}"', "a file in the version's folder")
       for path in ("../../secret", "a/../../../secret", "/etc/secret", "a/", ".", "..")),
     ("version_policy { specific {} }", "names no versions"),
@@ -132,7 +133,7 @@ def test_the_settings_of_the_dynamic_batcher_are_read() -> None:
        refusal) for dims, refusal in (
            ("dims: [4611686018427387904, 4]", "state.dims: 4611686018427387904 is more than the limit of 2147483647"),
            ("dims: [100000, 1000000]", "state 'a': .* takes 400000000000 bytes, more than the limit of 1073741824"),
-           ("dims: 1 " * 70, "state 'a': there is no array of the dims"),
+           ("dims: 1 " * 70, "state 'a': an array of dims"),
            ('dims: 1 initial_state { data_type: TYPE_FP32 dims: 1000000000 zero_data: true name: "z" }',
             "initial_state: .* more than the limit"))),
     *((f"{path} {{ {field}: {value} }}" if path else f"{field}: {value}",
@@ -279,7 +280,7 @@ def test_without_a_max_batch_size_dims_are_whole_shapes(text: str, dims: list[in
     completed = complete(parsed(text), "m", NumpyEngine(), "model.plan")
     assert (completed.max_batch_size, completed.HasField("dynamic_batching")) == (0, False)
     assert (list(completed.input[0].dims), list(completed.output[0].dims)) == (dims, [-1, 4])
-    with pytest.raises(ModelConfigError, match=r"they are whole; write dims: \[-1, 4\]"):
+    with pytest.raises(ModelConfigError, match=r"they include the batch axis; write dims: \[-1, 4\]"):
         complete(parsed('max_batch_size: 0 input { name: "x" data_type: TYPE_FP32 dims: 4 }'), "m", NumpyEngine(), "f")
 
 
@@ -298,8 +299,8 @@ def test_versions_are_those_of_the_policy_highest_first(tmp_path: Path, caplog: 
     assert versions("version_policy { all {} }") == [12, 3, 1]
     assert versions("version_policy { specific { versions: [1, 12] } }") == [12, 1]
     assert versions("version_policy { specific { versions: [1, 2] } }") == [1]
-    assert "asks for versions [2], too, which are not there" in caplog.text
-    with pytest.raises(ModelConfigError, match=r"asks for versions \[2\]; the folder has \[1, 3, 12\]"):
+    assert "version_policy: versions [2] do not exist" in caplog.text
+    with pytest.raises(ModelConfigError, match=r"versions \[2\] do not exist; the folder has \[1, 3, 12\]"):
         versions("version_policy { specific { versions: 2 } }")
 
 
@@ -319,7 +320,7 @@ def test_a_folder_without_versions_says_what_is_expected(tmp_path: Path) -> None
 def test_names_lead_nowhere_but_to_the_folders_of_the_repository(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "m")
     with pytest.raises(UnknownModelError):
-        place_of([LocalFolder(tmp_path)], name)
+        root_of([LocalFolder(tmp_path)], name)
 
 
 def test_an_onnx_file_is_built_with_the_options_of_its_configuration(tmp_path: Path) -> None:

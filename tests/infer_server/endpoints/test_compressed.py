@@ -94,7 +94,7 @@ def test_what_is_said_beside_tensors_is_bounded() -> None:
     message = request_of(np.zeros((1, 4), np.float32))
     for i in range(20_000):
         message.inputs[0].parameters[str(i)].int64_param = i
-    with pytest.raises(TooLargeError, match="beside the contents of its tensors"):
+    with pytest.raises(TooLargeError, match="in addition to the contents of its tensors"):
         split_request(message.SerializeToString())
 
 

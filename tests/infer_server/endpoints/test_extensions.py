@@ -205,5 +205,5 @@ def test_bytes_that_are_no_text_are_not_answered_as_json(server: RunningServer) 
         tensor = sent(tritonclient.http, np.array([["a\xff".encode("latin-1")] * 2], np.object_), "BYTES")
         asked = [tritonclient.http.InferRequestedOutput("y", binary_data=binary) for binary in (True, False)]
         assert client.infer("text", [tensor], outputs=asked[:1]).as_numpy("y").tolist() == [[b"a\xff"] * 2]
-        with pytest.raises(InferenceServerException, match="no UTF-8 have no JSON form; ask for them as binary data"):
+        with pytest.raises(InferenceServerException, match="not UTF-8 have no JSON form; request binary data"):
             client.infer("text", [tensor], outputs=asked[1:])

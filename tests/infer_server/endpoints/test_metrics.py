@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 
 from infer_server.endpoints.metrics import Metrics, MetricsSettings
 from infer_server.lifecycle import StartUp
-from infer_server.observing.custom_metrics import CustomMetrics, Owner
+from infer_server.observing.custom_metrics import CustomMetrics, MetricsOwner
 from infer_server.observing.gpus import Gpus
 from infer_server.workers import Cached
 from tests.infer_server.endpoints.test_serving import infer, scrape
@@ -213,7 +213,7 @@ def test_families_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_what_a_model_measures_is_shown_however_small_it_is() -> None:
-    custom, owner = CustomMetrics(), Owner()
+    custom, owner = CustomMetrics(), MetricsOwner()
     custom.make(owner, "learning_rate", "gauge", "", {})
     metrics = Metrics(MetricsSettings(gpu=False), custom=custom)
     for value, shown in ((3e-9, "3e-09"), (1 / 3, "0.3333333333333333"), (5.0, "5.0"), (math.nan, "NaN")):
@@ -310,7 +310,7 @@ def test_a_driver_that_hangs_holds_up_no_event_loop_and_is_waited_for_once(
     async def scrapes() -> tuple[int, int]:
         gpus = Gpus(patience_secs=0.01)
         assert [await gpus.gauges() for _ in range(3)] == [(), (), ()]
-        assert caplog.text.count("until their driver answers") == 1
+        assert caplog.text.count("until the driver answers") == 1
         gpus.patience_secs = TIMEOUT_SECS
         both = asyncio.gather(gpus.gauges(), gpus.gauges())
         await asyncio.to_thread(nvml.asked.wait)        # the loop goes on while the driver hangs
@@ -337,4 +337,4 @@ def test_what_a_slow_driver_says_too_late_is_what_the_next_scrape_gets(
         return found
 
     assert asyncio.run(scrapes()) == [0, 6, 6]
-    assert caplog.text.count("until their driver answers") == 1
+    assert caplog.text.count("until the driver answers") == 1

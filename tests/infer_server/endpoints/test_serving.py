@@ -229,8 +229,8 @@ def test_a_deadline_that_no_execution_can_meet_is_refused_and_not_executed(
     write_model(tmp_path, "m", gate=request.node.name)
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
         for items in (1, 8):
-            server.server.repository.find("m").measured(items, 10**12)
-        with gate.closed(), pytest.raises(InferenceServerException, match="it was not executed") as caught:
+            server.server.repository.find("m").record_time(items, 10**12)
+        with gate.closed(), pytest.raises(InferenceServerException, match="the request was not executed") as caught:
             infer(client, client_timeout=TIMEOUT_SECS)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
         assert infer(client).all(), "who has no deadline is in no hurry"

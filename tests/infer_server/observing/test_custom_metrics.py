@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from infer_server.observing.custom_metrics import MOST, CustomMetrics, Owner
+from infer_server.observing.custom_metrics import MOST, CustomMetrics, MetricsOwner
 
 
 def test_a_metric_is_shared_and_goes_with_the_last_model_that_made_it() -> None:
-    metrics, first, second = CustomMetrics(), Owner(), Owner()
+    metrics, first, second = CustomMetrics(), MetricsOwner(), MetricsOwner()
     for owner in (first, second):
         metrics.make(owner, "rows", "counter", "Rows", {"a": "1", "b": "2"})
         metrics.change("rows", {"b": "2", "a": "1"}, "increment", 1)
@@ -22,25 +22,25 @@ def test_a_metric_is_shared_and_goes_with_the_last_model_that_made_it() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "labels", "bounds", "why"), [
-    ("rows", "gauge", {}, (), "is a counter already, and no gauge"),
-    ("1st", "gauge", {}, (), "is no name of a metric"),
-    ("load", "gauge", {"le": "1"}, (), "'le' is no name of a label"),
-    ("load", "gauge", {"__name__": "rows"}, (), "'__name__' is no name of a label"),
+    ("rows", "gauge", {}, (), "already exists as a counter, not a gauge"),
+    ("1st", "gauge", {}, (), "is not a valid metric name"),
+    ("load", "gauge", {"le": "1"}, (), "'le' is not a valid label name"),
+    ("load", "gauge", {"__name__": "rows"}, (), "'__name__' is not a valid label name"),
     ("load", "gauge", {"l": "\udc80"}, (), "surrogates not allowed"),
     ("load", "gauge", {"l": 1}, (), "expected text, got 1"),
-    (5, "gauge", {}, (), r"'5' \(gauge\) is no name of a metric"),
-    ("times", "histogram", {}, (1.0, math.inf), "inf is no bound of a bucket"),
-    ("times", "histogram", {}, (False, True), "False is no bound of a bucket"),
-    ("times", "histogram", {}, ("x", 1.0), "'x' is no bound of a bucket"),
-    ("sizes_count", "counter", {}, (), "the histogram 'sizes' has samples that are named 'sizes_count', too"),
-    ("ro", "histogram", {}, (1.0,), "the counter 'ro_sum' has samples that are named 'ro_sum', too"),
-    ("times", "histogram", {}, (), "a histogram has buckets"),
-    ("times", "histogram", {}, (2.0, 1.0), "the bounds of which ascend"),
-    ("sizes", "histogram", {}, (1.0, 3.0), r"has the buckets \[1.0, 2.0\] already"),
+    (5, "gauge", {}, (), r"'5' \(gauge\) is not a valid metric name"),
+    ("times", "histogram", {}, (1.0, math.inf), "inf is not a bucket bound"),
+    ("times", "histogram", {}, (False, True), "False is not a bucket bound"),
+    ("times", "histogram", {}, ("x", 1.0), "'x' is not a bucket bound"),
+    ("sizes_count", "counter", {}, (), "the histogram 'sizes' also has samples named 'sizes_count'"),
+    ("ro", "histogram", {}, (1.0,), "the counter 'ro_sum' also has samples named 'ro_sum'"),
+    ("times", "histogram", {}, (), "expected ascending bucket bounds"),
+    ("times", "histogram", {}, (2.0, 1.0), "expected ascending bucket bounds"),
+    ("sizes", "histogram", {}, (1.0, 3.0), r"already has the buckets \[1.0, 2.0\]"),
 ])
 def test_a_metric_that_is_none_or_contradicts_another_is_refused(
         name: str, kind: str, labels: dict[str, str], bounds: tuple[float, ...], why: str) -> None:
-    metrics, owner = CustomMetrics(), Owner()
+    metrics, owner = CustomMetrics(), MetricsOwner()
     metrics.make(owner, "rows", "counter", "", {})
     metrics.make(owner, "ro_sum", "counter", "", {})
     metrics.make(owner, "sizes", "histogram", "", {}, (1, 2))
@@ -53,14 +53,14 @@ def test_a_metric_that_is_none_or_contradicts_another_is_refused(
 def test_a_metric_that_no_page_could_show_for_its_text_is_refused() -> None:
     for text in (None, "\udc80"):
         with pytest.raises(ValueError, match="expected text, got None|surrogates not allowed"):
-            CustomMetrics().make(Owner(), "rows", "counter", cast(str, text), {})
+            CustomMetrics().make(MetricsOwner(), "rows", "counter", cast(str, text), {})
 
 
 def test_a_model_has_so_many_metrics_and_no_more() -> None:
-    metrics, owner = CustomMetrics(), Owner()
+    metrics, owner = CustomMetrics(), MetricsOwner()
     for number in range(MOST):
         metrics.make(owner, "rows", "counter", "", {"of": str(number)})
-    with pytest.raises(ValueError, match=f"its model has {MOST} metrics already"):
+    with pytest.raises(ValueError, match=f"its model already has {MOST} metrics"):
         metrics.make(owner, "rows", "counter", "", {"of": "one more"})
     metrics.make(owner, "rows", "counter", "", {"of": "0"})
-    metrics.make(Owner(), "rows", "counter", "", {"of": "another's"})
+    metrics.make(MetricsOwner(), "rows", "counter", "", {"of": "another's"})

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from infer_server.observing.closing import FREE, FULL, PREFERRED, WAITED, why_closed
+from infer_server.observing.closing import FREE, FULL, PREFERRED, WAITED, closing_reason
 from infer_server.observing.latencies import Latencies
 
 SECOND = 1_000_000_000
@@ -30,7 +30,7 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
 
 
 def test_a_batch_closes_for_the_first_reason_that_holds() -> None:
-    assert why_closed(8, 0, 8, (), 0) == FULL
-    assert why_closed(4, 10**9, 8, {4}, 1000) == PREFERRED
-    assert why_closed(3, 2 * 10**6, 8, {4}, 1000) == WAITED
-    assert why_closed(3, 10**5, 8, {4}, 1000) == why_closed(3, 10**9, 8, {4}, 0) == FREE
+    assert closing_reason(8, 0, 8, (), 0) == FULL
+    assert closing_reason(4, 10**9, 8, {4}, 1000) == PREFERRED
+    assert closing_reason(3, 2 * 10**6, 8, {4}, 1000) == WAITED
+    assert closing_reason(3, 10**5, 8, {4}, 1000) == closing_reason(3, 10**9, 8, {4}, 0) == FREE

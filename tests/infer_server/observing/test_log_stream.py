@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_opened_anew_goes_on(tmp_path: Path, log: logging.
     handler.reopen()
     log.warning("goes on")
     first, second = moved.read_text().splitlines()
-    assert "cannot be opened anew" in first and second == "goes on"
+    assert "cannot be reopened" in first and second == "goes on"
 
 
 @needs_full

@@ -12,7 +12,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from infer_server.cli.tracing import parsed
-from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.spans import SpanSettings, SpanTracer
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
@@ -111,7 +111,7 @@ def made_of(settings: SpanSettings, *requests: dict[str, str]) -> Any:
     tracer = SpanTracer(settings, exporter)
     for headers in requests:
         if trace := tracer.begin("m", lambda name, headers=headers: headers.get(name, "")):     # type: ignore[misc]
-            trace.end(Entry("", "gRPC", "", "m", "", 0), OK)
+            trace.end(AccessEntry("", "gRPC", "", "m", "", 0), OK)
     tracer.close()
     return exporter.get_finished_spans()
 

@@ -18,7 +18,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from infer_server.observing import trace_files, traces
-from infer_server.observing.access_log import OK, Entry
+from infer_server.observing.access_log import OK, AccessEntry
 from infer_server.observing.trace_files import TraceFiles
 from infer_server.observing.trace_settings import TraceSettings
 from tests.infer_server.endpoints.test_serving import eventually
@@ -211,7 +211,7 @@ def test_settings_that_change_while_requests_are_open_leave_their_traces_in_one_
     files.update("", {"trace_level": ["OFF"]})
     for each in begun if are_answered else begun[:2]:
         assert each
-        each.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+        each.end(AccessEntry("", "HTTP", "", "m", "", 0, 1), OK)
     files.close()
     assert [(file.name, len(objects_of(file))) for file in tmp_path.iterdir()] == [("t.0", 3 if are_answered else 2)]
 
@@ -221,9 +221,9 @@ def traced() -> Callable[[TraceFiles], None]:
     def trace(files: TraceFiles) -> None:
         begun = files.begin("m", lambda _: "")
         assert begun
-        begun.asks("m", 1, {"b": np.array([True, False]), "s": np.array([b'a"b', b"\xff"], np.object_),
+        begun.set_model("m", 1, {"b": np.array([True, False]), "s": np.array([b'a"b', b"\xff"], np.object_),
                             "h": np.array([[1.5]], np.float16)})
-        begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+        begun.end(AccessEntry("", "HTTP", "", "m", "", 0, 1), OK)
     return trace
 
 
@@ -257,8 +257,8 @@ def test_a_full_disk_costs_the_traces_that_it_does_not_take_and_no_others(log_fr
     def trace(name: str, items: int) -> None:
         begun = files.begin("m", lambda _: "")
         assert begun
-        begun.asks("m", 1, {"x": np.ones(items, np.int8)})
-        begun.end(Entry("", "HTTP", name, "m", "", 0, 1), OK)
+        begun.set_model("m", 1, {"x": np.ones(items, np.int8)})
+        begun.end(AccessEntry("", "HTTP", name, "m", "", 0, 1), OK)
         assert eventually(lambda: not files._writer._waiting_bytes)
 
     trace("before", 1)
@@ -280,7 +280,7 @@ def test_traces_that_come_faster_than_they_are_written_are_left_out_with_a_warni
     for _ in range(3):
         traced(files)
     files.close()
-    assert "raise the rate" in caplog.text and "3 requests" in caplog.text and len(caplog.records) == 2
+    assert "raise the rate" in caplog.text and "3 traces" in caplog.text and len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("tensor", [np.ones(1 << 10, np.uint8), np.array([b"1" * (1 << 10)], np.object_)],
@@ -289,19 +289,19 @@ def test_traces_that_are_not_written_have_no_more_memory_than_they_may(
         tensor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "_MOST_BYTES", 9 << 10)
     going_on = threading.Event()
-    write = trace_files._Writer._write
+    write = trace_files._TraceWriter._write
 
     def write_late(writer: Any, batch: Any) -> None:
         assert going_on.wait(TIMEOUT_SECS)
         write(writer, batch)
 
-    monkeypatch.setattr(trace_files._Writer, "_write", write_late)
+    monkeypatch.setattr(trace_files._TraceWriter, "_write", write_late)
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     for _ in range(3):
         begun = files.begin("m", lambda _: "")
         assert begun
-        begun.asks("m", 1, {"x": tensor})
-        begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+        begun.set_model("m", 1, {"x": tensor})
+        begun.end(AccessEntry("", "HTTP", "", "m", "", 0, 1), OK)
     going_on.set()
     files.close()
     assert len(objects_of(tmp_path / "t")) == 2
@@ -325,11 +325,11 @@ def test_a_stream_without_end_keeps_no_more_than_a_trace_may(
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     begun = files.begin("m", lambda _: "")
     assert begun
-    encode = begun.seeing(lambda computed: computed)
+    encode = begun.wrap_encoder(lambda computed: computed)
     for _ in range(100):
         encode({"y": np.ones(100 << 10, np.uint8)})
-        begun.step().seeing(lambda computed: computed)({"y": np.ones(100 << 10, np.uint8)})
-    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+        begun.step().wrap_encoder(lambda computed: computed)({"y": np.ones(100 << 10, np.uint8)})
+    begun.end(AccessEntry("", "HTTP", "", "m", "", 0, 1), OK)
     files.close()
     kept = [each for objects in objects_of(tmp_path / "t").values() for each in objects if "tensor" in each]
     assert 10 <= len(kept) <= 12 and "left out" in caplog.text
@@ -339,9 +339,9 @@ def test_a_trace_that_is_written_is_let_go_of(tmp_path: Path) -> None:
     files = TraceFiles(TraceSettings(f"{tmp_path}/t", ("TENSORS",), 1))
     begun = files.begin("m", lambda _: "")
     assert begun
-    begun.asks("m", 1, {"x": np.ones(4, np.uint8)})
+    begun.set_model("m", 1, {"x": np.ones(4, np.uint8)})
     tensor = weakref.ref(begun.tensors[0].array)
-    begun.end(Entry("", "HTTP", "", "m", "", 0, 1), OK)
+    begun.end(AccessEntry("", "HTTP", "", "m", "", 0, 1), OK)
     del begun
     assert eventually(lambda: tensor() is None)
     files.close()

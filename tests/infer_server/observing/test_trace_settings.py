@@ -47,15 +47,15 @@ def test_what_is_said_no_longer_is_as_it_was(settings: SettingsByModel) -> None:
 
 def test_one_request_in_so_many_is_traced_and_so_many_of_them() -> None:
     sampler = Sampler(TraceSettings("trace.json", ("TIMESTAMPS",), 3, 2))
-    assert [sampler.takes() for _ in range(12)] == [False, False, True, False, False, True, *[False] * 6]
+    assert [sampler.sample() for _ in range(12)] == [False, False, True, False, False, True, *[False] * 6]
     assert sampler.now().count == 0 and sampler.open == 2
-    assert not any(Sampler(TraceSettings("trace.json", (), 1)).takes() for _ in range(9))
+    assert not any(Sampler(TraceSettings("trace.json", (), 1)).sample() for _ in range(9))
 
 
 def test_a_count_goes_on_when_something_else_is_said(settings: SettingsByModel, retired: list[Sampler]) -> None:
     settings.update("", {"trace_count": ["5"]})
     former = settings.of("")
-    assert former.takes() and former.takes()
+    assert former.sample() and former.sample()
     settings.update("", {"log_frequency": ["2"]})
     assert now(settings).count == 3 and retired[-1] is former and former.is_retired
     settings.update("simple", {"trace_rate": ["2"]})
@@ -64,11 +64,11 @@ def test_a_count_goes_on_when_something_else_is_said(settings: SettingsByModel, 
 
 @pytest.mark.parametrize(("said", "reason"), [
     ({"trace_level": ["OFF", "TENSORS"]}, "Expect only one trace level 'OFF'"),
-    ({"trace_level": ["MUCH"]}, "there is no trace level 'MUCH'"),
+    ({"trace_level": ["MUCH"]}, "unknown trace level 'MUCH'"),
     ({"trace_rate": ["x"]}, "Unable to parse 'trace_rate', got: x"),
     ({"trace_rate": ["0"]}, "Attempting to set invalid trace setting :sample rate must be non-zero"),
     ({"trace_count": ["-2"]}, "out of range"), ({"log_frequency": [str(1 << 32)]}, "out of range"),
-    ({"trace_mode": ["triton"]}, "there is no trace setting 'trace_mode' to be updated")])
+    ({"trace_mode": ["triton"]}, "unknown trace setting 'trace_mode'")])
 def test_what_makes_no_sense_changes_nothing(settings: SettingsByModel, said: dict[str, list[str]],
                                              reason: str) -> None:
     for model in ("", "simple"):

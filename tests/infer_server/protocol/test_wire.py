@@ -9,7 +9,7 @@ import pytest
 from infer_server.errors import InvalidRequestError
 from infer_server.protocol import wire
 from infer_server.protocol.codec import DATATYPES, declared_inputs, decode_inputs, encode_raw
-from infer_server.protocol.wire import Form, InferRequest, join_response, split_request
+from infer_server.protocol.wire import InferRequest, RequestForm, join_response, split_request
 from protos import inference
 
 
@@ -136,7 +136,7 @@ def test_every_datatype_goes_round(name: str) -> None:
     assert raw == array.T.tobytes()
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype=name, shape=[3, 2])
-    back = decoded(InferRequest(Form(header), (memoryview(raw),)))["x"]
+    back = decoded(InferRequest(RequestForm(header), (memoryview(raw),)))["x"]
     assert back.dtype == array.dtype
     np.testing.assert_array_equal(back, array.T)
 
@@ -147,32 +147,32 @@ def test_bytes_elements_carry_their_lengths() -> None:
     assert bytes(raw) == b"\0\0\0\0" b"\3\0\0\0abc" b"\2\0\0\0\xc3\xa4"
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BYTES", shape=[3])
-    assert list(decoded(InferRequest(Form(header), (raw,)))["x"]) == [b"", b"abc", "ä".encode()]
+    assert list(decoded(InferRequest(RequestForm(header), (raw,)))["x"]) == [b"", b"abc", "ä".encode()]
     for broken in (raw[:-1], raw[:-6], bytes(raw) + b"\0"):
         with pytest.raises(InvalidRequestError):
-            decoded(InferRequest(Form(header), (memoryview(broken),)))
+            decoded(InferRequest(RequestForm(header), (memoryview(broken),)))
 
 
 def test_any_byte_but_zero_is_true() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="BOOL", shape=[3])
-    assert decoded(InferRequest(Form(header), (memoryview(b"\0\1\7"),)))["x"].tobytes() == b"\0\1\1"
+    assert decoded(InferRequest(RequestForm(header), (memoryview(b"\0\1\7"),)))["x"].tobytes() == b"\0\1\1"
 
 
 def test_typed_values_outside_of_their_datatype_are_refused() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="INT8", shape=[2]).contents.int_contents.extend([1, 128])
     with pytest.raises(InvalidRequestError, match="outside of INT8's -128..127"):
-        decoded(InferRequest(Form(header), ()))
+        decoded(InferRequest(RequestForm(header), ()))
     header.inputs[0].contents.int_contents[1] = -128
-    assert decoded(InferRequest(Form(header), ()))["x"].tolist() == [1, -128]
+    assert decoded(InferRequest(RequestForm(header), ()))["x"].tolist() == [1, -128]
 
 
 def test_halves_must_be_sent_raw() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="FP16", shape=[1]).contents.fp32_contents.append(1)
     with pytest.raises(InvalidRequestError, match="no typed contents"):
-        decoded(InferRequest(Form(header), ()))
+        decoded(InferRequest(RequestForm(header), ()))
 
 
 @pytest.mark.parametrize(("shape", "raw"), [
@@ -181,14 +181,14 @@ def test_absurd_shapes_are_refused(shape: list[int], raw: bytes) -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="FP32", shape=shape)
     with pytest.raises(InvalidRequestError, match="input 'x'"):
-        decoded(InferRequest(Form(header), (memoryview(raw),)))
+        decoded(InferRequest(RequestForm(header), (memoryview(raw),)))
 
 
 def test_there_is_one_raw_tensor_for_each_input() -> None:
     header = inference.ModelInferRequest()
     header.inputs.add(name="x", datatype="UINT8", shape=[1])
     with pytest.raises(InvalidRequestError, match="2 tensors for 1 inputs"):
-        decoded(InferRequest(Form(header), (memoryview(b"a"), memoryview(b"b"))))
+        decoded(InferRequest(RequestForm(header), (memoryview(b"a"), memoryview(b"b"))))
 
 
 @pytest.mark.parametrize("name", [name for name, datatype in DATATYPES.items()

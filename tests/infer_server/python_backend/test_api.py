@@ -101,7 +101,7 @@ class TritonPythonModel:
         begun.cancel()
         asked().cancel()
         del begun
-        y = np.array([len(pb_utils.server._asked)], np.float32)
+        y = np.array([len(pb_utils.server._calls)], np.float32)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])]
 """
 READY = HEAD + """

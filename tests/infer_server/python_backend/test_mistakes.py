@@ -126,7 +126,7 @@ def test_an_error_with_half_a_surrogate_pair_is_answered_over_grpc(tmp_path: Pat
 def test_a_process_that_a_model_forks_is_told_that_it_cannot_ask_the_server(tmp_path: Path) -> None:
     python_model(tmp_path, "sends", SENDS, CONFIG % "false")
     with serving(tmp_path) as server, triton.InferenceServerClient(server.address) as client, pytest.raises(
-            InferenceServerException, match="a process that a model has forked cannot ask"):
+            InferenceServerException, match="a process that a model has forked cannot call"):
         ask(client, "sends", "fork")
 
 

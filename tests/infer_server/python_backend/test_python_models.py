@@ -113,7 +113,7 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse([pb_utils.Tensor("out", np.array([
                 pb_utils.is_model_ready("affine", 1), pb_utils.is_model_ready("affine", None)], np.float32))])
         if what == "babble":
-            pb_utils.server.tell("response")
+            pb_utils.server.notify("response")
             time.sleep(1000)
         if what == "ask nobody":
             response = pb_utils.InferenceRequest(
@@ -291,13 +291,13 @@ def test_a_model_asks_another_one(client: triton.InferenceServerClient) -> None:
     ("refuse ALREADY_EXISTS", "ALREADY_EXISTS", "not like this"),
     ("refuse CANCELLED", "CANCELLED", "not like this"),
     ("ask nobody", "NOT_FOUND", "nobody"),
-    ("measure badly", "INTERNAL", "'nv_mine' .* is no name of a metric"),
+    ("measure badly", "INTERNAL", "'nv_mine' .* is not a valid metric name"),
     ("as int32", "INTERNAL", "output 'out' is of int32, but its configuration says FP32"),
     ("long 128", "INTERNAL", "output 'lengths' is of int64, and has numbers that are too large for INT8"),
     ("too large", "INTERNAL", "output 'out' is of float64, and has numbers that are too large for FP32"),
     ("no text", "INTERNAL", "of model 'misc_0_0' cannot be sent, message: .* surrogates not allowed"),
-    ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
-    ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is started again"),
+    ("babble", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is restarted"),
+    ("die", "INTERNAL", "misc_0_0: its process ended in execute: killed by SIGKILL; it is restarted"),
 ])
 def test_a_model_that_fails_says_why_and_serves_on(
         client: triton.InferenceServerClient, what: str, status: str, said: str) -> None:
@@ -326,7 +326,7 @@ def test_a_model_that_hangs_is_killed_and_started_again(
         server: RunningServer, client: triton.InferenceServerClient) -> None:
     for _ in range(2):
         with pytest.raises(InferenceServerException, match=r"hangs_0_0: execute took more than 0\.2 s, and its process "
-                                                           "was killed; it is started again"):
+                                                           "was killed; it is restarted"):
             client.infer("hangs", [tensor("x", np.ones(1, np.float32))])
     assert len(list((server.folder / "hangs").glob("*.pid"))) == 2
 

@@ -15,7 +15,7 @@ from infer_server.cli import build_engine as build_engine_cli
 from infer_server.repository.building import build_command
 from infer_server.repository.checking import check
 from infer_server.repository.folders import read_model
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.serving import serving
 from tests.infer_server.test_open_shapes import MODEL as OPEN
 from tests.infer_server.test_programs import WORDS, chosen_rows, doubled_words

@@ -14,9 +14,9 @@ import pytest
 import tritonclient.grpc as triton
 
 from infer_server.batching.request import Request
-from infer_server.endpoints.grpc.service.stream import _Answer, _Stream
-from infer_server.python_backend.window import OpenRequests, Window
-from infer_server.repository.kinds.ensemble_run import Run, _Flow
+from infer_server.endpoints.grpc.service.stream import _Answer, _InferStream
+from infer_server.python_backend.window import OpenRequests, SendWindow
+from infer_server.repository.kinds.ensemble_run import EnsembleRun, _Flow
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import python_model
@@ -105,7 +105,7 @@ def test_a_decoupled_step_is_held_back_until_the_steps_behind_it_have_done(
 
 @pytest.mark.parametrize("front", FRONTS + WORKERS)
 def test_a_cancelled_stream_frees_its_tensors_at_once(tmp_path: Path, front: str) -> None:
-    kinds = (Request, Run, _Flow, _Answer, _Stream)
+    kinds = (Request, EnsembleRun, _Flow, _Answer, _InferStream)
     write_ensemble(tmp_path, 1 << 16)
 
     def alive() -> list[str]:
@@ -128,7 +128,7 @@ def test_a_cancelled_stream_frees_its_tensors_at_once(tmp_path: Path, front: str
 
 def test_a_stream_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     write_ensemble(tmp_path, 4)
-    kinds = (Request, Run, _Flow)
+    kinds = (Request, EnsembleRun, _Flow)
     with serving(tmp_path) as server:
         gc.collect()
         gc.disable()
@@ -168,20 +168,20 @@ def test_tensors_between_steps_that_exceed_the_limit_end_their_request(tmp_path:
 
 
 def test_a_window_takes_one_response_at_least_and_no_more_than_it_says() -> None:
-    window = Window(2, 100)
-    assert window.has_room(1000)
+    window = SendWindow(2, 100)
+    assert window.can_send(1000)
     window.sent(1000)
-    assert not window.has_room(1)
-    window.taken()
+    assert not window.can_send(1)
+    window.consumed()
     window.sent(60)
-    assert window.has_room(40) and not window.has_room(41)
+    assert window.can_send(40) and not window.can_send(41)
     window.sent(40)
-    assert not window.has_room(0), "two responses"
+    assert not window.can_send(0), "two responses"
     requests = OpenRequests()
     requests.open(1, (1, 10))
-    requests.wait_for_room(1, 5)
+    requests.wait_to_send(1, 5)
     requests.cancel(1)
-    requests.wait_for_room(1, 5)                        # which would wait for ever
+    requests.wait_to_send(1, 5)                        # which would wait for ever
     assert requests.is_cancelled(1) and len(requests) == 1
     requests.end(1)
-    requests.wait_for_room(1, 5)
+    requests.wait_to_send(1, 5)

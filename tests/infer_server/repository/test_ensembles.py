@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from infer_server.repository.places import LocalFolder
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.endpoints.test_serving import eventually, scrape
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, check, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
@@ -360,4 +360,4 @@ def test_a_check_says_of_ensembles_that_they_are_a_circle(tmp_path: Path) -> Non
     (tmp_path / names[0]).rename(tmp_path / "b")
     said = {remark.model: remark for remark in check([LocalFolder(tmp_path)], "cpu")}
     assert said.keys() == {"b", "b_8"} and said["b"].is_error and said["b_8"].is_error
-    assert "b -> b_8 -> b is a circle" in said["b"].text
+    assert "b -> b_8 -> b is a cycle" in said["b"].text

@@ -108,9 +108,10 @@ def bomb(width: int, height: int) -> bytes:
 def test_what_is_no_picture_is_told(client: Any, server: RunningServer) -> None:
     failures = server.server.repository.find("recorded").statistics.snapshot
     before = failures().failures[Failure.OTHER]
-    for array, said in ((files(b"not one"), "item 0 of 7 bytes is no JPEG or PNG"), (files(b""), "item 0 of 0 bytes"),
+    for array, said in ((files(b"not one"), "item 0 of 7 bytes is not a readable JPEG or PNG"),
+                        (files(b""), "item 0 of 0 bytes"),
                         (files(jpeg(), jpeg()[:900]), "item 1 of 900 bytes"),
-                        (files(b"GIF89a" + bytes(40)), "no JPEG or PNG"),
+                        (files(b"GIF89a" + bytes(40)), "not a readable JPEG or PNG"),
                         (files(bomb(8192, 8193)), "8192x8193 are more than 67108864 pixels"),
                         (np.array([[b"a", b"b"]], np.object_), "of shape .N. or .N, 1."),
                         (files(*[jpeg()] * 9), "batch-size must be <= 8")):

@@ -178,7 +178,7 @@ def test_what_clients_load_and_what_is_loaded_at_the_start_makes_room_as_well(tm
         demand = running.server._front.on_demand
         assert demand is not None and eventually(lambda: len(loaded(running)) == 2)
         for name in ("a", "b", "d"):
-            assert eventually(lambda: not demand._one_at_a_time.locked())
+            assert eventually(lambda: not demand._evicting.locked())
             client.load_model(name)
         assert eventually(lambda: loaded(running) == ["b", "d"])
 

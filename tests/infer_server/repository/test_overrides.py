@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from infer_server.errors import InvalidRequestError
 from infer_server.repository.building import Compiler
-from infer_server.repository.overrides import written
+from infer_server.repository.overrides import temporary_repository
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -64,18 +64,19 @@ def test_a_load_may_bring_the_models_files(
         client.load_model("affine", config="{}", files={"file:1/model.onnx": b"\0"})
     assert answer(client, "affine") == [1, 2, 3, 4], "what was loaded goes on"
     client.load_model("affine")
-    assert not (server.server.repository._places[0].path / "of a client").exists()
+    assert not (server.server.repository._roots[0].path / "of a client").exists()
 
 
 @pytest.mark.parametrize(("name", "path", "said"), [
     ("m", "../m/1/model.plan", "expected a path in the model's folder"), ("m", "/etc/cron.d/x", "expected a path"),
     ("m", "1/../../x", "expected a path"), ("m", "1//x", "expected a path"), ("m", "x", "expected a path"),
     ("m", "1/\0", "expected a path"),
-    ("../m", "1/model.plan", "is no name of a model"), ("..", "1/model.plan", "is no name"),
-    ("", "1/model.plan", "is no name"), (".m", "1/model.plan", "is no name"), ("a/b", "1/model.plan", "is no name"),
+    ("../m", "1/model.plan", "is not a valid model name"), ("..", "1/model.plan", "is not a valid model name"),
+    ("", "1/model.plan", "is not a valid model name"), (".m", "1/model.plan", "is not a valid model name"),
+    ("a/b", "1/model.plan", "is not a valid model name"),
 ])
 def test_files_that_would_lie_elsewhere_are_refused(name: str, path: str, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said), written(name, {path: b""}):
+    with pytest.raises(InvalidRequestError, match=said), temporary_repository(name, {path: b""}):
         pass
 
 
@@ -89,7 +90,8 @@ def test_code_is_not_taken_from_requests(client: Any) -> None:
 
 
 def test_a_file_that_is_also_a_folder_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be written"), written("m", {"1/a": b"", "1/a/b": b""}):
+    with (pytest.raises(InvalidRequestError, match="cannot be written"),
+          temporary_repository("m", {"1/a": b"", "1/a/b": b""})):
         pass
 
 

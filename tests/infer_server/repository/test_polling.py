@@ -12,8 +12,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from infer_server.errors import RepositoryError
-from infer_server.repository.places import LocalFolder
 from infer_server.repository.polling import Poller
+from infer_server.repository.roots import LocalFolder
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -37,7 +37,7 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
 def poller(server: RunningServer) -> Poller:
     """Which looks when it is told to."""
     repository = server.server.repository
-    made = Poller(repository, repository._places, 3600)
+    made = Poller(repository, repository._roots, 3600)
     server.run(made.begin())
     return made
 
@@ -51,13 +51,13 @@ def answer(client: triton.InferenceServerClient, model: str = "m") -> Any:
 def test_models_come_change_and_go(
         server: RunningServer, client: triton.InferenceServerClient, poller: Poller, tmp_path: Path) -> None:
     loaded = server.server.repository.find("other")
-    assert not server.run(poller.look())
+    assert not server.run(poller.poll())
     write_model(tmp_path, "m", 2)
     write_model(tmp_path, "new")
     shutil.rmtree(tmp_path / "other")
-    assert server.run(poller.look()), "it may still be being copied"
+    assert server.run(poller.poll()), "it may still be being copied"
     assert answer(client) == [1, 2, 3, 4] and not client.is_model_ready("new") and not client.is_model_ready("other")
-    assert not server.run(poller.look())
+    assert not server.run(poller.poll())
     assert answer(client) == answer(client, "new") == [3, 5, 7, 9]
     assert server.server.repository.find("new") is not loaded and client.is_server_ready()
 
@@ -65,17 +65,17 @@ def test_models_come_change_and_go(
 def test_a_model_that_is_half_copied_is_let_alone_and_harms_nobody(
         server: RunningServer, client: triton.InferenceServerClient, poller: Poller, tmp_path: Path) -> None:
     (tmp_path / "m" / "2").mkdir()
-    for size in range(3):                       # it grows from look to look
+    for size in range(3):                       # it grows from poll to poll
         (tmp_path / "m" / "2" / "model.plan").write_bytes(b"{" * size)
-        assert server.run(poller.look()) and answer(client) == [1, 2, 3, 4]
+        assert server.run(poller.poll()) and answer(client) == [1, 2, 3, 4]
         assert client.get_model_repository_index().models[0].version == "1"
-    assert not server.run(poller.look()), "it has stopped growing, and is no plan"
+    assert not server.run(poller.poll()), "it has stopped growing, and is no plan"
     assert answer(client) == [1, 2, 3, 4] and client.is_server_ready()
     reasons = {each.version: each.reason for each in client.get_model_repository_index().models if each.name == "m"}
     assert "is no plan" in reasons["2"] and not reasons["1"]
     (tmp_path / "m" / "2" / "model.plan").write_text("{}")
-    server.run(poller.look())
-    server.run(poller.look())
+    server.run(poller.poll())
+    server.run(poller.poll())
     assert answer(client) == [3, 5, 7, 9]
 
 
@@ -84,21 +84,21 @@ def test_a_repository_that_is_gone_for_a_while_changes_nothing(
         caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.rename(tmp_path.with_name("away"))
     for _ in range(2):
-        assert not server.run(poller.look())
+        assert not server.run(poller.poll())
     tmp_path.with_name("away").rename(tmp_path)
-    assert not server.run(poller.look()) and answer(client) == [1, 2, 3, 4]
+    assert not server.run(poller.poll()) and answer(client) == [1, 2, 3, 4]
     assert caplog.text.count("polling: model repository") == 1
 
 
 def test_a_model_whose_files_cannot_be_looked_at_keeps_nobody_from_being_served(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(place: LocalFolder, name: str) -> Any:
+    def poll(place: LocalFolder, name: str) -> Any:
         if name == "odd":
-            raise RepositoryError("'1//x' is no path in the model's folder")
+            raise RepositoryError("'1//x' is not a path in the model's folder")
         return fingerprint(place, name)
 
     fingerprint = LocalFolder.fingerprint
-    monkeypatch.setattr(LocalFolder, "fingerprint", look)
+    monkeypatch.setattr(LocalFolder, "fingerprint", poll)
     for name in ("m", "odd"):
         write_model(tmp_path, name, kind="echo")
     with serving(tmp_path, poll_secs=3600) as running, triton.InferenceServerClient(running.address) as client:
@@ -106,7 +106,7 @@ def test_a_model_whose_files_cannot_be_looked_at_keeps_nobody_from_being_served(
         poller = running.server._poller
         assert poller is not None
         write_model(tmp_path, "m")
-        assert running.run(poller.look()) and not running.run(poller.look())
+        assert running.run(poller.poll()) and not running.run(poller.poll())
         assert answer(client) == [3, 5, 7, 9]
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_was_in_two_places_is_served_when_it_is_in_one(tmp_path: Pa
         repository, poller = running.server.repository, running.server._poller
         assert poller is not None and not repository.versions("m")
         shutil.rmtree(places[0] / "m")
-        assert running.run(poller.look()) and not running.run(poller.look())
+        assert running.run(poller.poll()) and not running.run(poller.poll())
         assert repository.versions("m") == [1]
 
 

@@ -13,7 +13,7 @@ import tritonclient.grpc as triton
 import infer_server.repository.remote
 from infer_server.errors import FetchError, RepositoryError
 from infer_server.repository.remote import RemoteFolder
-from infer_server.server import places_of
+from infer_server.server import repository_roots
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.numpy_engine import check, write_model
 from tests.infer_server.serving import serving
@@ -155,9 +155,9 @@ def test_what_cannot_be_read_says_why(store: Any, tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="another server's"):
         remote(tmp_path)
     with pytest.raises(RepositoryError, match="nowhere://x: Protocol not known"):
-        places_of(["nowhere://x"], tmp_path, MIB)
+        repository_roots(["nowhere://x"], tmp_path, MIB)
     put(store, "m/1/../../../outside", b"-")
-    with pytest.raises(RepositoryError, match="is no path in the model's folder"):
+    with pytest.raises(RepositoryError, match="is not a path in the model's folder"):
         folder.fetch("m")
     assert not (tmp_path / "outside").exists()
 
@@ -193,7 +193,7 @@ def test_one_model_that_the_disk_refuses_leaves_the_others_alone_and_is_tried_ag
             assert running.server.repository.versions("good") == [1]
             patch.undo()
             assert eventually(lambda: client.is_model_ready("m")), "at a later look, though nothing has changed"
-            files, failing = running.server._poller._places[1]._files, [True]      # type: ignore[union-attr]
+            files, failing = running.server._poller._roots[1]._files, [True]      # type: ignore[union-attr]
             get_file = files.get_file
             patch.setattr(files, "get_file", lambda *given: full() if failing else get_file(*given))
             put(store, "m/2/model.plan", b'{"kind": "affine"}')
@@ -227,9 +227,9 @@ def test_only_what_is_served_is_held_in_the_store(store: Any, tmp_path: Path) ->
     put(store, "good/1/model.plan", b'{"kind": "echo"}')
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store") as running:
         repository = running.server.repository
-        assert "m version 1" in running.server.failures() and repository._places[0]._held == {"good"}
+        assert "m version 1" in running.server.failures() and repository._roots[0]._held == {"good"}
         running.run(repository.unload("good"))
-        assert not repository._places[0]._held
+        assert not repository._roots[0]._held
 
 
 def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: Any, tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_steps_of_an_ensemble_that_is_a_circle_are_not_held_in_the_store(store: 
             input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "y" }} }} }}""".encode())
     with serving(tmp_path, model_repositories=("memory://models",), repository_cache=tmp_path / "store",
                  explicit_control=True) as running:
-        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a circle"):
+        with triton.InferenceServerClient(running.address) as client, pytest.raises(Exception, match="is a cycle"):
             client.load_model("a")
-        assert not running.server.repository._places[0]._held
+        assert not running.server.repository._roots[0]._held
 
 
 def test_what_a_store_keeps_for_an_empty_folder_is_no_file(

@@ -21,8 +21,8 @@ import protos
 from infer_server.errors import RepositoryError
 from infer_server.repository.folders import Source
 from infer_server.repository.model import Model
-from infer_server.repository.places import LocalFolder
 from infer_server.repository.repository import Repository
+from infer_server.repository.roots import LocalFolder
 from protos import health
 from tests.infer_server.endpoints.test_serving import eventually, infer, page
 from tests.infer_server.numpy_engine import CONTEXTS, GATES, TIMEOUT_SECS, write_model

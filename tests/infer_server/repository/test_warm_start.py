@@ -51,7 +51,7 @@ def test_a_second_start_builds_nothing_and_a_damaged_entry_is_built_again(
     entry.write_bytes(b"\0" * 100)
     with serving(tmp_path, load_plan) as server:
         assert not server.server.repository.versions("m") and len(started) == 1
-    assert "what the engine cache has cannot be used, and it is built" in caplog.text
+    assert "the engine cache's plan cannot be used and is built again" in caplog.text
     entry.unlink()
     assert compiler.cached(source, 1) is None, "its note leads nowhere"
 

@@ -1,4 +1,4 @@
-"""Readiness for load balancers and probes: grpc.health.v1.
+"""Health checks of load balancers and probes: grpc.health.v1.
 
 https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """
@@ -17,7 +17,7 @@ _SERVICES = ("", protos.INFERENCE_SERVICE)      # "" is the server as a whole
 
 
 def health_methods(lifecycle: Lifecycle, may: Check) -> Mapping[str, Serve]:
-    """Return Check and Watch, by path, over the readiness of the server, for clients that may make such calls."""
+    """Return Check and Watch by path, which report readiness to clients that `may` admits."""
 
     async def check(data: bytes, _: CallContext) -> bytes:
         request = parsed(health.HealthCheckRequest, data)

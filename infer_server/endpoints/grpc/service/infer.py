@@ -1,4 +1,4 @@
-"""The call ModelInfer: from a serialised request to a serialised response, tensors never parsed by protobuf."""
+"""ModelInfer: from a serialised request to a serialised response; protobuf never parses the tensors."""
 from __future__ import annotations
 
 import asyncio
@@ -21,11 +21,11 @@ from infer_server.protocol.wire import InferRequest, join_response, response_pre
 from infer_server.serving import Call, Served
 from protos import inference
 
-_FEW_BYTES = 64 << 10       # of an output of a batch, that is copied once more to be taken apart
+_FEW_BYTES = 64 << 10       # size of a batch's output up to which one copy is split into responses
 
 
 async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
-    """Serve one serialised ModelInferRequest; return the serialised response. Raises ServeErrors."""
+    """Serve one serialised ModelInferRequest and return the serialised response. Raises ServeError."""
     received_ns = time.monotonic_ns()
     inflight = front.inflight
     held = inflight.begin(Client(context), len(data))
@@ -46,13 +46,13 @@ async def infer(front: Front, data: bytes, context: CallContext) -> bytes:
 
 
 class GrpcCall(Call):
-    """A ModelInferRequest; its response is the serialised ModelInferResponse."""
+    """ModelInferRequest; its response is a serialised ModelInferResponse."""
     protocol = "gRPC"
-    _lent: Sequence[Place] = ()         # where inputs are read while it is executed; known after contents()
+    _shared_inputs: Sequence[Place] = ()         # shared memory read during the execution; known after contents()
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
-        """remaining_secs: until its client gives up."""
+        """Create; `remaining_secs` is the time until the client's deadline."""
         form = message.form
         self._message, self._front, self._held = message, front, held
         self.model, self.version, self.id = form.model, form.version, message.id
@@ -62,7 +62,7 @@ class GrpcCall(Call):
             self.deadline_ns = received_ns + int(remaining_secs * 1e9)
 
     def about(self) -> inference.ModelInferResponse:
-        """A response that says whose it is, and no more."""
+        """Return a response with the names of the model and the request only."""
         return inference.ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
 
     def client(self) -> str:
@@ -94,20 +94,20 @@ class GrpcCall(Call):
             return decode_inputs(self._message, tensors)
         found = read(references, tensors, self._front.regions, functools.partial(self._front.inflight.hold, self._held),
                      devices)
-        self._lent = found.lent
+        self._shared_inputs = found.lent
         return decode_inputs(self._message, tensors, found.arrays)
 
     def encoder(self, served: Served) -> Callable[[Arrays], bytes | ServeError]:
         form = self._message.form
         if not form.outputs_have_parameters:
-            return if_whole(self._lent, Encoder(served, self.id))
-        outputs = wanted(served, [_asked(tensor) for tensor in form.header.outputs], self._front.regions)
+            return if_whole(self._shared_inputs, GrpcEncoder(served, self.id))
+        outputs = wanted(served, [_requested(tensor) for tensor in form.header.outputs], self._front.regions)
         self.lengthy, self.rooms = any(output.place for output in outputs), rooms(outputs)
-        return if_whole(self._lent, functools.partial(_encoded_as_wanted, served, outputs, self.id))
+        return if_whole(self._shared_inputs, functools.partial(_encode_requested, served, outputs, self.id))
 
 
-class Encoder:
-    """Makes serialised responses of all outputs: of one request, or of several that were executed together."""
+class GrpcEncoder:
+    """Encoder of responses with all outputs, of one request or of several that were executed together."""
     __slots__ = ("_served", "_id")
 
     def __init__(self, served: Served, request_id: str = "") -> None:
@@ -116,14 +116,14 @@ class Encoder:
     def __call__(self, computed: Arrays) -> bytes | ServeError:
         served = self._served
         if isinstance(computed, Outputs):
-            return _encoded_as_wanted(served, [Output(spec) for spec in served.outputs], self._id, computed)
+            return _encode_requested(served, [Output(spec) for spec in served.outputs], self._id, computed)
         arrays = [computed[spec.name] for spec in served.outputs]
         prefix = _response_header(served, tuple([array.shape for array in arrays]))
         raw = [encode_raw(array, spec.datatype) for array, spec in zip(arrays, served.outputs, strict=True)]
         return join_response(prefix, self._id, raw)
 
     def each(self, computed: Arrays, count: int) -> list[bytes] | None:
-        """Return the responses of `count` requests of one item each; None if they are to be made one by one."""
+        """Return the responses of `count` requests of one item each, or None if they must be encoded one by one."""
         served = self._served
         if len(served.outputs) != 1 or self._id:
             return None
@@ -135,7 +135,7 @@ class Encoder:
         return [prefix + raw[at:at + size] for at in range(0, len(raw), size)]
 
 
-def _asked(tensor: Any) -> Asked:
+def _requested(tensor: Any) -> Asked:
     return Asked(tensor.name, from_messages(tensor.parameters) if tensor.parameters else NONE)
 
 
@@ -147,9 +147,12 @@ def _response_header(served: Served, shapes: tuple[tuple[int, ...], ...]) -> byt
     return response.SerializeToString()
 
 
-def _encoded_as_wanted(served: Served, outputs: Sequence[Output], request_id: str,
+def _encode_requested(served: Served, outputs: Sequence[Output], request_id: str,
                        computed: Arrays) -> bytes | ServeError:
-    """Outputs in shared memory have raw contents, too, for these are found by position: empty ones."""
+    """Encode the requested outputs.
+
+    One in shared memory gets empty raw contents, since these are matched by position.
+    """
     response = inference.ModelInferResponse(model_name=served.model, model_version=str(served.version))
     raw: list[memoryview] = []
     try:

@@ -1,4 +1,4 @@
-"""ModelInfer without coroutines: a request is submitted with an object that is answered, or fails, once."""
+"""ModelInfer without coroutines: a request is submitted with an object that takes its response or error."""
 from __future__ import annotations
 
 import time
@@ -12,26 +12,26 @@ from infer_server.batching.request import Request
 from infer_server.batching.statistics import Failure
 from infer_server.endpoints.front import Front
 from infer_server.endpoints.grpc.infer_reply import InferReply
-from infer_server.endpoints.grpc.service.infer import Encoder, GrpcCall
+from infer_server.endpoints.grpc.service.infer import GrpcCall, GrpcEncoder
 from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.errors import MemoryLimitError
-from infer_server.protocol.wire import Layout, layout_of, split_request
+from infer_server.protocol.wire import MessageLayout, layout_of, split_request
 from infer_server.repository.model import Model
 from infer_server.serving import Prepared, Submitted
 
 _CATEGORY = OF_CALL["ModelInfer"]
-_MOST_FORMS = 256                   # of requests, that are remembered
+_MOST_FORMS = 256                   # number of request layouts cached for each model
 
 
-class _Repeated(NamedTuple):
-    """A form of requests that a model has met, and everything that follows from it."""
+class _CachedLayout(NamedTuple):
+    """Cached layout of requests to a model, with everything that depends on it."""
     prepared: Prepared
     inputs: Sequence[tuple[str, tuple[int, ...], np.dtype[Any], int]]      # name, shape, dtype and position of each
-    encode: Encoder
+    encode: GrpcEncoder
 
 
 class InferCalls:
-    """Takes calls of ModelInfer. Belongs to the event loop."""
+    """Handler of ModelInfer calls. Belongs to the event loop."""
 
     def __init__(self, front: Front, restrictions: Restrictions) -> None:
         self.front, self._restrictions = front, restrictions
@@ -66,9 +66,9 @@ class InferCalls:
         if not reply.gone:
             reply.submitted = self.front.inferences.submit(call, reply)
 
-    def _take_again(self, model: Model, repeated: _Repeated, reply: InferReply, data: bytes, received_ns: int,
+    def _take_again(self, model: Model, repeated: _CachedLayout, reply: InferReply, data: bytes, received_ns: int,
                     remaining_secs: float | None) -> None:
-        """Submit a request of a known form: as Inferences.submit does, without decoding what is known of it."""
+        """Submit a request with a cached layout, as Inferences.submit does, without decoding its header."""
         prepared, inputs, encode = repeated
         try:
             if held := reply.held:
@@ -86,8 +86,8 @@ class InferCalls:
         model.submit(request)
         reply.submitted = Submitted(model, request)
 
-    def _remember(self, layout: Layout, reply: InferReply) -> None:
-        """Keep what follows from the form of a request that was submitted, if nothing else depends on it."""
+    def _remember(self, layout: MessageLayout, reply: InferReply) -> None:
+        """Cache the layout of a submitted request if its handling depends on nothing else."""
         form, submitted = layout.form, reply.submitted
         if submitted is None:
             return
@@ -98,6 +98,7 @@ class InferCalls:
                 len(layout.tensors) == len(prepared.tensors)) and all(each.is_plain for each in prepared.tensors):
             if len(model.repeated) >= _MOST_FORMS:
                 model.repeated.clear()
-            model.repeated[form] = _Repeated(prepared, [
+            model.repeated[form] = _CachedLayout(prepared, [
                 (each.name, each.shape, each.datatype.array, begin)
-                for each, (begin, _) in zip(prepared.tensors, layout.tensors, strict=True)], Encoder(prepared.served))
+                for each, (begin, _) in zip(prepared.tensors, layout.tensors, strict=True)],
+                GrpcEncoder(prepared.served))

@@ -1,4 +1,4 @@
-"""The methods of a server that executes models."""
+"""gRPC methods of a server that executes models."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
@@ -21,8 +21,8 @@ from infer_server.endpoints.restrictions import OF_CALL, Restrictions
 from infer_server.endpoints.service import Service
 from infer_server.lifecycle import Lifecycle
 
-HEADER_PREFIX = "triton-grpc-protocol-"        # of headers with secrets
-_MAX_LOAD_BYTES = 1 << 31       # of a RepositoryModelLoad, which may carry the model's files
+HEADER_PREFIX = "triton-grpc-protocol-"        # prefix of headers with secrets
+_MAX_LOAD_BYTES = 1 << 31       # limit of a RepositoryModelLoad, which may contain the model's files
 
 
 def service_methods(service: Service, front: Front, lifecycle: Lifecycle, restrictions: Restrictions,

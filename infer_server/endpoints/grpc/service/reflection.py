@@ -1,4 +1,4 @@
-"""Server reflection: grpcurl and other tools ask the server for the protocol's definitions.
+"""gRPC server reflection, with which grpcurl and other tools read the protocol's definitions.
 
 https://grpc.io/docs/guides/reflection
 """
@@ -20,7 +20,7 @@ def is_installed() -> bool:
 
 
 def reflection_methods() -> Mapping[str, Serve]:
-    """Return the method of server reflection, by path. Needs grpcio-reflection."""
+    """Return the method of server reflection by path. Needs grpcio-reflection."""
     from grpc_reflection.v1alpha import reflection, reflection_pb2
     servicer = reflection.ReflectionServicer(
         (protos.INFERENCE_SERVICE, protos.HEALTH_SERVICE, reflection.SERVICE_NAME), protos.pool())

@@ -1,8 +1,8 @@
-"""The call ModelStreamInfer: requests one way, responses the other, several in flight.
+"""ModelStreamInfer: a bidirectional stream of requests and responses, with several requests in flight.
 
-Responses come in the order of the requests. Those of a decoupled model, which has any number for a request, come when
-they are made. What goes wrong with a request is a message of the stream, and the stream goes on; a client that would
-rather have it end with a status sends the metadata triton_grpc_error: true, as with Triton.
+Responses are sent in the order of the requests. Those of a decoupled model, which has any number for each request, are
+sent as they are made. An error of a request is a message of the stream, and the stream continues; a client that prefers
+the stream to end with a status sends the metadata triton_grpc_error: true, as with Triton.
 """
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from protos import inference
 
 log = logging.getLogger(__name__)
 
-_MOST_AT_A_TIME = 1024          # requests of a stream that are not answered, and answers that are not read
+_MOST_AT_A_TIME = 1024          # limit of a stream's unanswered requests and unsent responses
 _RESPONSE = inference.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def _final(final: bool) -> bytes:
-    """The parameter of a response that says whether it is the last of its request, to be appended to it."""
+    """Return the serialised parameter triton_final_response, which is appended to a response."""
     response = inference.ModelInferResponse()
     response.parameters["triton_final_response"].bool_param = final
     return response.SerializeToString()
@@ -42,23 +42,23 @@ _FINAL = {final: _final(final) for final in (True, False)}
 
 
 async def infer_stream(front: Front, check: Check, context: CallContext) -> None:
-    """Serve a stream until its client has sent all requests and has been answered, or has gone."""
+    """Serve a stream until its client has sent all requests and received all responses, or has disconnected."""
     check(context)
-    await _Stream(context, front).serve()
+    await _InferStream(context, front).serve()
 
 
-class _Stream:
-    """Belongs to the event loop."""
+class _InferStream:
+    """State of one stream. Belongs to the event loop."""
 
     def __init__(self, context: CallContext, front: Front) -> None:
         self.context, self.front = context, front
         self.client = _StreamClient(context, self.fail)
-        self.over = False                               # nobody reads any more
+        self.over = False                               # True once the client reads no more
         self._unanswered: deque[_Answer] = deque()      # in the order of their requests
-        self._unsent: deque[tuple[bytes | Exception, OpenCall | None]] = deque()       # an error ends the stream
+        self._unsent: deque[tuple[bytes | Exception, OpenCall | None]] = deque()       # an exception ends the stream
         self._all_read = False
-        self._changed = asyncio.Event()                 # there is something to send, or no more will be
-        self._room = asyncio.Event()
+        self._changed = asyncio.Event()                 # set if there is something to send, or the end was reached
+        self._has_capacity = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends_with_status = ("triton_grpc_error", "true") in tuple(context.metadata())
 
@@ -73,12 +73,12 @@ class _Stream:
                 task.result()
         finally:
             self.over = True
-            work.add_done_callback(_taken_note_of)
-            for part in parts:          # work, if one has failed, is done, and to cancel it would let the other go on
+            work.add_done_callback(_retrieve_exception)
+            for part in parts:          # not `work`: if one part has failed, it is done, and the other would go on
                 part.cancel()
             self._failure.cancel()
             self._drop()
-            # What refers to this object in a circle would keep its memory until the cycle collector runs.
+            # Break reference cycles, which would keep the memory until the cycle collector runs.
             self.client.forget_stream()
             done.clear()
             task = None
@@ -89,8 +89,8 @@ class _Stream:
             self._unanswered.append(answer)
             await answer.take(data)
             while len(self._unanswered) + len(self._unsent) >= _MOST_AT_A_TIME:
-                self._room.clear()
-                await self._room.wait()
+                self._has_capacity.clear()
+                await self._has_capacity.wait()
         self._all_read = True
         self._changed.set()
 
@@ -105,18 +105,19 @@ class _Stream:
                     async with asyncio.timeout(self.front.inflight.send_timeout_secs):
                         await self.context.write(message)
                 except TimeoutError:
-                    log.warning("%s does not read its stream, which is ended", self.client.peer())
+                    log.warning("%s did not read its stream within --send-timeout-secs and is disconnected",
+                                self.client.peer())
                     self.client.disconnect()
                     return
                 finally:
                     if held:
                         self.front.inflight.end(held)
-                self._room.set()
+                self._has_capacity.set()
             if self._unanswered or not self._all_read:
                 await self._changed.wait()
 
     def send(self, message: Sequence[bytes], held: OpenCall | None) -> None:
-        """Queues pieces of a ModelInferResponse. held: what ends with it."""
+        """Queue the pieces of a ModelInferResponse; `held` is released once it is sent."""
         length = sum(map(len, message))
         self._unsent.append((b"".join((length_delimited(_RESPONSE, length), *message)), held))
         self._changed.set()
@@ -126,31 +127,31 @@ class _Stream:
         self._changed.set()
 
     def settled(self) -> None:
-        """To be called when an answer is complete: it is sent when those before it are."""
+        """Send the answers that are complete, up to the first incomplete one."""
         while self._unanswered and self._unanswered[0].complete:
-            self._unanswered.popleft().send_kept()
+            self._unanswered.popleft().send_result()
         self._changed.set()
-        self._room.set()                # also where nothing is sent: an answer may be no response
+        self._has_capacity.set()                # even if nothing is sent: an answer may have no response
 
     def leave(self, answer: _Answer) -> None:
-        """Takes an answer out of the order: all of it is sent."""
+        """Remove an answer whose responses were all sent."""
         self._unanswered.remove(answer)
         self.settled()
 
     def fails_with(self, error: Exception, held: OpenCall | None) -> bool:
-        """Whether the stream ends with an error of a request, behind what was answered before it."""
+        """End the stream with a request's error if the client wants that; return False if not."""
         if self._ends_with_status:
             self._unsent.append((error, held))
             self._changed.set()
         return self._ends_with_status
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with an error, at once."""
+        """End the stream with an error at once."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
     def _drop(self) -> None:
-        """Withdraws what is not answered, and forgets what is not sent: nobody waits for it."""
+        """Cancel unanswered requests and drop unsent responses."""
         for answer in self._unanswered:
             answer.cancel()
         for _, held in self._unsent:
@@ -160,14 +161,14 @@ class _Stream:
         self._unsent.clear()
 
 
-def _taken_note_of(work: asyncio.Future[Any]) -> None:
-    """What cancelled work ends with is no news, which asyncio would log."""
+def _retrieve_exception(work: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of a future, so that asyncio does not log it."""
     if not work.cancelled():
         work.exception()
 
 
 class _StreamClient(Client):
-    """The client of a stream: disconnecting it ends the stream at once."""
+    """Client of a stream: disconnecting it ends the stream at once."""
 
     def __init__(self, context: CallContext, end: Callable[[Exception], None]) -> None:
         super().__init__(context)
@@ -176,27 +177,27 @@ class _StreamClient(Client):
     def disconnect(self) -> None:
         super().disconnect()
         if self._end:
-            self._end(UnavailableError("the answers of this stream are not read"))
+            self._end(UnavailableError("the client does not read the responses of this stream"))
 
     def forget_stream(self) -> None:
-        """To be called when the stream has ended."""
+        """Drop the reference to a stream that has ended."""
         self._end = None
 
 
 class _Answer:
-    """The responses to a request of a stream: one by send(), or any number by part() and then end(), or fail()."""
+    """StreamReply of a request of a stream: one send(), or any number of part() and then end(), or fail()."""
 
-    def __init__(self, stream: _Stream) -> None:
+    def __init__(self, stream: _InferStream) -> None:
         self._stream = stream
         self._held: OpenCall | None = None
         self._call: GrpcCall | None = None
         self._submitted: Submitted | None = None
-        self._kept: bytes | Exception | None = None     # until the answers before it are sent
+        self._result: bytes | Exception | None = None     # result that waits for the answers before it
         self.complete = False
-        self._said_last = False                         # the last response did, that it is
+        self._sent_final = False                        # True if the last response had the final flag
 
     async def take(self, data: bytes) -> None:
-        """Submits a serialised ModelInferRequest."""
+        """Submit a serialised ModelInferRequest."""
         front, received_ns = self._stream.front, time.monotonic_ns()
         try:
             self._held = front.inflight.begin(self._stream.client, len(data))
@@ -209,7 +210,7 @@ class _Answer:
                 self._submit()
         except ServeError as error:
             self.fail(error)
-        except Exception as error:          # our bug
+        except Exception as error:          # an internal error
             log.exception("a request of a stream failed")
             self.fail(error)
 
@@ -222,7 +223,7 @@ class _Answer:
         return self.complete or self._stream.over
 
     def send(self, response: bytes) -> None:
-        if self._held:                  # its client's time to read begins when those before it are sent
+        if self._held:                  # the send timeout begins once the answers before it are sent
             self._stream.front.inflight.keep(self._held, len(response))
         self._settle(response)
 
@@ -230,7 +231,7 @@ class _Answer:
         self._settle(error)
 
     def part(self, response: bytes, is_last: bool = False) -> None:
-        """A response of a decoupled model; those of others go round it."""
+        """Send a response of a decoupled model, independently of the order of other answers."""
         try:
             held = self._stream.front.inflight.begin(self._stream.client, len(response))
         except ServeError as error:
@@ -238,13 +239,13 @@ class _Answer:
             self.fail(error)
             return
         self._stream.send((response, _FINAL[is_last]), held)
-        self._said_last = is_last
+        self._sent_final = is_last
 
     def end(self) -> None:
-        if self._call and not self._said_last and self._call.parameters().get(_EMPTY_FINAL):
-            self._kept = self._about().SerializeToString()
+        if self._call and not self._sent_final and self._call.parameters().get(_EMPTY_FINAL):
+            self._result = self._about().SerializeToString()
         self.complete = True
-        self.send_kept()
+        self.send_result()
         self._stream.leave(self)
 
     def cancel(self) -> None:
@@ -253,27 +254,27 @@ class _Answer:
             submitted.cancel()
         self._release()
 
-    def send_kept(self) -> None:
-        kept, held, self._kept, self._held, self._submitted = self._kept, self._held, None, None, None
-        if isinstance(kept, Exception):
-            if not self._stream.fails_with(kept, held):
+    def send_result(self) -> None:
+        result, held, self._result, self._held, self._submitted = self._result, self._held, None, None, None
+        if isinstance(result, Exception):
+            if not self._stream.fails_with(result, held):
                 response = self._about()
                 response.parameters["triton_final_response"].bool_param = True
                 self._stream.send_error(inference.ModelStreamInferResponse(
-                    error_message=_said(kept), infer_response=response), held)
+                    error_message=_error_text(result), infer_response=response), held)
             return
-        if kept is not None:
-            self._stream.send((kept, _FINAL[True]), held)
+        if result is not None:
+            self._stream.send((result, _FINAL[True]), held)
             return
         if held:
             self._stream.front.inflight.end(held)
 
-    def _settle(self, kept: bytes | Exception | None) -> None:
-        self._kept, self.complete = kept, True
+    def _settle(self, result: bytes | Exception | None) -> None:
+        self._result, self.complete = result, True
         self._stream.settled()
 
     def _about(self) -> inference.ModelInferResponse:
-        """A response that says whose it is, and no more."""
+        """Return a response with the names of the model and the request only."""
         return self._call.about() if self._call else inference.ModelInferResponse()
 
     def _release(self) -> None:
@@ -282,5 +283,5 @@ class _Answer:
             self._held = None
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return public_text(error) if isinstance(error, ServeError) else f"internal error: {type(error).__name__}"

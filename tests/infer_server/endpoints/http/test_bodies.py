@@ -34,7 +34,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize(("body", "headers", "status", "said"), [
-    (b"{", (), 400, "failed to parse"), (b"[]", (), 400, "no JSON object"),
+    (b"{", (), 400, "failed to parse"), (b"[]", (), 400, "not a JSON object"),
     (b'{"inputs": 3}', (), 400, "expected list"),
     (b"", (), 400, "failed to parse"), (body_of(data=[1, 2, 3]), (), 400, "expected 4 values"),
     (body_of(), (), 200, '"data":[3.0,5.0,7.0,9.0]'), (b"{", (), 400, '{"error":"'),      # as scripts look for it
@@ -51,7 +51,8 @@ class TritonPythonModel:
     (body_of(also={"mine": [1]}), (), 200, "3.0"),
     (gzip.compress(body_of()), ("Content-Encoding: gzip",), 200, "9.0"),
     (gzip.compress(bytes(3 << 20)), ("Content-Encoding: gzip",), 413, "when it is decompressed"),
-    (body_of(), ("Content-Encoding: gzip",), 400, "is no gzip"), (body_of(), ("Content-Encoding: br",), 501, "'br'"),
+    (body_of(), ("Content-Encoding: gzip",), 400, "is not valid gzip"),
+    (body_of(), ("Content-Encoding: br",), 501, "'br'"),
     (b"[" * 100_000, (), 400, "failed to parse"),
     (b'{"id": "\\ud800", ' + body_of()[1:], (), 400, "failed to parse"),
     (body_of().decode().encode("utf-16"), (), 400, "failed to parse"),
@@ -129,8 +130,8 @@ def test_a_compressed_body_is_counted_by_what_it_becomes(server: RunningServer) 
     sent = gzip.compress(bytes(9 << 20))
     assert at_once(inflated(sent, "gzip", 9 << 20, counted.append)) == bytes(9 << 20)
     assert len(counted) == 18 and sum(counted) == 9 << 20
-    for body, says in ((sent[:-1], "no whole gzip"), (sent + b"x", "1 bytes behind the end"),
-                       (sent + sent, f"{len(sent)} bytes behind the end")):
+    for body, says in ((sent[:-1], "ends within its gzip stream"), (sent + b"x", "1 bytes after the end"),
+                       (sent + sent, f"{len(sent)} bytes after the end")):
         with pytest.raises(InvalidRequestError, match=says):
             at_once(inflated(body, "gzip", 9 << 20, counted.append))
     with pytest.raises(TooLargeError):

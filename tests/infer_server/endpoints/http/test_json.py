@@ -42,8 +42,9 @@ def test_large_bodies_are_read_as_small_ones_are(text: bytes, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("datatype, data, says", [
-    ("FP32", [[1, 2.5], [3, True]], "a bool in 'data' is no FP32"), ("INT64", [1, 2.0, 3, 4], "a float in 'data'"),
-    ("INT64", [1, 2, 3, 2**63], "outside of what INT64 holds"), ("INT8", [1, 2, 3, 128], "outside of INT8's"),
+    ("FP32", [[1, 2.5], [3, True]], "a bool in 'data' is not valid for FP32"),
+    ("INT64", [1, 2.0, 3, 4], "a float in 'data'"),
+    ("INT64", [1, 2, 3, 2**63], "out of range for INT64"), ("INT8", [1, 2, 3, 128], "outside of INT8's"),
     ("FP32", [[1, 2], [3]], "expected 4 values for .*, got 3"), ("BYTES", ["a", "b", "c", 4], "a int in 'data'"),
     ("FP32", reduce(lambda inner, _: [inner], range(101), 1), "JSON nesting depth exceeds")])
 def test_values_that_are_not_the_datatypes_are_refused(datatype: str, data: Any, says: str) -> None:
