@@ -41,6 +41,9 @@ class GrpcServer(Protocol):
     def stop_listening(self) -> None:
         """Refuse new connections; open ones are served."""
 
+    async def send_away(self) -> None:
+        """Have clients send their next calls to other servers, where the library can (GOAWAY)."""
+
     async def close(self) -> None:
         """End all connections."""
 
@@ -70,6 +73,11 @@ class Listeners:
             return await server.listen(host, port, tls)
         except OSError as error:
             raise cannot_listen(host, port, error) from error
+
+    async def send_away(self) -> None:
+        """Have clients of gRPC send their next calls to other servers. To be called before calls are refused."""
+        if self._grpc:
+            await self._grpc.send_away()
 
     async def close(self, answered: bool) -> None:
         """Refuse new connections, wait until answers are sent, and end the connections.

@@ -237,6 +237,9 @@ class Server:
             self._polling.cancel()
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
+        await self._listeners.send_away()
+        if self._fronts:
+            await self._fronts.send_away()
         self.lifecycle.enter(ServerPhase.STOPPED)
         answered = True                 # the models go first: what arrives while the ports close is refused
         self._front.inferences.close()

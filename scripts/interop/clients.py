@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import numpy as np
@@ -18,11 +20,12 @@ import tritonclient.http.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from protos import INFERENCE_SERVICE, health, inference
+from protos import health
 from scripts.interop.peers import TIMEOUT_SECS, Check, Peer, Target, until
 from scripts.interop.servers import COUNTED, ECHO, LARGE, SLOW
 
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_CANCELLED = rf'nv_inference_request_failure{{model="{SLOW}",reason="CANCELED",version="1"}} (\d+)'
 _RESPONSES = 4                      # of COUNTED, a request
 
 
@@ -45,10 +48,10 @@ def credentials(target: Target) -> grpc.ChannelCredentials | None:
 
 
 @contextmanager
-def channel_to(target: Target, address: str = "") -> Iterator[Any]:
-    secrets, address = credentials(target), address or target.grpc
-    with (grpc.secure_channel(address, secrets, _OPTIONS) if secrets else
-          grpc.insecure_channel(address, _OPTIONS)) as channel:
+def channel_to(target: Target) -> Iterator[Any]:
+    secrets = credentials(target)
+    with (grpc.secure_channel(target.grpc, secrets, _OPTIONS) if secrets else
+          grpc.insecure_channel(target.grpc, _OPTIONS)) as channel:
         yield channel
 
 
@@ -59,13 +62,10 @@ def stub_to(target: Target) -> Iterator[Any]:
 
 
 def cancelled_by_clients(target: Target) -> int:
-    """Return how many inferences of SLOW the server knows to be cancelled, by its statistics."""
-    with channel_to(target, target.direct) as channel:
-        ask = channel.unary_unary(f"/{INFERENCE_SERVICE}/ModelStatistics",
-                                  inference.ModelStatisticsRequest.SerializeToString,
-                                  inference.ModelStatisticsResponse.FromString)
-        stats = ask(inference.ModelStatisticsRequest(name=SLOW), timeout=TIMEOUT_SECS)
-        return int(stats.model_stats[0].inference_stats.cancel.count)
+    """Return how many inferences of SLOW were cancelled, by the server's metrics."""
+    with urlopen(f"http://{target.metrics}/metrics", timeout=TIMEOUT_SECS) as page:
+        found = re.search(_CANCELLED, page.read().decode())
+    return int(found.group(1)) if found else 0
 
 
 def _code(call: Callable[[], Any]) -> str:

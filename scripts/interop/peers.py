@@ -21,11 +21,11 @@ class Target:
     """The addresses that a peer is given: ports of a server, or of a proxy in front of it.
 
     root : PEM file of the certificate that the ports show; None where they are not encrypted.
-    direct : address of the server's gRPC port, for the statistics of what arrived.
+    metrics : address of the server's metrics port.
     """
     grpc: str
     http: str
-    direct: str
+    metrics: str
     root: Path | None = None
 
     @property

@@ -9,9 +9,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ import grpc
 
 from scripts.interop import clients, programs
 from scripts.interop.peers import TIMEOUT_SECS, Check, Outcome, Peer, Target, outcome_of, output, program, version_in
+from scripts.interop.servers import ECHO
 from scripts.stress import Running
 
 Serve = Callable[[], AbstractContextManager[tuple[Running, Target]]]
-_STOP_CLIENTS = 8
+_STOP_CLIENTS = 4                   # over gRPC, and over HTTP
+_JSON = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}'
 _STEADY_SECS = 1.0                  # of load before a server is stopped, and after it has ended
 
 
@@ -150,14 +153,18 @@ def envoy(folder: Path, ports: Ports, backends: Backends, certificate: Path) -> 
             "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
             "common_tls_context": {"alpn_protocols": [alpn]}}}} if alpn else {}
         return {"name": name, "type": "STATIC", "connect_timeout": "5s", **tls,
+                "circuit_breakers": {"thresholds": [{"max_retries": 1000}]},
                 "typed_extension_protocol_options": typed,
                 "load_assignment": {"cluster_name": name, "endpoints": [
                     {"lb_endpoints": [endpoint(address) for address in addresses]}]}}
 
     def listener(name: str, port: int, tls: bool) -> dict[str, Any]:
+        previous = "envoy.extensions.retry.host.previous_hosts"
         route = {"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": "0s", "retry_policy": {
             "retry_on": "unavailable,connect-failure,refused-stream,reset,retriable-status-codes",
-            "retriable_status_codes": [503], "num_retries": 3}}}
+            "retriable_status_codes": [503], "num_retries": 3, "host_selection_retry_max_attempts": 3,
+            "retry_host_predicate": [{"name": previous, "typed_config": {
+                "@type": f"type.googleapis.com/{previous}.v3.PreviousHostsPredicate"}}]}}}
         manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
         router = {"name": "router", "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"}}
@@ -215,19 +222,28 @@ def running(proxy: Proxy, folder: Path, backends: Backends, certificate: Path) -
 
 
 def statuses_while(target: Target, act: Callable[[], None]) -> Counter[str]:
-    """Return the statuses of calls that clients make, one after the other, until `act` has returned."""
+    """Return the statuses of requests that clients make, one after the other, until `act` has returned."""
     ended, seen = threading.Event(), Counter[str]()
 
     def ask(stub: Any) -> None:
         while not ended.is_set():
             try:
                 stub.ModelInfer(clients.small(), timeout=TIMEOUT_SECS)
-                seen["OK"] += 1
+                seen["gRPC: OK"] += 1
             except grpc.RpcError as error:
-                seen[f"{error.code().name}: {error.details()}"] += 1
+                seen[f"gRPC: {error.code().name}: {error.details()}"] += 1
+
+    def ask_over_http() -> None:
+        with closing(HTTPConnection(target.http, timeout=TIMEOUT_SECS)) as connection:
+            while not ended.is_set():
+                connection.request("POST", f"/v2/models/{ECHO}/infer", _JSON)
+                with connection.getresponse() as response:
+                    said = response.read()
+                    seen["HTTP: OK" if response.status == 200 else f"HTTP: {response.status}: {said[:200]!r}"] += 1
 
     with clients.stub_to(target) as stub:
         threads = [threading.Thread(target=ask, args=(stub,)) for _ in range(_STOP_CLIENTS)]
+        threads += [threading.Thread(target=ask_over_http) for _ in range(_STOP_CLIENTS)]
         for thread in threads:
             thread.start()
         try:
@@ -253,9 +269,9 @@ def stop_behind(proxy: Proxy, folder: Path, tls: Target, serve: Serve) -> Check:
                 time.sleep(_STEADY_SECS)
 
             with running(proxy, folder, backends, tls.root) as ports:
-                where = f"127.0.0.1:{ports.grpc}"
-                seen = statuses_while(Target(where, where, second.grpc), stop)
-        assert set(seen) == {"OK"}, dict(seen)
+                proxied = Target(f"127.0.0.1:{ports.grpc}", f"127.0.0.1:{ports.http}", second.metrics)
+                seen = statuses_while(proxied, stop)
+        assert set(seen) == {"gRPC: OK", "HTTP: OK"}, dict(seen)
 
     return check
 
@@ -265,6 +281,8 @@ def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serv
     """Run the checks through a proxy, without and with TLS, and stop a server behind it."""
     folder = folder / proxy.name
     folder.mkdir()
+    for each in (folder.parent, folder):
+        each.chmod(0o755)           # nginx's worker is another user, and keeps large bodies in files
     peer = Peer(f"{proxy.name} in front", proxy.version, {
         **clients.GRPC_CHECKS, "curl over HTTP": partial(programs.curl_http, http2=False),
         "curl over HTTP: 5 MB": partial(programs.curl_large, http2=False),
@@ -278,6 +296,6 @@ def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serv
     assert tls.root
     with running(proxy, folder / "running", Backends([plain.grpc], [plain.http], tls.grpc, tls.http), tls.root
                  ) as ports:
-        found = outcome_of(peer, Target(f"127.0.0.1:{ports.grpc}", f"127.0.0.1:{ports.http}", plain.grpc), tell)
+        found = outcome_of(peer, Target(f"127.0.0.1:{ports.grpc}", f"127.0.0.1:{ports.http}", plain.metrics), tell)
         return [found, outcome_of(behind_tls, Target(f"127.0.0.1:{ports.grpc_tls}", f"127.0.0.1:{ports.http_tls}",
-                                                     tls.grpc, tls.root), tell)]
+                                                     tls.metrics, tls.root), tell)]

@@ -74,4 +74,5 @@ def server(repository: Path, *options: str, certificate: Path | None = None) -> 
         key = str(certificate.with_suffix(".key"))
         options += (f"--{each}-use-ssl", f"--{each}-server-cert", str(certificate), f"--{each}-server-key", key)
     with serving(repository, "--cores", "1", *options, command=COMMAND) as running:
-        yield running, Target(running.address, f"127.0.0.1:{running.http_port}", running.address, certificate)
+        yield running, Target(running.address, *(f"127.0.0.1:{port}" for port in (
+            running.http_port, running.metrics_port)), certificate)

@@ -57,7 +57,8 @@ MAX_STREAMS = 10_000                # that a client may have open on a connectio
 _WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive before they are acknowledged
 _RECEIVE_BYTES = 256 << 10          # read from a socket at a time
 _WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
-_GOAWAY_SECS = 1.0                  # from the notice of a shutdown until new calls are refused
+_GOAWAY_SECS = 1.0                  # for a client to acknowledge the notice of a shutdown
+_NOTICE = b"shutdown"               # the data of the PING that follows it
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Shared:
     settings: ConnectionSettings
     loop: asyncio.AbstractEventLoop
     connections: set[GrpcConnection] = field(default_factory=set)
+    is_draining: bool = False           # connections are drained as soon as they are made
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # One for all connections: what is read is consumed before anything else is.
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
@@ -109,6 +111,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._writers: dict[int, CoroutineCall] = {}            # that wait until their messages are sent
         self._limits = Limits(self, settings)
         self._draining = False
+        self.has_gone_away = False                              # the client knows which of its calls are served
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -123,6 +126,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._shared.connections.add(self)
         self._limits.start()
         self.flush()
+        if self._shared.is_draining:
+            self.drain()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._shared.buffer
@@ -178,6 +183,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self._limits.on_ping()
             elif isinstance(event, PingAcknowledged):
                 self._limits.on_pong()
+                if event.opaque_data == _NOTICE:
+                    self._go_away()
             elif isinstance(event, SettingsReceived):
                 self._limits.on_settings()
             elif isinstance(event, ConnectionClosed):
@@ -354,16 +361,22 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 call.sent()
 
     def drain(self) -> None:
-        """Have the client open its next calls on another connection; calls that are open are served."""
+        """Have the client open its next calls on another connection.
+
+        Calls are served until the client has acknowledged the notice; what it sends after that is not read, so that the
+        client knows that it may be repeated elsewhere.
+        """
         if self._transport and not self._draining:
             self._draining = True
             with _Sending(self):
                 self._http2.send_shutdown_notice()
+                self._http2.ping(_NOTICE)
             self.flush()
             self._limits.later("goaway", _GOAWAY_SECS, self._go_away)
 
     def _go_away(self) -> None:
-        if self._transport:
+        if self._transport and not self.has_gone_away:
+            self.has_gone_away = True
             with _Sending(self):
                 self._http2.send_goaway()
             self.flush()

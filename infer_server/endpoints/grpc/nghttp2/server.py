@@ -10,8 +10,10 @@ from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection, Share
 from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import Tls
+from infer_server.workers import wait_until
 
 _BACKLOG = 1024                 # connections that were not accepted yet
+_LEAVING_SECS = 2.0             # for clients to take note that the server stops
 _CLOSING_SECS = 5.0             # for clients to take what was sent, when the port closes
 
 
@@ -59,8 +61,15 @@ class Nghttp2Server:
         """Refuse new connections, and have clients open others elsewhere; open calls are served."""
         if self._server:
             self._server.close()
+        self._shared.is_draining = True
         for connection in list(self._shared.connections):
             connection.drain()
+
+    async def send_away(self) -> None:
+        """Call stop_listening, and wait until clients send their next calls elsewhere."""
+        self.stop_listening()
+        connections = self._shared.connections
+        await wait_until(lambda: all(connection.has_gone_away for connection in connections), _LEAVING_SECS)
 
     async def close(self) -> None:
         """End all connections when what was sent has reached the transport."""
