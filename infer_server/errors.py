@@ -6,8 +6,9 @@
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
     ├── MemoryLimitError ── TooLargeError
-    └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, NotServedError,
-        ExecutionError, UnexplainedError, ExistsError, CancelledError
+    ├── DeadlineExceededError ── SlowMessageError
+    └── UnknownModelError, UnknownServiceError, RestrictedError, NotServedError, ExecutionError, UnexplainedError,
+        ExistsError, CancelledError
 """
 from __future__ import annotations
 
@@ -71,6 +72,10 @@ class RequestExpiredError(UnavailableError):
 
 class DeadlineExceededError(ServeError):
     """The client's deadline passed, or is so near that no execution ends before it."""
+
+
+class SlowMessageError(DeadlineExceededError):
+    """A message arrives more slowly than the minimum rate."""
 
 
 class MemoryLimitError(ServeError):

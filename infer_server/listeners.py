@@ -75,9 +75,8 @@ class Listeners:
             raise cannot_listen(host, port, error) from error
 
     async def send_away(self) -> None:
-        """Have clients of gRPC send their next calls to other servers. To be called before calls are refused."""
-        if self._grpc:
-            await self._grpc.send_away()
+        """Have clients over HTTP/2 send their next requests to other servers. To be called before these are refused."""
+        await asyncio.gather(*(server.send_away() for server in (self._grpc, *self._http) if server))
 
     async def close(self, answered: bool) -> None:
         """Refuse new connections, wait until answers are sent, and end the connections.

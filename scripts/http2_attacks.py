@@ -142,11 +142,14 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 1.0) -
             return "the server takes no more"
         except OSError:
             return "closed while it was sent"
-        with suppress(OSError):
+        try:
             while connection.recv(1 << 16):
                 pass
+        except TimeoutError:
+            return "open"
+        except OSError:                     # a reset: what was sent behind the end was not read
             return "closed"
-    return "open"
+    return "closed"
 
 
 def exchange(message: bytes) -> bytes:

@@ -16,9 +16,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from infer_server.endpoints.grpc.nghttp2 import connection, limits
-from infer_server.endpoints.grpc.nghttp2 import server as server_module
-from infer_server.endpoints.grpc.nghttp2.settings import settings_of
+from infer_server.endpoints.http2 import connection, limits
+from infer_server.endpoints.http2.settings import settings_of
 from infer_server.grpc_ports import NGHTTP2
 from protos import http2, inference
 from protos.grpc_framing import prefix_of
@@ -217,7 +216,7 @@ def test_a_server_that_stops_serves_calls_until_the_client_knows_of_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, "m")
     monkeypatch.setattr(connection, "_GOAWAY_SECS", TIMEOUT_SECS)       # else a client that is slow is not waited for
-    monkeypatch.setattr(server_module, "_LEAVING_SECS", TIMEOUT_SECS)
+    monkeypatch.setattr(connection, "_LEAVING_SECS", TIMEOUT_SECS)
     with (serving(tmp_path, grpc_front=NGHTTP2) as running, Http2Client(running.ports.grpc) as client,
           ThreadPoolExecutor(1) as stopping):
         assert client.answer(client.call(LIVE))[0][b"grpc-status"] == OK
