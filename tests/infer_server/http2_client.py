@@ -69,6 +69,14 @@ class Http2Client:
         self.send()
         return stream
 
+    def request(self, fields: Sequence[Header], body: bytes = b"", *, ended: bool = True) -> int:
+        """Send a request of HTTP; returns its stream. ended: no more of its body follows."""
+        stream = self.http2.send_request(fields, end_stream=ended and not body)
+        if body:
+            self.http2.send_data(stream, body, end_stream=ended)
+        self.send()
+        return stream
+
     def read(self, secs: float = TIMEOUT_SECS) -> bool:
         """Read what comes next, if anything does within that time."""
         self.socket.settimeout(secs)

@@ -239,14 +239,16 @@ class RequestStream:
 def _request_of(headers: tuple[Header, ...]) -> HttpRequest:
     """Return the request that the headers of a stream begin, without a body."""
     fields: dict[str, str] = {}
-    method, target = b"", b""
+    method = target = authority = b""
     for name, value in headers:
         if name == b":method":
             method = value
         elif name == b":path":
             target = value
         elif name == b":authority":
-            fields["host"] = value.decode("latin-1")
+            authority = value
         elif not name.startswith(b":"):
             fields[name.decode("latin-1")] = value.decode("latin-1")
+    if authority:                               # goes before a host, as RFC 9113 has it
+        fields["host"] = authority.decode("latin-1")
     return HttpRequest(method.decode("latin-1"), path_of(target), fields, version="2")
