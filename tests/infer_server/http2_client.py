@@ -35,8 +35,9 @@ def headers(path: str, *more: Header, content_type: bytes = b"application/grpc",
 class Http2Client:
     """One connection, blocking."""
 
-    def __init__(self, port: int, window_bytes: int = 1 << 20) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
+    def __init__(self, port: int, window_bytes: int = 1 << 20, connected: socket.socket | None = None) -> None:
+        """connected : the connection; None: one to the port is made."""
+        self.socket = connected or socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
         self.http2 = client_connection(window_bytes)
         self.events: list[Event] = []
         self.is_closed = False                      # the server has closed the connection

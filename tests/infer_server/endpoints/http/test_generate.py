@@ -11,10 +11,12 @@ import pytest
 
 from infer_server.endpoints.http import messages
 from infer_server.protocol.json_values import parsed
+from protos import http2
 from tests.infer_server.endpoints.http import plain
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.endpoints.test_streams import COUNT_CONFIG
+from tests.infer_server.http2_client import Http2Client
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
@@ -158,6 +160,22 @@ def test_a_generation_whose_client_leaves_is_withdrawn(server: RunningServer) ->
         assert eventually(lambda: model.pending == 0)
     assert events(executing.getresponse().read().decode())[0]["y"] == [3, 5, 7, 9]
     executing.close()
+
+
+@pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
+def test_a_stream_of_http2_whose_events_are_not_read_ends_and_others_go_on(server: RunningServer) -> None:
+    inflight = server.server._inflight
+    with Http2Client(server.ports.http, window_bytes=1000) as client:
+        def request(path: str, body: bytes) -> int:
+            return client.request([(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()),
+                                   (b":authority", b"x")], body)
+
+        inflight._peak_bytes = 0
+        unread = request("/v2/models/big/generate_stream", b'{"count": 1}')
+        while not any(isinstance(event, http2.StreamClosed) and event.stream_id == unread for event in client.events):
+            client.read(0.1)                                # 1000 bytes at a time: events come faster
+        assert inflight._peak_bytes > 1 << 20 and eventually(lambda: inflight.held_bytes == 0)
+        assert client.answer(request("/v2/models/affine/generate", b'{"x": [1, 2, 3, 4]}'))[0][b":status"] == b"200"
 
 
 def test_a_client_that_does_not_read_its_events_is_disconnected(server: RunningServer) -> None:
