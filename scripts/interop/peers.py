@@ -118,6 +118,7 @@ def table(outcomes: list[Outcome]) -> Iterator[str]:
         if outcome.absent:
             yield f"| {outcome.peer} | | | not tried: {outcome.absent} |"
         else:
-            failures = "; ".join(f"**{name}**: {error[:120]}" for name, error in outcome.failed.items())
+            failures = "; ".join(f"**{name}**: {' '.join(error.split())[:120]}"
+                                 for name, error in outcome.failed.items())
             tried = ", ".join([*outcome.passed, *outcome.failed])
             yield f"| {outcome.peer} | {outcome.version} | {tried} | {failures or 'all pass'} |"

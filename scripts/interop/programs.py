@@ -24,14 +24,15 @@ _NGHTTP2 = "apt install nghttp2-client"
 _CALLS = Path(__file__).parent / "calls.js"
 _PROTO = Path(protos.__file__).parent / "inference.proto"
 _INFER = f"/{protos.INFERENCE_SERVICE}/ModelInfer"
+JSON = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}'
 _GRPC_HEADERS = ("-H", "content-type: application/grpc", "-H", "te: trailers")
 
 
 # ---- curl
 def _curl(target: Target, *options: str | Path, http2: bool = True) -> str:
-    version = () if not http2 else ("--http2",) if target.root else ("--http2-prior-knowledge",)
+    version = "--http1.1" if not http2 else "--http2" if target.root else "--http2-prior-knowledge"
     root: tuple[str | Path, ...] = ("--cacert", target.root) if target.root else ()
-    return output([program("curl", "apt install curl"), "-sS", "--max-time", f"{TIMEOUT_SECS:g}", *version, *root,
+    return output([program("curl", "apt install curl"), "-sS", "--max-time", f"{TIMEOUT_SECS:g}", version, *root,
                    *options])
 
 
@@ -75,16 +76,21 @@ def nghttp(target: Target) -> None:
     assert ":status: 200" in said and "grpc-status: 13" in said, said[-400:]
 
 
-def h2load(target: Target, where: str) -> None:
-    """10,000 calls on 4 connections, 32 streams each."""
+def nghttp_http(target: Target) -> None:
+    said = output([program("nghttp", _NGHTTP2), "-nvs", f"{target.url}/v2/health/ready"])
+    assert ":status: 200" in said, said[-400:]
+
+
+def h2load(target: Target, is_grpc: bool) -> None:
+    """10,000 inferences on 4 connections, 32 streams each."""
     message = small().SerializeToString()
+    scheme = "https" if target.root else "http"
     with tempfile.NamedTemporaryFile() as body:
-        body.write(prefix_of(len(message)) + message)
+        body.write(prefix_of(len(message)) + message if is_grpc else JSON)
         body.flush()
-        scheme = "https" if target.root else "http"
-        options = ("-d", body.name, *_GRPC_HEADERS, f"{scheme}://{target.grpc}{_INFER}") if where == "grpc" else (
-            f"{target.url}/v2/health/ready",)
-        said = output([program("h2load", _NGHTTP2), "-n", "10000", "-c", "4", "-m", "32", *options])
+        options = (*_GRPC_HEADERS, f"{scheme}://{target.grpc}{_INFER}") if is_grpc else (
+            f"{target.url}/v2/models/{ECHO}/infer",)
+        said = output([program("h2load", _NGHTTP2), "-n", "10000", "-c", "4", "-m", "32", "-d", body.name, *options])
     assert "10000 succeeded, 0 failed" in said and "10000 2xx" in said, said[-400:]
 
 
@@ -92,7 +98,7 @@ def h2load(target: Target, where: str) -> None:
 def perf_analyzer(target: Target, protocol: str, *options: str) -> None:
     address = target.grpc if protocol == "grpc" else target.http
     said = output([program("perf_analyzer", "NVIDIA's"), "-m", ECHO, "-i", protocol, "-u", address, "-b", "1",
-                   "--shape", "x:16", "-p", "1000", "-s", "50", "-r", "3", *options])
+                   "--shape", "x:16", "-p", "3000", "-s", "999", "-r", "3", *options])
     assert re.search(r"throughput: [1-9]", said) and "Failed" not in said, said[-400:]
 
 
@@ -153,10 +159,11 @@ def _curl_checks(http2: bool) -> dict[str, Check]:
 
 PEERS = (
     Peer("curl", partial(_version_of, "curl", "apt install curl"), {
-        "HTTP/2: gRPC port": curl_grpc, **_curl_checks(False)}),
-    Peer("nghttp", partial(_version_of, "nghttp", _NGHTTP2), {"gRPC port": nghttp}),
+        "HTTP/2: gRPC port": curl_grpc, **_curl_checks(False), **_curl_checks(True)}),
+    Peer("nghttp", partial(_version_of, "nghttp", _NGHTTP2), {"gRPC port": nghttp, "HTTP port": nghttp_http}),
     Peer("h2load", partial(_version_of, "h2load", _NGHTTP2), {
-        "gRPC port: 10,000 calls": partial(h2load, where="grpc")}),
+        "gRPC port: 10,000 calls": partial(h2load, is_grpc=True),
+        "HTTP port: 10,000 inferences": partial(h2load, is_grpc=False)}),
     Peer("@grpc/grpc-js", _grpc_js_version, {
         "unary, 200 at a time, 5 MB, streams, errors, deadlines, cancellation": grpc_js}),
     Peer("grpc_health_probe", partial(_version_of, "grpc_health_probe", "of grpc-ecosystem"),

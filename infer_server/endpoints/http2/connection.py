@@ -53,7 +53,7 @@ class Shared:
     settings: ConnectionSettings
     loop: asyncio.AbstractEventLoop
     connections: set[Http2Connection] = field(default_factory=set)
-    is_draining: bool = False           # connections are drained as soon as they are made
+    is_draining: bool = False           # new connections are closed at once
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # One for all connections: what is read is consumed before anything else is.
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
@@ -116,9 +116,11 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         self._shared.connections.add(self)
         self._limits.start()
-        self.flush()
         if self._shared.is_draining:
-            self.drain()
+            self.has_gone_away = True
+            self.close()                        # with a GOAWAY that says that no request was read
+        else:
+            self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._shared.buffer
