@@ -42,6 +42,7 @@ _WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive bef
 _RECEIVE_BYTES = 256 << 10          # read from a socket at a time
 WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
 _GOAWAY_SECS = 1.0                  # for a client to acknowledge the notice of a shutdown
+_LINGER_SECS = 1.0                  # for a client to close a connection that has ended
 _LEAVING_SECS = 2.0                 # for all clients to do so
 _NOTICE = b"shutdown"               # the data of the PING that follows it
 
@@ -103,6 +104,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._limits = Limits(self, settings)
         self._draining = False
         self.has_gone_away = False                              # the client knows which of its calls are served
+        self._lingers = False                                   # what arrives is no longer looked at
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,6 +132,8 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def receive(self, data: bytes | memoryview) -> None:
         """Take bytes that have arrived."""
+        if self._lingers:
+            return
         self._limits.received()
         try:
             self._receive_data(data)
@@ -282,6 +286,19 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self.streams and (self._paused or http2.queued_body_size()):
             self._limits.watch_unread()
         if not (http2.want_read or http2.want_write) and not self._paused:
+            self._end()
+
+    def _end(self) -> None:
+        """Close the transport. A client that was sent away closes first, if it does so soon: what it goes on to send
+        would reset the connection, and the last answers with it."""
+        transport = self._transport
+        if transport and self.has_gone_away and transport.can_write_eof():
+            if not self._lingers:
+                self._lingers = True
+                transport.write_eof()
+                self._limits.stop()
+                self._limits.later("linger", _LINGER_SECS, self.abort)
+        elif transport:
             transport.close()
 
     def _reset_sent(self) -> None:

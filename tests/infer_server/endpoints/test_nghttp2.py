@@ -228,6 +228,19 @@ def test_a_server_that_stops_serves_calls_until_the_client_knows_of_it(
         assert client.waits_for_close() and stopped.result()
 
 
+def test_what_a_client_sends_behind_the_end_of_a_connection_does_not_reset_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_LINGER_SECS", TIMEOUT_SECS)       # the client may be kept from running meanwhile
+    write_model(tmp_path, "m")
+    with serving(tmp_path, grpc_front=NGHTTP2, grpc_channel={"grpc.max_connection_age_ms": 10}) as running, Http2Client(
+            running.ports.grpc) as client:
+        assert client.went_away() and client.waits_for_close()
+        for _ in range(3):
+            client.socket.sendall(struct.pack(">IBI", 8 << 8 | 6, 0, 0) + bytes(8))        # PING
+            time.sleep(0.05)                    # for a reset to come back
+        assert client.socket.recv(1) == b""
+
+
 def _refuses_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port)).close()
