@@ -161,7 +161,7 @@ ATTACKS: tuple[Attack, ...] = (
     zero_windows, window_overflow, lying_lengths, slow_bodies, goaways)
 
 
-def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 1.0) -> str:
+def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -> str:
     """Send the pieces on a connection, without reading. Returns how it ended."""
     with closing(socket.create_connection(address, timeout=linger_secs)) as connection:
         try:
@@ -177,9 +177,9 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 1.0) -
                 pass
         except TimeoutError:
             return "open"
-        except OSError:                     # a reset: what was sent behind the end was not read
-            return "closed"
-    return "closed"
+        except OSError:                 # reset, since the server has not read everything
+            pass
+        return "closed"
 
 
 def exchange(port: Port, message: bytes) -> bytes:

@@ -5,6 +5,7 @@ HAProxy and Envoy speak HTTP/2 to the HTTP port, too; nginx speaks it to the gRP
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -75,8 +76,10 @@ def nginx(folder: Path, ports: Ports, backends: Backends, certificate: Path) -> 
     spooled = "".join(f"{name}_temp_path {folder}/{name}; " for name in (
         "client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     tls = f"ssl_certificate {certificate}; ssl_certificate_key {certificate.with_suffix('.key')};"
+    # Workers of root are another user's by default, and could not keep large bodies in files of the folder.
+    user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(f"""
-worker_processes 1; error_log {folder}/error.log; pid {folder}/nginx.pid;
+{user} worker_processes 1; error_log {folder}/error.log; pid {folder}/nginx.pid;
 events {{ }}
 http {{
     access_log off; {spooled}
@@ -281,8 +284,6 @@ def outcomes(proxy: Proxy, folder: Path, plain: Target, tls: Target, serve: Serv
     """Run the checks through a proxy, without and with TLS, and stop a server behind it."""
     folder = folder / proxy.name
     folder.mkdir()
-    for each in (folder.parent, folder):
-        each.chmod(0o755)           # nginx's worker is another user, and keeps large bodies in files
     peer = Peer(f"{proxy.name} in front", proxy.version, {
         **clients.GRPC_CHECKS, "curl over HTTP": partial(programs.curl_http, http2=False),
         "curl over HTTP: 5 MB": partial(programs.curl_large, http2=False),
