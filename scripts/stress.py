@@ -49,6 +49,7 @@ class Running:
     process: subprocess.Popen[str]
     grpc_port: int
     http_port: int
+    metrics_port: int
 
     @property
     def address(self) -> str:
@@ -91,7 +92,7 @@ def serving(repository: Path, *options: str, command: Sequence[str] = NUMPY_SERV
         log = threading.Thread(target=deque, args=(process.stderr, 0))     # read, or a server that says much would wait
         log.start()
         try:
-            yield Running(process, *ports[:2])
+            yield Running(process, *ports[:3])
         finally:
             process.terminate()
             process.wait()

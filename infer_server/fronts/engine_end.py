@@ -1,6 +1,7 @@
 """The engines' end of a front's link: what the front hands on is served as what other fronts receive is."""
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import pickle
@@ -39,11 +40,17 @@ class EngineEnd(Link):
         self._replies: dict[int, _Reply] = {}               # that are not answered, by the numbers of their calls
         self._exchanges: dict[int, _Connection] = {}        # that are not answered, by the numbers of their requests
         self._streams = Streams(front, restrictions, self)
+        self._sent_away = asyncio.Event()                # they know that the server stops, or the front has ended
         self._unread: dict[int, OpenCall] = {}              # answered, and not yet with their clients
 
     def begin(self, settings: FrontSettings) -> None:
         """Tells the front to listen."""
         self.send(link.SETTINGS, 0, pickle.dumps(settings))
+
+    async def send_away(self) -> None:
+        """Have the front's clients of gRPC send their next calls to other servers."""
+        self.send(link.SEND_AWAY)
+        await self._sent_away.wait()
 
     def drain(self, answered: bool) -> None:
         """Tells the front to close its ports and to end. answered: see Listeners.close."""
@@ -58,6 +65,7 @@ class EngineEnd(Link):
         for held in self._unread.values():
             self._inflight.end(held)
         self._unread.clear()
+        self._sent_away.set()
         self._gone()
 
     def received(self, frame: Frame) -> None:
@@ -78,6 +86,8 @@ class EngineEnd(Link):
         elif kind == link.READ:
             if held := self._unread.pop(number, None):
                 self._inflight.end(held)
+        elif kind == link.SENT_AWAY:
+            self._sent_away.set()
         elif kind == link.LOG:
             log.log(number, "%s", frame.payload.decode())
         else:

@@ -56,10 +56,12 @@ class FrontEnd(Link):
     infers: Infers
     exchanges: Exchanges
 
-    def __init__(self, start: Callable[[FrontSettings], None], drain: Callable[[bool], None]) -> None:
-        """start: is given the settings, once; drain: whether all that was accepted is answered, once."""
+    def __init__(self, start: Callable[[FrontSettings], None], send_away: Callable[[], None],
+                 drain: Callable[[bool], None]) -> None:
+        """start: is given the settings, once; send_away: called before calls are refused; drain: whether all that was
+        accepted is answered, once."""
         super().__init__()
-        self._start, self._drain = start, drain
+        self._start, self._send_away, self._drain = start, send_away, drain
         self._numbers = count()
 
     def next_number(self) -> int:
@@ -85,6 +87,8 @@ class FrontEnd(Link):
             self.infers.streamed(frame)
         elif kind == link.SETTINGS:
             self._start(pickle.loads(frame.payload))
+        elif kind == link.SEND_AWAY:
+            self._send_away()
         elif kind == link.DRAIN:
             self._drain(bool(frame.number))
         else:

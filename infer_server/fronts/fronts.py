@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,10 @@ class Fronts:
             raise
         return grpc.port if grpc else 0, http.port if http else 0
 
+    async def send_away(self) -> None:
+        """Have clients of gRPC send their next calls to other servers. See Listeners.send_away."""
+        await asyncio.gather(*(front.send_away() for front in self._fronts))
+
     async def close(self, answered: bool) -> None:
         """Has the fronts send what was answered, and end. answered: see Listeners.close."""
         await asyncio.gather(*(front.close(answered) for front in self._fronts))
@@ -105,6 +110,11 @@ class _Front:
         await self._start(settings)
         if not self._closed:                    # as it is when another front could not start
             self._watching = asyncio.create_task(self._watch(settings))
+
+    async def send_away(self) -> None:
+        if self._listens():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._end.send_away(), SENDING_SECS)
 
     async def close(self, answered: bool) -> None:
         self._closed = True                     # asyncio.wait_for, if it has its result, does not tell who is cancelled

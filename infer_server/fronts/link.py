@@ -23,6 +23,7 @@ READ = 15                                           # F: ... its client has it
 STREAM, MESSAGE, ALL_SENT, LEFT_STREAM = 16, 17, 18, 19         # F: a ModelStreamInfer, a request of it, ...
 TAKEN, STREAMED, ENDED = 20, 21, 22                 # E: it took a request; a response; the status of all of it
 WRITTEN = 23                                        # F: it wrote a response
+SEND_AWAY, SENT_AWAY = 24, 25                       # E: its clients are to go to other servers; F: they know
 
 WINDOW = 32                     # requests of a stream that are not taken, and responses that are not written, at most
 WINDOW_BYTES = 64 << 10         # no more requests are handed on while those that are not taken have so many

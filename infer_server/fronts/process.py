@@ -26,13 +26,16 @@ class Front:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.end = FrontEnd(self._begin, self._finish)
+        self.end = FrontEnd(self._begin, self._send_away, self._finish)
         self.ended = asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()     # the loop itself keeps none alive
         self._listeners: Listeners
 
     def _begin(self, settings: FrontSettings) -> None:
         self._do(self._listen(settings))
+
+    def _send_away(self) -> None:
+        self._do(self._tell_clients())
 
     def _finish(self, answered: bool) -> None:
         self._do(self._close(answered))
@@ -63,6 +66,10 @@ class Front:
         self.end.infers = calls = GrpcCalls(self.end, inflight, settings)
         return grpc_server(settings.grpc_front, calls.methods(), inflight, settings.channel, settings.max_message_bytes,
                            settings.min_body_rate, settings.body_grace_secs, shares_port=True)
+
+    async def _tell_clients(self) -> None:
+        await self._listeners.send_away()
+        self.end.send(link.SENT_AWAY)
 
     async def _close(self, answered: bool) -> None:
         await self._listeners.close(answered)

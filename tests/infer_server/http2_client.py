@@ -35,8 +35,9 @@ def headers(path: str, *more: Header, content_type: bytes = b"application/grpc",
 class Http2Client:
     """One connection, blocking."""
 
-    def __init__(self, port: int, window_bytes: int = 1 << 20) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
+    def __init__(self, port: int, window_bytes: int = 1 << 20, connected: socket.socket | None = None) -> None:
+        """connected : the connection; None: one to the port is made."""
+        self.socket = connected or socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECS)
         self.http2 = client_connection(window_bytes)
         self.events: list[Event] = []
         self.is_closed = False                      # the server has closed the connection
@@ -66,6 +67,14 @@ class Http2Client:
                 piece = data[at:at + (pieces or len(data))]
                 self.http2.send_data(stream, piece, end_stream=at + len(piece) == len(data))
                 self.send()
+        self.send()
+        return stream
+
+    def request(self, fields: Sequence[Header], body: bytes = b"", *, ended: bool = True) -> int:
+        """Send a request of HTTP; returns its stream. ended: no more of its body follows."""
+        stream = self.http2.send_request(fields, end_stream=ended and not body)
+        if body:
+            self.http2.send_data(stream, body, end_stream=ended)
         self.send()
         return stream
 

@@ -7,17 +7,18 @@ import pytest
 
 from infer_server.process import resident_bytes
 from protos import http2
-from scripts.http2_attacks import ATTACKS, run
+from scripts.http2_attacks import ATTACKS, GRPC, HTTP, Port, run
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
 
 @pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
-def test_attacks_leave_other_clients_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("port", [GRPC, HTTP], ids=["gRPC port", "HTTP port"])
+def test_attacks_leave_other_clients_alone(tmp_path: Path, port: Port) -> None:
     write_model(tmp_path, "m")
     with serving(tmp_path, send_timeout_secs=2.0) as server:
         before = resident_bytes()
-        seen, watcher = run(server.address, 150)
+        seen, watcher = run(f"127.0.0.1:{server.ports.grpc if port is GRPC else server.ports.http}", 150, port=port)
         assert not watcher.failure and watcher.answered, watcher.failure
         assert sum(seen.values()) == len(ATTACKS) + 150
         assert resident_bytes() - before < 150 << 20

@@ -12,16 +12,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, cast
 
 from infer_server.endpoints.http.exchange import Exchange, Handler
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse
-from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader
+from infer_server.endpoints.http.reading import HEADER_SECS, IDLE_SECS, Limits, RefusedError, RequestReader, decompress
 from infer_server.endpoints.http.transports import HalfClosed, LargeBody, Outlet
 from infer_server.endpoints.inflight import OpenCall
-from infer_server.errors import MemoryLimitError, NotServedError
-from infer_server.protocol.compression import WINDOW, inflated
+from infer_server.errors import MemoryLimitError
 
 _LINGER_SECS = 2.0              # for it to read why its request is not taken
 _SILENCE_SECS = 0.1             # after which a client over asyncio's TLS is taken to send nothing more
@@ -190,21 +188,11 @@ class HttpConnection(asyncio.Protocol):
         self.exchange = exchange = Exchange(self, request, held)
         try:
             if coding := request.headers.get("content-encoding", ""):
-                exchange.answer_later(self._decompress(exchange, coding.strip().lower()))
+                exchange.answer_later(decompress(exchange, coding, self._limits, self._handle))
             else:
                 self._handle(exchange)
         except Exception as error:
             exchange.fail(error)
-
-    async def _decompress(self, exchange: Exchange, coding: str) -> None:
-        inflight, request = self._limits.inflight, exchange.request
-        if coding not in ("", "identity"):
-            if coding not in WINDOW:
-                raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
-            body = await inflight.inflate(exchange.while_present(inflated(
-                request.body, coding, self._limits.most_bytes(request.headers), partial(inflight.hold, exchange.held))))
-            exchange.request = request._replace(body=body)
-        self._handle(exchange)
 
     def respond(self, exchange: Exchange, response: HttpResponse) -> None:
         """Sends the response of the exchange, and goes on with what waits behind it."""

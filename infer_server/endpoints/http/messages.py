@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from infer_server import errors
 from infer_server.errors import ServeError
@@ -32,6 +33,7 @@ _STATUS: dict[type[ServeError], HTTPStatus] = {
     errors.RestrictedError: HTTPStatus.FORBIDDEN,
     errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.SlowMessageError: HTTPStatus.REQUEST_TIMEOUT,
     errors.TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     errors.MemoryLimitError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.NotServedError: HTTPStatus.NOT_IMPLEMENTED,
@@ -96,6 +98,12 @@ class HttpResponse(NamedTuple):
         for name, value in self.headers.items():
             lines.append(f"{name}: {value}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def path_of(target: bytes) -> str:
+    """Return the path of a request's target, decoded."""
+    path = target.partition(b"?")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path
 
 
 def member(body: Any, name: str, kind: type, default: Any = None) -> Any:

@@ -9,16 +9,18 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote
 
 import httptools
 
-from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, response_of
+from infer_server.endpoints.http.exchange import Exchange, Handler
+from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response, path_of, response_of
 from infer_server.endpoints.http.transports import LARGE_BYTES
 from infer_server.endpoints.inflight import Client, Inflight, OpenCall
-from infer_server.errors import MemoryLimitError
+from infer_server.errors import MemoryLimitError, NotServedError
+from infer_server.protocol.compression import WINDOW, inflated
 from infer_server.protocol.parameters import digits
 
 MOST_HEADER_BYTES = 64 << 10
@@ -30,6 +32,14 @@ _KEPT_BYTES = 2048              # of a head
 _SPECIAL = {"transfer-encoding", "expect"}      # headers of requests that come in pieces, or wait
 HEADER_SECS = 10.0              # for a client to say what it wants, once it has begun to
 IDLE_SECS = 120.0               # for it to begin on a connection that stays open, and between the pieces of a body
+
+
+class RefusedError(Exception):
+    """What comes is not taken."""
+
+    def __init__(self, response: HttpResponse) -> None:
+        super().__init__(response.status.phrase)
+        self.response = response
 
 
 @dataclass(frozen=True)
@@ -45,13 +55,40 @@ class Limits:
         """Return the limit of a body with these headers, in bytes: it is JSON unless they say otherwise."""
         return self.message_bytes if _JSON_BYTES in headers else min(self.message_bytes, self.json_bytes)
 
+    def check_size(self, headers: Mapping[str, str], count: int) -> None:
+        """Raise RefusedError if no body with these headers may have `count` bytes."""
+        most = self.most_bytes(headers)
+        if count > most:
+            what = "request" if _JSON_BYTES in headers else "request JSON"
+            option = "--http-max-json-mib" if most < self.message_bytes else "--http-max-input-size"
+            raise RefusedError(error_response(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{what} size of {count} bytes exceeds the maximum allowed input "
+                f"size of {most} bytes. Use {option} to increase the limit. (Of both protocols: --max-message-mib.)"))
 
-class RefusedError(Exception):
-    """What comes is not taken."""
+    def check_announced(self, headers: Mapping[str, str], count: int) -> None:
+        """Raise RefusedError if a body of `count` bytes, which these headers announce, is not taken now."""
+        self.check_size(headers, count)
+        if count > self.inflight.max_partial_bytes:
+            raise RefusedError(error_response(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request of {count} bytes exceeds the "
+                f"{self.inflight.max_partial_bytes} bytes that all requests on their way may hold "
+                "(--max-inflight-mib)"))
+        try:
+            self.inflight.check_room(count)
+        except MemoryLimitError as error:
+            raise RefusedError(response_of(error)) from error
 
-    def __init__(self, response: HttpResponse) -> None:
-        super().__init__(response.status.phrase)
-        self.response = response
+
+async def decompress(exchange: Exchange, coding: str, limits: Limits, handle: Handler) -> None:
+    """Decompress the body of an exchange, and hand it on. coding: its Content-Encoding. Raises ServeErrors."""
+    inflight, request, coding = limits.inflight, exchange.request, coding.strip().lower()
+    if coding not in ("", "identity"):
+        if coding not in WINDOW:
+            raise NotServedError(f"Content-Encoding '{coding}' is not served; send {', '.join(WINDOW)} or none")
+        body = await inflight.inflate(exchange.while_present(inflated(
+            request.body, coding, limits.most_bytes(request.headers), partial(inflight.hold, exchange.held))))
+        exchange.request = request._replace(body=body)
+    handle(exchange)
 
 
 class Receiver(Client, Protocol):
@@ -304,15 +341,14 @@ class RequestReader:
             incoming.body = bytearray(incoming.body) + body
         incoming.body_bytes += len(body)
         if incoming.body_bytes > incoming.most_bytes:           # chunked
-            self._check_size(incoming.body_bytes)
+            self._limits.check_size(incoming.headers, incoming.body_bytes)
 
     def on_message_complete(self) -> None:
         incoming, self._incoming = self._incoming, _Incoming()
         held = self._held(incoming)
         self._receiver.watch(None)
-        path = _ORIGIN.sub(b"", incoming.url).partition(b"?")[0].decode("latin-1")
         body = incoming.body
-        request = HttpRequest(self._parser.get_method().decode("latin-1"), unquote(path) if "%" in path else path,
+        request = HttpRequest(self._parser.get_method().decode("latin-1"), path_of(_ORIGIN.sub(b"", incoming.url)),
                               incoming.headers, body, incoming.received_ns, self._parser.get_http_version())
         self._remember(request)
         self._receiver.received(request, held, self._parser.should_keep_alive())
@@ -333,29 +369,11 @@ class RequestReader:
 
     def _expect(self, count: int) -> None:
         """The headers are complete, and announce a body of `count` bytes."""
-        incoming, inflight = self._incoming, self._limits.inflight
-        self._check_size(count)
-        if count > inflight.max_partial_bytes:
-            raise RefusedError(error_response(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request of {count} bytes exceeds the "
-                f"{inflight.max_partial_bytes} bytes that all requests on their way may hold (--max-inflight-mib)"))
-        try:
-            inflight.check_room(count)
-        except MemoryLimitError as error:
-            raise RefusedError(response_of(error)) from error
+        incoming = self._incoming
+        self._limits.check_announced(incoming.headers, count)
         incoming.is_headed, incoming.expected_bytes, incoming.awaited_secs = True, count, IDLE_SECS
         incoming.most_bytes = self._limits.most_bytes(incoming.headers)
         incoming.window_ends = time.monotonic() + self._limits.body_grace_secs
-
-    def _check_size(self, count: int) -> None:
-        """Raises RefusedError: no body may have so many bytes."""
-        most = self._limits.most_bytes(headers := self._incoming.headers)
-        if count > most:
-            what = "request" if _JSON_BYTES in headers else "request JSON"
-            option = "--http-max-json-mib" if most < self._limits.message_bytes else "--http-max-input-size"
-            raise RefusedError(error_response(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{what} size of {count} bytes exceeds the maximum allowed input "
-                f"size of {most} bytes. Use {option} to increase the limit. (Of both protocols: --max-message-mib.)"))
 
 
 def _not_served(why: str) -> RefusedError:

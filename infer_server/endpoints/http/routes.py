@@ -17,8 +17,7 @@ from infer_server.endpoints.http.generate import generate
 from infer_server.endpoints.http.infer import infer
 from infer_server.endpoints.http.messages import HttpRequest, HttpResponse, error_response
 from infer_server.endpoints.http.model_pages import ModelPages
-from infer_server.endpoints.http.server_pages import ServerPages
-from infer_server.endpoints.http.status_page import status_pages
+from infer_server.endpoints.http.server_pages import ServerPages, status_pages
 from infer_server.endpoints.metrics import CONTENT_TYPE, Metrics
 from infer_server.endpoints.restrictions import HostCheck, Restrictions
 from infer_server.endpoints.service import Service

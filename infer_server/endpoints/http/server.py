@@ -1,44 +1,97 @@
-"""Opens an HTTP port."""
+"""Opens an HTTP port: HTTP/1.1, and HTTP/2 where ngh2 is installed."""
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Callable
+from typing import cast
 
 from infer_server.endpoints.http.connection import HttpConnection
 from infer_server.endpoints.http.exchange import Handler
 from infer_server.endpoints.http.reading import Limits
 from infer_server.endpoints.tls import Tls
+from protos import http2
+
+if http2.is_installed:
+    from infer_server.endpoints.http.http2 import Http2Requests, settings_of
+    from infer_server.endpoints.http2.connection import Shared
 
 _BACKLOG = 1024                 # connections that were not accepted yet
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 async def listen(host: str, port: int, handle: Handler, limits: Limits, tls: Tls | None = None,
                  shares_port: bool = False) -> HttpServer:
-    """Serves HTTP/1.1 on a port. shares_port: with other processes. Raises OSError if it is taken, or if the
-    certificates are none."""
-    context = tls.context() if tls else None
+    """Serves HTTP on a port. shares_port: with other processes. Raises OSError if it is taken, or if the certificates
+    are none."""
+    context = tls.context(["h2", "http/1.1"] if http2.is_installed else ["http/1.1"]) if tls else None
     closing_secs = limits.inflight.send_timeout_secs if tls else None   # an answer may be before the end, unread
     connections = set[HttpConnection]()
-
-    def connect() -> HttpConnection:
-        return HttpConnection(handle, limits, connections)
-
     loop = asyncio.get_running_loop()
+    shared = Shared(limits.inflight, settings_of(limits), loop) if http2.is_installed else None
+
+    def connect() -> asyncio.BaseProtocol:
+        http1 = HttpConnection(handle, limits, connections)
+        return FirstBytes(http1, lambda: Http2Requests(shared, handle, limits)) if shared else http1
+
     if ":" in host:                     # asyncio itself would take :: for IPv6 alone; gRPC takes it for both
         ipv6 = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=host == "::",
                                     reuse_port=shares_port)
-        return HttpServer(await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context,
-                                                   ssl_shutdown_timeout=closing_secs), connections)
-    return HttpServer(await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context,
-                                               ssl_shutdown_timeout=closing_secs, reuse_port=shares_port or None),
-                      connections)
+        server = await loop.create_server(connect, sock=ipv6, backlog=_BACKLOG, ssl=context,
+                                          ssl_shutdown_timeout=closing_secs)
+    else:
+        server = await loop.create_server(connect, host, port, backlog=_BACKLOG, ssl=context,
+                                          ssl_shutdown_timeout=closing_secs, reuse_port=shares_port or None)
+    return HttpServer(server, connections, shared)
+
+
+class FirstBytes(asyncio.Protocol):
+    """Finds out which version of HTTP a client speaks, by ALPN or by the first bytes that it sends."""
+
+    def __init__(self, http1: HttpConnection, make_http2: Callable[[], Http2Requests]) -> None:
+        """http1: takes the connection unless the client speaks HTTP/2; it limits the time for that."""
+        self._http1, self._make_http2 = http1, make_http2
+        self._begun = b""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)          # uvloop's is none by class
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        self._http1.connection_made(transport)
+        if tls is not None and tls.selected_alpn_protocol() == "h2":
+            self._speak_http2()
+
+    def data_received(self, data: bytes) -> None:
+        data = self._begun + data
+        if data.startswith(_PREFACE):
+            self._speak_http2().receive(data)
+        elif _PREFACE.startswith(data):
+            self._begun = data
+        else:
+            self._transport.set_protocol(self._http1)
+            self._http1.data_received(data)
+
+    def _speak_http2(self) -> Http2Requests:
+        self._http1.connection_lost(None)           # it has none any more
+        connection = self._make_http2()
+        self._transport.set_protocol(connection)
+        connection.connection_made(self._transport)
+        return connection
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, reason: Exception | None) -> None:
+        self._http1.connection_lost(reason)
 
 
 class HttpServer:
     """A listening port and its connections."""
 
-    def __init__(self, server: asyncio.Server, connections: set[HttpConnection]) -> None:
-        self._server, self._connections = server, connections
+    def __init__(self, server: asyncio.Server, connections: set[HttpConnection], shared: Shared | None) -> None:
+        """shared: has the connections over HTTP/2; None if they are not served."""
+        self._server, self._connections, self._shared = server, connections, shared
 
     @property
     def port(self) -> int:
@@ -47,10 +100,16 @@ class HttpServer:
 
     @property
     def is_connected(self) -> bool:
-        return bool(self._connections)
+        return bool(self._connections) or self._shared is not None and bool(self._shared.connections)
+
+    async def send_away(self) -> None:
+        """Have clients over HTTP/2 open other connections, and wait until they know."""
+        if shared := self._shared:
+            shared.drain()
+            await shared.drained()
 
     def close(self) -> None:
         """Listens no more, and ends the connections once what was answered on them is sent."""
         self._server.close()
-        for connection in list(self._connections):
+        for connection in [*self._connections, *(self._shared.connections if self._shared else ())]:
             connection.close()

@@ -4,23 +4,27 @@ from __future__ import annotations
 import gzip
 import socket
 import struct
+import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
-from infer_server.endpoints.grpc.nghttp2 import limits
-from infer_server.endpoints.grpc.nghttp2.settings import settings_of
+from infer_server.endpoints.http2 import connection, limits
+from infer_server.endpoints.http2.settings import settings_of
 from infer_server.grpc_ports import NGHTTP2
 from protos import http2, inference
 from protos.grpc_framing import prefix_of
+from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.http2_client import INFER, LIVE, Http2Client, headers
-from tests.infer_server.numpy_engine import write_model
-from tests.infer_server.serving import RunningServer, serving
+from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
+from tests.infer_server.serving import WORKERS, RunningServer, serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
 OK, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL = b"0", b"4", b"8", b"12", b"13"
@@ -206,6 +210,76 @@ def test_a_connection_of_some_age_is_drained(tmp_path: Path) -> None:
         assert client.went_away() == (0, b"")
         assert client.answer(stream)[0][b"grpc-status"] == OK           # which was open
         assert client.waits_for_close()
+
+
+def test_a_server_that_stops_serves_calls_until_the_client_knows_of_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path, "m")
+    monkeypatch.setattr(connection, "_GOAWAY_SECS", TIMEOUT_SECS)       # else a client that is slow is not waited for
+    monkeypatch.setattr(connection, "_LEAVING_SECS", TIMEOUT_SECS)
+    with (serving(tmp_path, grpc_front=NGHTTP2) as running, Http2Client(running.ports.grpc) as client,
+          ThreadPoolExecutor(1) as stopping):
+        assert client.answer(client.call(LIVE))[0][b"grpc-status"] == OK
+        stopped = stopping.submit(running.stop)
+        assert eventually(lambda: _refuses_connections(running.ports.grpc))
+        late = client.call(INFER, infer_request("m"))       # the client has not read the notice yet
+        assert client.went_away() == (0, b"")
+        assert client.answer(late)[0][b"grpc-status"] == OK
+        assert client.waits_for_close() and stopped.result()
+
+
+def test_what_a_client_sends_behind_the_end_of_a_connection_does_not_reset_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_LINGER_SECS", TIMEOUT_SECS)       # the client may be kept from running meanwhile
+    write_model(tmp_path, "m")
+    with serving(tmp_path, grpc_front=NGHTTP2, grpc_channel={"grpc.max_connection_age_ms": 10}) as running, Http2Client(
+            running.ports.grpc) as client:
+        assert client.went_away() and client.waits_for_close()
+        for _ in range(3):
+            client.socket.sendall(struct.pack(">IBI", 8 << 8 | 6, 0, 0) + bytes(8))        # PING
+            time.sleep(0.05)                    # for a reset to come back
+        assert client.socket.recv(1) == b""
+
+
+def _refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return True
+    except ConnectionResetError:        # accepted by the system alone
+        return False
+    return False
+
+
+@pytest.mark.parametrize("front", [NGHTTP2, WORKERS[0]])
+def test_a_server_that_stops_under_load_costs_clients_of_two_servers_no_call(tmp_path: Path, front: str) -> None:
+    write_model(tmp_path, "m")
+    message, codes, ended = infer_request("m"), Counter[str](), threading.Event()
+    with (serving(tmp_path, grpc_front=front) as first, serving(tmp_path) as second,
+          grpc.insecure_channel(f"ipv4:{first.address},{second.address}",
+                                [("grpc.lb_policy_name", "round_robin")]) as channel):
+        def ask() -> None:
+            call = channel.unary_unary(INFER)
+            while not ended.is_set():
+                try:
+                    call(message, timeout=TIMEOUT_SECS)
+                    codes["OK"] += 1
+                except grpc.RpcError as error:
+                    codes[f"{error.code().name}: {error.details()}"] += 1
+
+        clients = [threading.Thread(target=ask) for _ in range(4)]
+        for client in clients:
+            client.start()
+        try:
+            assert eventually(lambda: codes.total() > 100)
+            assert first.stop()
+            before = codes.total()
+            assert eventually(lambda: codes.total() > before + 100)
+        finally:
+            ended.set()
+            for client in clients:
+                client.join(TIMEOUT_SECS)
+    assert codes.keys() == {"OK"}
 
 
 def test_a_client_that_does_not_answer_pings_is_disconnected(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class End(FrontEnd):
     """Keeps what it is to send."""
 
     def __init__(self) -> None:
-        super().__init__(lambda settings: None, lambda answered: None)
+        super().__init__(lambda settings: None, lambda: None, lambda answered: None)
         self.sent: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     def send(self, kind: int, number: int = 0, *payload: bytes | bytearray | memoryview, **beside: Any) -> None:

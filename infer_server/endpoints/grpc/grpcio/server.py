@@ -79,6 +79,9 @@ class GrpcioServer:
         if self._port:
             connections.stop_listening(self._port)
 
+    async def send_away(self) -> None:
+        """Do nothing: gRPC for Python cannot send GOAWAY, and clients are told by the status of what they ask."""
+
     async def close(self) -> None:
         """End all connections."""
         # A grpc.aio server that stops cancels the calls that it has not handed out yet, and no client repeats these:

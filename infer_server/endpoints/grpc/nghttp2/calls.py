@@ -18,22 +18,6 @@ from infer_server.errors import DeadlineExceededError, MemoryLimitError
 from protos.grpc_framing import PREFIX_BYTES, MessageReader, MessageTooLargeError
 
 
-class Call(Protocol):
-    """A stream of the connection. Belongs to the event loop."""
-    answered_at: float                  # on the loop's clock; 0: it has no answer
-    is_partial: bool                    # a message has arrived in part
-    partial_bytes: int                  # of the messages that have arrived in pieces
-
-    def receive(self, data: bytes, is_last: bool) -> None:
-        """Take a piece of the request's body."""
-
-    def close(self) -> None:
-        """The stream has ended: its client has the answer, or has gone."""
-
-    def fail(self, error: Exception) -> None:
-        """End the call with the status of an error."""
-
-
 class Carrier(Protocol):
     """The connection that a call came by: GrpcConnection."""
     loop: asyncio.AbstractEventLoop

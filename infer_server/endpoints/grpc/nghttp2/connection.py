@@ -1,8 +1,4 @@
-"""A client's connection to the gRPC port: HTTP/2 by libnghttp2 over an asyncio transport.
-
-Answers of one iteration of the event loop are written together. What a client has not read stays in libnghttp2, bounded
-by the windows that the client grants, and is counted until its stream has ended; the transport gets no more than it has
-room for.
+"""A client's connection to the gRPC port: the calls are the streams of an HTTP/2 connection.
 
 References
 ----------
@@ -10,18 +6,12 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 from __future__ import annotations
 
-import asyncio
-import logging
-import ssl
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from infer_server.endpoints.grpc.compression import gzipped
 from infer_server.endpoints.grpc.context import peer_of
 from infer_server.endpoints.grpc.methods import INFER_PATH, Methods
-from infer_server.endpoints.grpc.nghttp2.calls import Call, CoroutineCall, InferCall
+from infer_server.endpoints.grpc.nghttp2.calls import CoroutineCall, InferCall
 from infer_server.endpoints.grpc.nghttp2.head import (
     START,
     START_GZIP,
@@ -31,163 +21,25 @@ from infer_server.endpoints.grpc.nghttp2.head import (
     read_head,
     status_headers,
 )
-from infer_server.endpoints.grpc.nghttp2.limits import Limits
-from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
-from infer_server.endpoints.inflight import Inflight
+from infer_server.endpoints.http2.connection import WRITE_BYTES, Http2Connection, Sending, Shared
 from protos.grpc_framing import prefix_of
-from protos.http2 import (
-    ConnectionClosed,
-    DataReceived,
-    ErrorCode,
-    Header,
-    NGH2Error,
-    PingAcknowledged,
-    PingReceived,
-    RequestReceived,
-    SettingsReceived,
-    StreamClosed,
-    StreamProtocolError,
-    TrailersReceived,
-    server_connection,
-)
-
-log = logging.getLogger(__name__)
-
-MAX_STREAMS = 10_000                # that a client may have open on a connection
-_WINDOW_BYTES = 1 << 20             # of a stream: the bytes that may arrive before they are acknowledged
-_RECEIVE_BYTES = 256 << 10          # read from a socket at a time
-_WRITE_BYTES = 256 << 10            # handed to the transport at a time, and the most that it keeps
-_GOAWAY_SECS = 1.0                  # from the notice of a shutdown until new calls are refused
+from protos.http2 import Header, NGH2Error
 
 
-@dataclass
-class Shared:
-    """What the connections of a port have in common."""
-    methods: Methods
-    inflight: Inflight
-    settings: ConnectionSettings
-    loop: asyncio.AbstractEventLoop
-    connections: set[GrpcConnection] = field(default_factory=set)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    # One for all connections: what is read is consumed before anything else is.
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_RECEIVE_BYTES)))
-
-
-class _Sending:
-    """Sends something on a connection, where its stream may have been reset and the connection may be ending."""
-
-    def __init__(self, connection: GrpcConnection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, NGH2Error):
-            self._connection.failed(error)
-        return error is None or isinstance(error, NGH2Error)
-
-
-class GrpcConnection(asyncio.BufferedProtocol):
+class GrpcConnection(Http2Connection):
     """Belongs to the event loop."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._settings = settings = shared.settings
-        self.loop, self.inflight = shared.loop, shared.inflight
-        self.max_message_bytes = settings.max_message_bytes
-        self.peer = ""
-        self._http2 = http2 = server_connection(MAX_STREAMS, _WINDOW_BYTES)
-        self._receive_data, self._events = http2.receive_data, http2.events
-        self._transport: asyncio.Transport | None = None
-        self.calls: dict[int, Call] = {}                       # by stream
+    def __init__(self, shared: Shared, methods: Methods) -> None:
+        super().__init__(shared)
+        self._methods = methods
+        self.max_message_bytes = shared.settings.max_message_bytes
         self._headers: tuple[Header, ...] = ()                  # of the last call, and what they say
         self._head = RequestHead(())
-        self._flushing = False                                  # a flush is scheduled
-        self._paused = False                                    # the transport has no room
-        self._resets: list[int] = []                            # streams that end when their trailers are sent
-        self._uncounted: list[InferCall] = []                   # calls of which bytes have arrived in this iteration
-        self._writers: dict[int, CoroutineCall] = {}            # that wait until their messages are sent
-        self._limits = Limits(self, settings)
-        self._draining = False
 
-    # ---- the transport
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)
-        transport.set_write_buffer_limits(high=_WRITE_BYTES)
-        self.peer = peer_of(transport.get_extra_info("peername"))
-        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
-        if tls is not None and tls.selected_alpn_protocol() != "h2":
-            log.info("%s speaks no HTTP/2 over TLS (ALPN): its connection is closed", self.peer)
-            transport.close()
-            return
-        self._shared.connections.add(self)
-        self._limits.start()
-        self.flush()
+    def peer_of(self, name: Any) -> str:
+        return peer_of(name)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._shared.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._limits.received()
-        try:
-            self._receive_data(self._shared.buffer[:nbytes])
-            self._handle_events()
-        except NGH2Error as error:
-            self.failed(error)
-            return
-        self.flush()
-
-    def eof_received(self) -> bool:
-        return False                        # closes the transport
-
-    def connection_lost(self, reason: Exception | None) -> None:
-        self._transport = None
-        self._shared.connections.discard(self)
-        self._limits.stop()
-        calls = list(self.calls.values())
-        self.calls.clear()
-        for call in calls:
-            call.close()
-
-    def pause_writing(self) -> None:
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        self.flush()
-
-    # ---- events
-    def _handle_events(self) -> None:
-        calls = self.calls
-        for event in self._events():
-            if isinstance(event, DataReceived):
-                if call := calls.get(event.stream_id):
-                    call.receive(event.data, event.end_stream)
-                else:
-                    self.acknowledge(event.stream_id, len(event.data))
-            elif isinstance(event, RequestReceived):
-                self._begin(event.stream_id, event.headers, event.end_stream)
-            elif isinstance(event, StreamClosed):
-                self._writers.pop(event.stream_id, None)
-                if call := calls.pop(event.stream_id, None):
-                    call.close()
-            elif isinstance(event, TrailersReceived):
-                if call := calls.get(event.stream_id):
-                    call.receive(b"", True)
-            elif isinstance(event, PingReceived):
-                self._limits.on_ping()
-            elif isinstance(event, PingAcknowledged):
-                self._limits.on_pong()
-            elif isinstance(event, SettingsReceived):
-                self._limits.on_settings()
-            elif isinstance(event, ConnectionClosed):
-                self.flush_soon()           # which closes the transport
-        if self._uncounted:
-            uncounted, self._uncounted = self._uncounted, []
-            for partial in uncounted:
-                partial.count()
-
-    def _begin(self, stream: int, headers: tuple[Header, ...], ended: bool) -> None:
+    def begin(self, stream: int, headers: tuple[Header, ...], ended: bool) -> None:
         if headers == self._headers:
             head = self._head
         else:
@@ -196,12 +48,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if head.http_status or head.code:
             self._refuse_head(stream, head, ended)
             return
-        methods = self._shared.methods
-        call: Call
+        methods = self._methods
+        call: InferCall | CoroutineCall
         if methods.infer and head.path == INFER_PATH:
-            call = self.calls[stream] = InferCall(self, stream, head, methods.infer)
+            call = self.streams[stream] = InferCall(self, stream, head, methods.infer)
         elif serve := methods.find(head.path):
-            call = self.calls[stream] = CoroutineCall(self, stream, head, serve)
+            call = self.streams[stream] = CoroutineCall(self, stream, head, serve)
         else:
             self.refuse(stream, UNIMPLEMENTED, "Method not found!", ended)
             return
@@ -210,21 +62,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def _refuse_head(self, stream: int, head: RequestHead, ended: bool) -> None:
         if head.http_status:
-            self._refuse_with(stream, ((b":status", b"%d" % head.http_status),), ended)
+            self.answer_with(stream, ((b":status", b"%d" % head.http_status),), ended)
         else:
             self.refuse(stream, head.code, head.details, ended)
 
     # ---- calls.Carrier
-    def count_soon(self, call: InferCall) -> None:
-        self._uncounted.append(call)
-
-    def acknowledge(self, stream: int, size: int) -> None:
-        if size:
-            try:
-                self._http2.acknowledge_received_data(size, stream)
-            except NGH2Error as error:
-                self.failed(error)
-
     def answer(self, stream: int, response: bytes, head: RequestHead) -> None:
         if self._transport is None:
             return
@@ -234,7 +76,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         try:
             http2.send_response(stream, START_GZIP if is_compressed else START)
             prefix = prefix_of(len(response), is_compressed)
-            if len(response) <= _WRITE_BYTES:
+            if len(response) <= WRITE_BYTES:
                 http2.send_data(stream, prefix + response)
             else:                               # without a copy of it
                 http2.send_data(stream, prefix)
@@ -242,159 +84,26 @@ class GrpcConnection(asyncio.BufferedProtocol):
             http2.send_trailers(stream, SUCCESS)
         except NGH2Error as error:
             self.failed(error)
-        self._sending()
+        self.sending()
 
     def start(self, stream: int, head: RequestHead) -> None:
         if self._transport:
-            with _Sending(self):
+            with Sending(self):
                 self._http2.send_response(stream, START_GZIP if self._settings.compresses and head.accepts_gzip
                                           else START)
 
     def write_message(self, stream: int, message: bytes, head: RequestHead, call: CoroutineCall) -> bool:
-        if self._transport is None:
-            return True
         packed = gzipped(message) if self._settings.compresses and head.accepts_gzip else None
-        with _Sending(self):
-            self._http2.send_data(stream, prefix_of(len(packed), True) + packed if packed else
-                                  prefix_of(len(message)) + message)
-        self._limits.sent()
-        self.flush()
-        if self._transport is None or self._http2.queued_body_size(stream) == 0:
-            return True
-        self._writers[stream] = call
-        return False
+        data = prefix_of(len(packed), True) + packed if packed else prefix_of(len(message)) + message
+        return self._transport is None or self.write(stream, data, call)
 
     def finish(self, stream: int, code: int, details: str, ended: bool) -> None:
         if self._transport:
-            with _Sending(self):
+            with Sending(self):
                 self._http2.send_trailers(stream, status_headers(code, details))
                 if not ended:
                     self.reset_when_sent(stream)
-            self._sending()
+            self.sending()
 
     def refuse(self, stream: int, code: int, details: str, ended: bool) -> None:
-        self._refuse_with(stream, (*START[:2], *status_headers(code, details)), ended)
-
-    def _refuse_with(self, stream: int, headers: Sequence[Header], ended: bool) -> None:
-        if self._transport:
-            with _Sending(self):
-                self._http2.send_response(stream, headers, end_stream=True)
-                if not ended:
-                    self.reset_when_sent(stream)
-            self._sending()
-
-    def failed(self, error: NGH2Error) -> None:
-        """Take note that something cannot be sent: a stream has been reset, or the connection is ending."""
-        if isinstance(error, StreamProtocolError):
-            log.debug("%s: %s", self.peer, error)       # the event that says so follows
-        else:
-            log.info("%s: %s: its connection is closed", self.peer, error)
-            self.abort()
-
-    def reset_when_sent(self, stream: int) -> None:
-        self._resets.append(stream)
-
-    def watch_partial(self) -> None:
-        self._limits.watch_partial()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.loop.create_task(work)
-        self._shared.tasks.add(task)            # the loop itself keeps none alive
-        task.add_done_callback(self._shared.tasks.discard)
-        return task
-
-    def _sending(self) -> None:
-        self._limits.sent()
-        self.flush_soon()
-
-    def flush_soon(self) -> None:
-        """Send at the end of this iteration of the event loop."""
-        if not self._flushing:
-            self._flushing = True
-            self.loop.call_soon(self.flush)
-
-    def flush(self) -> None:
-        """Send what the windows and the transport have room for."""
-        self._flushing = False
-        transport, http2 = self._transport, self._http2
-        if transport is None:
-            return
-        try:
-            waiting = http2.queued_body_size() if self._writers else 0
-            while not self._paused and (data := http2.data_to_send(_WRITE_BYTES)):
-                transport.write(data)
-            if not self._paused and self._resets:
-                self._reset_sent()
-            self._handle_events()
-        except NGH2Error as error:
-            self.failed(error)
-            return
-        if self._writers and http2.queued_body_size() < waiting:
-            self._wake_writers()
-        if self.calls and (self._paused or http2.queued_body_size()):
-            self._limits.watch_unread()
-        if not (http2.want_read or http2.want_write) and not self._paused:
-            transport.close()
-
-    def _reset_sent(self) -> None:
-        http2, waiting = self._http2, []
-        for stream in self._resets:
-            if http2.queued_body_size(stream):
-                waiting.append(stream)
-            else:
-                http2.reset_stream(stream, ErrorCode.NO_ERROR)
-        self._resets = waiting
-        if self._transport and (data := http2.data_to_send(_WRITE_BYTES)):
-            self._transport.write(data)
-
-    def _wake_writers(self) -> None:
-        for stream, call in list(self._writers.items()):
-            if self._http2.queued_body_size(stream) == 0:
-                del self._writers[stream]
-                call.sent()
-
-    def drain(self) -> None:
-        """Have the client open its next calls on another connection; calls that are open are served."""
-        if self._transport and not self._draining:
-            self._draining = True
-            with _Sending(self):
-                self._http2.send_shutdown_notice()
-            self.flush()
-            self._limits.later("goaway", _GOAWAY_SECS, self._go_away)
-
-    def _go_away(self) -> None:
-        if self._transport:
-            with _Sending(self):
-                self._http2.send_goaway()
-            self.flush()
-
-    def close(self) -> None:
-        """End the connection, and all calls on it, when what is with the transport has been sent."""
-        if self._transport:
-            with suppress(NGH2Error):           # it is terminating already
-                self._http2.terminate_connection()
-            self.flush()
-            self._close_transport()
-
-    def _close_transport(self) -> None:
-        if self._transport:
-            self._transport.close()
-
-    def ping(self) -> None:
-        """Ask the client for a sign of life."""
-        with _Sending(self):
-            self._http2.ping()
-        self.flush()
-
-    def end_for_pings(self) -> None:
-        """End the connection of a client that pings too often."""
-        log.info("%s pings too often: its connection is closed", self.peer)
-        with _Sending(self):
-            self._http2.send_goaway(ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
-        self.flush_soon()
-        self._limits.later("strikes", 0.0, self._close_transport)
-
-    def abort(self) -> None:
-        """End the connection at once."""
-        if self._transport:
-            self._transport.abort()
+        self.answer_with(stream, (*START[:2], *status_headers(code, details)), ended)

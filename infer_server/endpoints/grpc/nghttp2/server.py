@@ -6,8 +6,9 @@ import socket
 from typing import Any
 
 from infer_server.endpoints.grpc.methods import Methods
-from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection, Shared
-from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
+from infer_server.endpoints.grpc.nghttp2.connection import GrpcConnection
+from infer_server.endpoints.http2.connection import Shared
+from infer_server.endpoints.http2.settings import ConnectionSettings
 from infer_server.endpoints.inflight import Inflight
 from infer_server.endpoints.tls import Tls
 
@@ -28,8 +29,8 @@ class Nghttp2Server:
         settings : limits of a connection.
         shares_port : True if other processes of this server listen on the port.
         """
-        self._shared = Shared(methods, inflight, settings, asyncio.get_running_loop())
-        self._shares_port = shares_port
+        self._shared = Shared(inflight, settings, asyncio.get_running_loop())
+        self._methods, self._shares_port = methods, shares_port
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, tls: Tls | None) -> int:
@@ -49,7 +50,7 @@ class Nghttp2Server:
         self._server = await self._shared.loop.create_unix_server(self._connect, path, backlog=_BACKLOG)
 
     def _connect(self) -> GrpcConnection:
-        return GrpcConnection(self._shared)
+        return GrpcConnection(self._shared, self._methods)
 
     @property
     def is_connected(self) -> bool:
@@ -59,8 +60,12 @@ class Nghttp2Server:
         """Refuse new connections, and have clients open others elsewhere; open calls are served."""
         if self._server:
             self._server.close()
-        for connection in list(self._shared.connections):
-            connection.drain()
+        self._shared.drain()
+
+    async def send_away(self) -> None:
+        """Call stop_listening, and wait until clients send their next calls elsewhere."""
+        self.stop_listening()
+        await self._shared.drained()
 
     async def close(self) -> None:
         """End all connections when what was sent has reached the transport."""

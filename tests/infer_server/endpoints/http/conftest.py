@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import tritonclient.http as triton
 
+from protos import http2
+from tests.infer_server.endpoints.http import plain
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import WORKERS, RunningServer, serving
 
@@ -26,6 +28,15 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with serving(repository, max_body_bytes=1 << 21, explicit_control=True, load_models=None,
                  grpc_front=request.param) as running:
         yield running
+
+
+@pytest.fixture(params=("HTTP/1.1", "HTTP/2"))
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The version that plain.ask() speaks."""
+    if request.param == "HTTP/2" and not http2.is_installed:
+        pytest.skip("ngh2 is not installed")
+    monkeypatch.setattr(plain, "version", request.param)
+    return str(request.param)
 
 
 @pytest.fixture

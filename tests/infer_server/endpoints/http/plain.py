@@ -1,20 +1,27 @@
-"""HTTP requests as bytes, over plain sockets."""
+"""HTTP requests as bytes, over plain sockets, or translated to HTTP/2."""
 from __future__ import annotations
 
 import json
 import socket
+from http import HTTPStatus
 from typing import Any, BinaryIO
 
+import httptools
 import numpy as np
 
+from tests.infer_server.http2_client import Http2Client
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
 from tests.infer_server.serving import RunningServer
 
 CLOSE = "Connection: close"
+version = "HTTP/1.1"            # that ask() speaks: the fixture `version` has tests run with "HTTP/2", too
+_OF_CONNECTIONS = {b"connection", b"transfer-encoding", b"host", b"upgrade"}
 
 
 def ask(server: RunningServer, *requests: bytes) -> bytes:
     """All that comes back until the server closes."""
+    if version == "HTTP/2":
+        return ask_over_http2(server, *requests)
     with socket.create_connection(("127.0.0.1", server.ports.http), timeout=TIMEOUT_SECS) as connection:
         for request in requests:
             connection.sendall(request)
@@ -22,6 +29,46 @@ def ask(server: RunningServer, *requests: bytes) -> bytes:
         while data := connection.recv(1 << 16):
             received += data
     return received
+
+
+class Translated:
+    """Requests of HTTP/1.1, parsed: methods, targets, headers, bodies."""
+
+    def __init__(self, data: bytes) -> None:
+        self.requests: list[tuple[bytes, bytes, list[tuple[bytes, bytes]], bytes]] = []
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self._target, self._body, self._headers = b"", b"", list[tuple[bytes, bytes]]()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        self.requests.append((self._parser.get_method(), self._target, self._headers, self._body))
+
+
+def ask_over_http2(server: RunningServer, *requests: bytes) -> bytes:
+    """The answers to requests of HTTP/1.1 that are sent over HTTP/2, as HTTP/1.1 has them."""
+    answers = []
+    with Http2Client(server.ports.http) as client:
+        for method, target, headers, body in Translated(b"".join(requests)).requests:
+            host = next((value for name, value in headers if name == b"host"), b"x")
+            fields, content = client.answer(client.request(
+                [(b":method", method), (b":scheme", b"http"), (b":path", target), (b":authority", host),
+                 *(each for each in headers if each[0] not in _OF_CONNECTIONS)], body))
+            status = HTTPStatus(int(fields.pop(b":status")))
+            lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(
+                name.title() + b": " + value for name, value in fields.items())]
+            answers.append(b"\r\n".join(lines) + b"\r\n\r\n" + content)
+    return b"".join(answers)
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from infer_server.endpoints.http import messages
 from infer_server.protocol.json_values import parsed
+from protos import http2
+from tests.infer_server.endpoints.http import plain
 from tests.infer_server.endpoints.http.plain import CLOSE, ask, post
 from tests.infer_server.endpoints.test_serving import eventually
 from tests.infer_server.endpoints.test_streams import COUNT_CONFIG
+from tests.infer_server.http2_client import Http2Client
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, write_model
 from tests.infer_server.python_backend.test_python_models import HEAD, python_model
 from tests.infer_server.serving import RunningServer, serving
@@ -58,7 +62,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def generate(server: RunningServer, model: str, body: Any, how: str = "generate") -> tuple[int, str, str]:
-    """Its status, content type and body, through a client that knows chunks."""
+    """Its status, content type and body, through a client that knows chunks, or over HTTP/2."""
+    if plain.version == "HTTP/2":
+        head, _, text = ask(server, post(f"/v2/models/{model}/{how}", json.dumps(body).encode())).partition(
+            b"\r\n\r\n")
+        found = re.search(rb"^Content-Type: (.*?)\r?$", head, re.MULTILINE)
+        return int(head.split()[1]), found[1].decode() if found else "", text.decode()
     connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=TIMEOUT_SECS)
     connection.request("POST", f"/v2/models/{model}/{how}", json.dumps(body))
     response = connection.getresponse()
@@ -73,6 +82,7 @@ def events(text: str) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-1]]
 
 
+@pytest.mark.usefixtures("version")
 def test_inputs_and_outputs_are_plain_members(server: RunningServer) -> None:
     status, _, text = generate(server, "affine", {"id": "7", "x": [1, 2, 3, 4], "stream": False, "temperature": 0.5})
     assert status == 200 and json.loads(text) == {
@@ -94,7 +104,7 @@ def test_the_body_of_a_generation_is_parsed_once(server: RunningServer, monkeypa
     assert len(read) == 1
 
 
-def test_every_response_is_an_event(server: RunningServer) -> None:
+def test_every_response_is_an_event(server: RunningServer, version: str) -> None:
     status, content_type, text = generate(server, "counts", {"count": 3, "step": 5}, "generate_stream")
     assert (status, content_type) == (200, "text/event-stream; charset=utf-8")
     assert [event["i"] for event in events(text)] == [0, 5, 10]
@@ -102,10 +112,12 @@ def test_every_response_is_an_event(server: RunningServer) -> None:
     assert generate(server, "counts", {"count": 0}, "generate_stream")[2] == ""
     (first, last) = events(generate(server, "counts", {"count": 9}, "generate_stream")[2])
     assert first["i"] == 9 and "cannot count so far" in last["error"]
-    old = ask(server, post("/v2/models/counts/generate_stream", b'{"count": 2}').replace(b"HTTP/1.1", b"HTTP/1.0"))
-    assert old.endswith(b'"i":1}\n\n') and b"chunked" not in old
+    if version == "HTTP/1.1":
+        old = ask(server, post("/v2/models/counts/generate_stream", b'{"count": 2}').replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert old.endswith(b'"i":1}\n\n') and b"chunked" not in old
 
 
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize(("model", "body", "how", "status", "said"), [
     ("nobody", {}, "generate", 404, "unknown model"), ("affine", [], "generate", 400, "JSON object"),
     ("affine", {"x": 1}, "generate", 400, "1 values do not fill x FP32 [-1, 4]"),
@@ -148,6 +160,22 @@ def test_a_generation_whose_client_leaves_is_withdrawn(server: RunningServer) ->
         assert eventually(lambda: model.pending == 0)
     assert events(executing.getresponse().read().decode())[0]["y"] == [3, 5, 7, 9]
     executing.close()
+
+
+@pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
+def test_a_stream_of_http2_whose_events_are_not_read_ends_and_others_go_on(server: RunningServer) -> None:
+    inflight = server.server._inflight
+    with Http2Client(server.ports.http, window_bytes=1000) as client:
+        def request(path: str, body: bytes) -> int:
+            return client.request([(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()),
+                                   (b":authority", b"x")], body)
+
+        inflight._peak_bytes = 0
+        unread = request("/v2/models/big/generate_stream", b'{"count": 1}')
+        while not any(isinstance(event, http2.StreamClosed) and event.stream_id == unread for event in client.events):
+            client.read(0.1)                                # 1000 bytes at a time: events come faster
+        assert inflight._peak_bytes > 1 << 20 and eventually(lambda: inflight.held_bytes == 0)
+        assert client.answer(request("/v2/models/affine/generate", b'{"x": [1, 2, 3, 4]}'))[0][b":status"] == b"200"
 
 
 def test_a_client_that_does_not_read_its_events_is_disconnected(server: RunningServer) -> None:

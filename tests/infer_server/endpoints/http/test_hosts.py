@@ -33,6 +33,7 @@ def status(server: RunningServer, path: str, *headers: str, body: bytes = b"{}",
     return int(ask(server, ("\r\n".join(lines) + "\r\n\r\n").encode() + body).split()[1])
 
 
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize("path", CHANGES)
 @pytest.mark.parametrize(("headers", "refused"), [
     (("Host: evil.example",), 403), (("Host: evil.example:8000", "Origin: http://evil.example:8000"), 403),
@@ -46,6 +47,7 @@ def test_a_call_for_a_foreign_page_is_refused(
     assert status(server, path, *headers) == refused
 
 
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize("headers", [
     ("Host: localhost:8000",), ("Host: LOCALHOST.",), ("Host: 127.0.0.1:8000",), ("Host: [::1]:8000",),
     ("Host: 10.1.2.3",), ("Host: infer-server:8000",), ("Host: infer-server.prod.svc.cluster.local:8000",),
@@ -58,6 +60,7 @@ def test_clients_and_proxies_are_served(server: RunningServer, headers: tuple[st
     assert status(server, "/v2/logging", *headers) == 200
 
 
+@pytest.mark.usefixtures("version")
 def test_what_changes_nothing_is_served_under_any_name(server: RunningServer) -> None:
     foreign = ("Host: evil.example", "Origin: http://evil.example")
     for path in ("/", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/config"):

@@ -149,6 +149,7 @@ def test_thousands_of_pipelined_requests_are_answered_in_order(limited: RunningS
     assert firsts == [2.0 * i + 1 for i in range(400)] + [3.0]
 
 
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 def test_a_body_that_becomes_too_large_is_refused_while_it_does(limited: RunningServer, coding: str) -> None:
     sent = gzip.compress(bytes(16 * MIB)) if coding == "gzip" else zlib.compress(bytes(16 * MIB))
@@ -158,6 +159,7 @@ def test_a_body_that_becomes_too_large_is_refused_while_it_does(limited: Running
     assert eventually(lambda: limited.server._inflight.held_bytes == 0)
 
 
+@pytest.mark.usefixtures("version")
 @pytest.mark.parametrize(("data", "status", "says"), [
     ("[" + "1," * 100_000 + "1]", 400, b"expected 4 values"), ("[" + "[]," * 100_000 + "1,2,3,4]", 200, b"[3.0,5.0"),
     ("[" + "{}," * 100_000 + "1]", 400, b"contains a JSON object"), ("[" * 200_000, 400, b"depth"),
@@ -171,6 +173,7 @@ def test_large_json_is_read_or_refused(limited: RunningServer, data: str, status
     assert eventually(lambda: limited.server._inflight.held_bytes == 0)
 
 
+@pytest.mark.usefixtures("version")
 def test_a_large_tensor_as_json_goes_both_ways(limited: RunningServer) -> None:
     values = np.arange(1 << 15, dtype=np.float32) / 8
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, values.size], "data": values.tolist()}]}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from infer_server.endpoints.http.status_page import _FILES
+from infer_server.endpoints.http.server_pages import _FILES
 from infer_server.endpoints.status.history import History
 from tests.infer_server.endpoints.http import browser
 from tests.infer_server.endpoints.http.plain import CLOSE, ask

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from infer_server.endpoints.grpc.nghttp2.calls import Call
-from infer_server.endpoints.grpc.nghttp2.settings import ConnectionSettings
+from infer_server.endpoints.http2.settings import ConnectionSettings
+from infer_server.endpoints.http2.streams import Stream
 from infer_server.endpoints.inflight import Inflight
-from infer_server.errors import DeadlineExceededError
+from infer_server.errors import SlowMessageError
 
 _HANDSHAKE_SECS = 20.0              # for a client to begin
 _IDLE_PING_SECS = 7200.0            # between a client's pings where no call is open
@@ -23,8 +23,8 @@ class Limited(Protocol):
     peer: str
 
     @property
-    def calls(self) -> Mapping[int, Call]:
-        """The open calls by stream."""
+    def streams(self) -> Mapping[int, Stream]:
+        """The open streams by number."""
 
     def ping(self) -> None: ...
 
@@ -52,9 +52,12 @@ class Limits:
 
     def start(self) -> None:
         settings = self._settings
+        self.received()
         self.later("handshake", _HANDSHAKE_SECS, self._connection.abort)
         if settings.max_age_secs < math.inf:
             self.later("age", settings.max_age_secs * random.uniform(0.9, 1.1), self._grow_old)
+        if settings.idle_secs < math.inf:
+            self.later("idle", settings.idle_secs, self._end_idle)
         if settings.keepalive_secs < math.inf:
             self.later("keepalive", settings.keepalive_secs, self._keep_alive)
 
@@ -89,7 +92,7 @@ class Limits:
 
     def on_ping(self) -> None:
         now, settings = self._loop.time(), self._settings
-        allowed = self._connection.calls or settings.keepalive_without_calls
+        allowed = self._connection.streams or settings.keepalive_without_calls
         if now - self._last_ping < (settings.min_ping_interval_secs if allowed else _IDLE_PING_SECS):
             self._strikes += 1
             if 0 < settings.max_ping_strikes == self._strikes - 1:
@@ -99,7 +102,7 @@ class Limits:
     def _keep_alive(self) -> None:
         settings = self._settings
         silence = self._loop.time() - self._last_received
-        if silence >= settings.keepalive_secs and (self._connection.calls or settings.keepalive_without_calls) and (
+        if silence >= settings.keepalive_secs and (self._connection.streams or settings.keepalive_without_calls) and (
                 settings.max_pings_without_data == 0 or self._pings < settings.max_pings_without_data):
             self._pings += 1
             self._connection.ping()
@@ -108,6 +111,15 @@ class Limits:
             silence = 0.0
         self.later("keepalive", settings.keepalive_secs - min(silence, settings.keepalive_secs * 0.9),
                     self._keep_alive)
+
+    def _end_idle(self) -> None:
+        """Close the connection if its client has asked nothing for a while."""
+        idle_secs = self._settings.idle_secs
+        silence = 0.0 if self._connection.streams else self._loop.time() - self._last_received
+        if silence >= idle_secs:
+            self._connection.close()
+        else:
+            self.later("idle", idle_secs - silence, self._end_idle)
 
     def _grow_old(self) -> None:
         self._connection.drain()
@@ -123,7 +135,7 @@ class Limits:
         """Close the connection if its client has not read an answer in time."""
         del self._timers["unread"]
         timeout = self._connection.inflight.send_timeout_secs
-        answered = [call.answered_at for call in self._connection.calls.values() if call.answered_at]
+        answered = [call.answered_at for call in self._connection.streams.values() if call.answered_at]
         if answered and (waited := self._loop.time() - min(answered)) >= timeout:
             self._connection.inflight.warn_of(self._connection.peer)
             self._connection.abort()
@@ -141,11 +153,11 @@ class Limits:
         del self._timers["partial"]
         least = self._settings.min_body_rate * self._settings.body_grace_secs
         before, self._partial = self._partial, {}
-        for stream, call in list(self._connection.calls.items()):
+        for stream, call in list(self._connection.streams.items()):
             if not call.is_partial:
                 continue
             if stream in before and call.partial_bytes - before[stream] < least:
-                call.fail(DeadlineExceededError(
+                call.fail(SlowMessageError(
                     f"the message arrives at less than {self._settings.min_body_rate} bytes a second, on average over "
                     f"{self._settings.body_grace_secs:g} s (--min-body-rate, --body-grace-secs)"))
             else:

@@ -1,4 +1,4 @@
-"""Settings of the connections to the gRPC port."""
+"""Settings of HTTP/2 connections."""
 from __future__ import annotations
 
 import math
@@ -18,6 +18,8 @@ class ConnectionSettings:
     https://github.com/grpc/proposal/blob/master/A9-server-side-conn-mgt.md
     """
     max_message_bytes: int
+    max_streams: int = 10_000                   # that a client may have open
+    idle_secs: float = math.inf                 # without an open stream, after which the connection is closed
     keepalive_secs: float = 7200.0              # of silence, after which the client is pinged
     keepalive_timeout_secs: float = 20.0        # for it to answer, or be disconnected
     keepalive_without_calls: bool = False       # pings also where no call is open
@@ -40,11 +42,12 @@ def settings_of(channel: Mapping[str, int], max_message_bytes: int, min_body_rat
 
     usual = ConnectionSettings(max_message_bytes)
     return ConnectionSettings(
-        max_message_bytes, secs("keepalive_time_ms", usual.keepalive_secs),
-        secs("keepalive_timeout_ms", usual.keepalive_timeout_secs),
-        bool(channel.get("grpc.keepalive_permit_without_calls", 0)),
-        channel.get("grpc.http2.max_pings_without_data", usual.max_pings_without_data),
-        secs("http2.min_ping_interval_without_data_ms", usual.min_ping_interval_secs),
-        channel.get("grpc.http2.max_ping_strikes", usual.max_ping_strikes),
-        secs("max_connection_age_ms", math.inf), secs("max_connection_age_grace_ms", math.inf),
-        min_body_rate, body_grace_secs, bool(channel.get("grpc.default_compression_algorithm", 0)))
+        max_message_bytes, keepalive_secs=secs("keepalive_time_ms", usual.keepalive_secs),
+        keepalive_timeout_secs=secs("keepalive_timeout_ms", usual.keepalive_timeout_secs),
+        keepalive_without_calls=bool(channel.get("grpc.keepalive_permit_without_calls", 0)),
+        max_pings_without_data=channel.get("grpc.http2.max_pings_without_data", usual.max_pings_without_data),
+        min_ping_interval_secs=secs("http2.min_ping_interval_without_data_ms", usual.min_ping_interval_secs),
+        max_ping_strikes=channel.get("grpc.http2.max_ping_strikes", usual.max_ping_strikes),
+        max_age_secs=secs("max_connection_age_ms", math.inf),
+        max_age_grace_secs=secs("max_connection_age_grace_ms", math.inf), min_body_rate=min_body_rate,
+        body_grace_secs=body_grace_secs, compresses=bool(channel.get("grpc.default_compression_algorithm", 0)))
