@@ -11,10 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from clients.channels import StatusError
 from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
-from clients.load.transports.transport import NotAnsweredError, Send
+from clients.load.transports.transport import Send
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
 MAX_BYTES_IN_FLIGHT = 512 << 20
@@ -55,7 +56,7 @@ class Sender:
         sent = time.monotonic()
         try:
             await self._next_request()(self._timeout)
-        except NotAnsweredError as error:
+        except StatusError as error:
             status = error.status
             self.messages.setdefault(status, error.details)
         self.recorder.add(due, sent, time.monotonic(), status)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from clients.channels import StatusError
 from clients.codec import Array
 from clients.errors import ClientError, ServerError, error_of
 from clients.load.arguments import Options
@@ -20,7 +21,7 @@ from clients.load.report import Report
 from clients.load.schedule import Load
 from clients.load.statistics import Reading, read
 from clients.load.transports import open_transport
-from clients.load.transports.transport import SETUP_SECS, NotAnsweredError, Send, Transport
+from clients.load.transports.transport import SETUP_SECS, Send, Transport
 
 
 class Target:
@@ -55,7 +56,7 @@ class Target:
         begun = time.monotonic()
         try:
             await self.requests[0](SETUP_SECS)
-        except NotAnsweredError as error:
+        except StatusError as error:
             named = error_of(error.status, self.url, "ModelInfer", error.details)
             if not isinstance(named, ServerError):
                 raise named from error

@@ -14,7 +14,6 @@ import grpc
 import numpy as np
 
 import protos
-from clients.calls import channel_options
 from clients.codec import decode, encode
 from protos import inference as pb
 
@@ -118,7 +117,7 @@ def serving(model: Doubler) -> Iterator[str]:
     finished = asyncio.Event()
 
     async def serve() -> None:
-        server = grpc.aio.server(options=channel_options())
+        server = grpc.aio.server(options=[(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers),))
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
