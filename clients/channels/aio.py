@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from functools import partial
 from typing import cast
 
@@ -18,6 +17,7 @@ from protos.buffers import uninitialised
 
 _RECEIVE_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10            # that the transport keeps at most
+_CLOSE_SECS = 1.0                   # for a connection to be closed in order, over TLS
 
 
 class AioChannel(ChannelBase):
@@ -25,7 +25,8 @@ class AioChannel(ChannelBase):
 
     def __init__(self, url: str, options: ChannelOptions) -> None:
         super().__init__(url, options)
-        self._connections: dict[str, AioConnection] = {}
+        self._connections: dict[str, AioConnection] = {}            # that take calls, by address
+        self._open: set[AioConnection] = set()                      # and those on which the last calls end
         self._connecting: dict[str, asyncio.Task[AioConnection]] = {}
 
     async def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
@@ -49,10 +50,7 @@ class AioChannel(ChannelBase):
         connecting = list(self._connecting.values())
         for task in connecting:
             task.cancel()
-        await asyncio.gather(*connecting, return_exceptions=True)
-        for connection in self._connections.values():
-            connection.close()
-        await asyncio.sleep(0)                      # the transports end in the next iteration
+        await asyncio.gather(*connecting, *(connection.close() for connection in self._open), return_exceptions=True)
 
     async def _connection(self, attempts: Attempts) -> AioConnection:
         """Return the connection that the call is made on. Raises StatusError if no address has a healthy server."""
@@ -87,7 +85,7 @@ class AioChannel(ChannelBase):
         try:
             if connection is None or not connection.takes_calls:
                 async with asyncio.timeout(secs):
-                    connection = await _open(address, self._options, self._tls, self._config.health_service)
+                    connection = await self._new_connection(address)
             if connection.health.is_due:
                 await connection.check_health(self._encoder, secs)
         except TimeoutError:
@@ -104,6 +102,29 @@ class AioChannel(ChannelBase):
         self._connections[str(address)] = connection
         return connection
 
+    async def _new_connection(self, address: Address) -> AioConnection:
+        """Return a connection whose server speaks HTTP/2. Raises OSError."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> AioConnection:
+            connection = AioConnection(self._options, self._config.health_service)
+            self._open.add(connection)
+            connection.ended.add_done_callback(lambda _: self._open.discard(connection))
+            return connection
+
+        tls, host = self._tls, address.host if self._tls else None
+        transport, connection = await (
+            loop.create_unix_connection(protocol, address.path, ssl=tls, server_hostname=host) if address.path else
+            loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=host))
+        try:
+            if tls:
+                require_http2(transport.get_extra_info("ssl_object").selected_alpn_protocol())
+            await connection.ready()
+        except BaseException:
+            transport.abort()
+            raise
+        return connection
+
 
 class AioConnection(asyncio.BufferedProtocol):
     """A connection for any number of calls."""
@@ -113,6 +134,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._http2 = ClientConnection(options)
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
         self._buffer = memoryview(uninitialised(_RECEIVE_BYTES))
         self._has_room = True                       # in the transport
@@ -157,13 +179,14 @@ class AioConnection(asyncio.BufferedProtocol):
         self._http2.takes_calls = False
         self._flush_soon()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the connection, and all calls on it."""
         self._http2.lose("the client is closed")
         self._http2.go_away()
-        self.flush()
+        self.flush()                                # which closes the transport
+        await asyncio.wait([self.ended], timeout=_CLOSE_SECS)
         if self._transport:
-            self._transport.close()
+            self._transport.abort()
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -196,6 +219,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self._http2.lose(text)
         if not self._ready.done():
             self._ready.set_exception(ConnectionError(text))
+        self.ended.set_result(None)
 
     # ---- sending
     def _flush_soon(self) -> None:
@@ -240,24 +264,3 @@ def _set_done(ended: asyncio.Future[None], _: Call) -> None:
     if not ended.done():                            # it may have been cancelled
         ended.set_result(None)
 
-
-async def _open(address: Address, options: ChannelOptions, tls: ssl.SSLContext | None, health_service: str | None
-                ) -> AioConnection:
-    """Raises OSError."""
-    loop = asyncio.get_running_loop()
-
-    def protocol() -> AioConnection:
-        return AioConnection(options, health_service)
-
-    host = address.host if tls else None
-    transport, connection = await (
-        loop.create_unix_connection(protocol, address.path, ssl=tls, server_hostname=host) if address.path else
-        loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=host))
-    try:
-        if tls:
-            require_http2(transport.get_extra_info("ssl_object").selected_alpn_protocol())
-        await connection.ready()
-    except BaseException:
-        transport.abort()
-        raise
-    return connection

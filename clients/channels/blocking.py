@@ -153,6 +153,9 @@ class BlockingConnection:
         except StatusError as error:                # the deadline
             self._http2.cancel(call)
             call.end(error)
+            if self._http2.takes_calls:
+                with suppress(StatusError, OSError):        # which lose the connection
+                    self._send(time.monotonic())
         except OSError as error:
             self._http2.lose(str(error))
         finally:

@@ -73,7 +73,9 @@ class ClientConnection:
     def data_to_send(self) -> bytes:
         """Return the next of the data that the windows have room for; empty if there are none."""
         try:
-            return self._http2.data_to_send(_SEND_BYTES)
+            if not (data := self._http2.data_to_send(_SEND_BYTES)):
+                self._handle_events()               # the last data may have been a GOAWAY
+            return data
         except NGH2Error as error:
             self.lose(str(error))
             return b""
@@ -131,11 +133,16 @@ class ClientConnection:
                     call.close(event.error_code)
             elif isinstance(event, SettingsReceived):
                 self.is_ready = True
-            elif isinstance(event, (GoAwayReceived, ConnectionClosed)):
+            elif isinstance(event, GoAwayReceived):
                 self.takes_calls = False
                 if event.error_code:
-                    self._farewell = f": it ended the connection with HTTP/2 error {event.error_code}, " + (
-                        event.debug_data.decode(errors="replace") or "without a reason")
+                    self._farewell = f" [HTTP/2 error {event.error_code}: {_text(event.debug_data)}]"
+            elif isinstance(event, ConnectionClosed):
+                self.lose(f"the connection ended with HTTP/2 error {event.error_code}: {_text(event.debug_data)}")
+
+
+def _text(debug_data: bytes) -> str:
+    return debug_data.decode(errors="replace") or "no reason is given"
 
 
 def require_http2(protocol: str | None) -> None:
