@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 _FIRST_BACKOFF_SECS, _BACKOFF_FACTOR, _MOST_BACKOFF_SECS, _JITTER = 1.0, 1.6, 120.0, 0.2
 
@@ -24,7 +24,9 @@ class Address:
     _failures: int = field(default=0, repr=False)
     _left_out_until: float = field(default=0.0, repr=False)
 
-    def __str__(self) -> str:
+    @cached_property
+    def name(self) -> str:
+        """The address as URLs have it."""
         return f"unix:{self.path}" if self.path else f"[{self.host}]:{self.port}" if ":" in self.host else (
             f"{self.host}:{self.port}")
 
@@ -48,13 +50,17 @@ class RoundRobin:
 
     def __init__(self, addresses: tuple[Address, ...]) -> None:
         self.addresses = addresses
-        self._next = 0
+        self._next = -1
 
-    def candidates(self) -> Iterator[Address]:
-        """Yield the addresses to try for a call, the next in turn first; those that are left out come last."""
-        first, self._next = self._next, (self._next + 1) % len(self.addresses)
-        turn = self.addresses[first:] + self.addresses[:first]
-        yield from sorted(turn, key=lambda address: address.is_left_out)
+    def next(self) -> Address:
+        """Return the address whose turn it is, left out or not."""
+        self._next += 1
+        return self.addresses[self._next % len(self.addresses)]
+
+    def candidates(self, first: Address) -> list[Address]:
+        """Return the addresses to try for a call in whose turn `first` is; those that are left out come last."""
+        at = self.addresses.index(first)
+        return sorted(self.addresses[at:] + self.addresses[:at], key=lambda address: address.is_left_out)
 
 
 def parse_url(url: str) -> tuple[Address, ...]:

@@ -37,7 +37,8 @@ class AioChannel(ChannelBase):
         while True:
             try:
                 request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
-                connection = await self._connection(attempts)
+                address = self._addresses.next()
+                connection = self._ready(address) or await self._connect_any(address, attempts)
                 answer = await connection.call(request, self._options.max_message_bytes, attempts.remaining())
                 self._throttle.succeeded()
                 return answer
@@ -52,36 +53,40 @@ class AioChannel(ChannelBase):
             task.cancel()
         await asyncio.gather(*connecting, *(connection.close() for connection in self._open), return_exceptions=True)
 
-    async def _connection(self, attempts: Attempts) -> AioConnection:
-        """Return the connection that the call is made on. Raises StatusError if no address has a healthy server."""
+    def _ready(self, address: Address) -> AioConnection | None:
+        """Return the connection to an address if a call may be made on it at once."""
+        connection = self._connections.get(address.name)
+        return connection if connection and connection.takes_calls and not connection.health.is_due else None
+
+    async def _connect_any(self, first: Address, attempts: Attempts) -> AioConnection:
+        """Return a connection for a call in whose turn `first` is. Raises StatusError if no healthy server is there."""
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
-        for address in self._addresses.candidates():
-            connection = self._connections.get(str(address))
-            if connection and connection.takes_calls and not connection.health.is_due:
-                return connection
+        for address in self._addresses.candidates(first):
             try:
+                if connection := self._ready(address):
+                    return connection
                 async with asyncio.timeout(attempts.remaining()):
-                    return await asyncio.shield(self._connect(address, connection))
+                    return await asyncio.shield(self._connect(address))
             except TimeoutError:
                 raise deadline_exceeded() from None
             except (OSError, StatusError) as error:
-                reasons.append(f"{address}: {error}")
+                reasons.append(f"{address.name}: {error}")
         raise StatusError("UNAVAILABLE", "; ".join(reasons))
 
-    def _connect(self, address: Address, present: AioConnection | None) -> asyncio.Task[AioConnection]:
+    def _connect(self, address: Address) -> asyncio.Task[AioConnection]:
         """Start to connect, or to check the present connection's health, unless another call has."""
-        name = str(address)
+        name = address.name
         task = self._connecting.get(name)
         if task is None:
-            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._healthy(address, present))
+            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._healthy(address))
             task.add_done_callback(lambda ended: (self._connecting.pop(name), ended.exception()))
         return task
 
-    async def _healthy(self, address: Address, present: AioConnection | None) -> AioConnection:
+    async def _healthy(self, address: Address) -> AioConnection:
         """Return a connection whose server serves. Raises OSError, StatusError."""
-        secs, connection = self._options.connect_secs, present
+        secs, connection = self._options.connect_secs, self._connections.get(address.name)
         try:
             if connection is None or not connection.takes_calls:
                 async with asyncio.timeout(secs):
@@ -99,7 +104,7 @@ class AioChannel(ChannelBase):
                 connection.drain()
             raise
         address.succeeded()
-        self._connections[str(address)] = connection
+        self._connections[address.name] = connection
         return connection
 
     async def _new_connection(self, address: Address) -> AioConnection:

@@ -56,7 +56,7 @@ class BlockingChannel(ChannelBase):
             return connection.call(request, self._options.max_message_bytes, attempts.deadline)
         finally:
             if connection.is_usable and not self._is_closed:
-                self._idle[str(address)].append(connection)
+                self._idle[address.name].append(connection)
             else:
                 connection.close()
 
@@ -65,7 +65,7 @@ class BlockingChannel(ChannelBase):
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
-        for address in self._addresses.candidates():
+        for address in self._addresses.candidates(self._addresses.next()):
             connection = self._idle_connection(address)
             try:
                 if connection is None:
@@ -79,14 +79,14 @@ class BlockingChannel(ChannelBase):
                 address.failed()
                 if connection:
                     connection.close()
-                reasons.append(f"{address}: {error}")
+                reasons.append(f"{address.name}: {error}")
                 continue
             address.succeeded()
             return address, connection
         raise StatusError("UNAVAILABLE", "; ".join(reasons))
 
     def _idle_connection(self, address: Address) -> BlockingConnection | None:
-        idle = self._idle[str(address)]
+        idle = self._idle[address.name]
         while idle:
             connection = idle.pop()
             if connection.is_alive():

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from clients.channels.options import ChannelOptions, Metadata
 from clients.channels.status import STATUSES, StatusError, status_of_http, status_of_reset
 from protos.grpc_framing import (
+    PREFIX_BYTES,
     MessageReader,
     MessageTooLargeError,
     binary_text,
@@ -102,7 +103,7 @@ class Call:
         self._error: StatusError | None = None
         self._message: bytes | bytearray | None = None
         self._max_bytes = _MOST_BYTES if max_bytes == NO_LIMIT else max_bytes
-        self._reader = MessageReader(self._max_bytes)
+        self._reader: MessageReader | None = None
         self._done = done
         self._coding = b""
         self._has_status = False
@@ -126,6 +127,12 @@ class Call:
 
     def receive(self, data: bytes) -> None:
         """Take data of the stream."""
+        if self._reader is None:
+            size = len(data) - PREFIX_BYTES
+            if self._message is None and data[:PREFIX_BYTES] == prefix_of(size) and size <= self._max_bytes:
+                self._message = data[PREFIX_BYTES:]         # all of it, as most are
+                return
+            self._reader = MessageReader(self._max_bytes)
         try:
             for message, is_compressed in self._reader.feed(data):
                 if self._message is not None:

@@ -36,12 +36,13 @@ class Throttle:
 
 class Attempts:
     """The attempts of one call."""
+    __slots__ = ("_policy", "_throttle", "timeout", "deadline", "retries", "_refusals")
 
     def __init__(self, method: MethodConfig, throttle: Throttle, timeout: float | None) -> None:
         """timeout: seconds that the caller allows; the config may allow fewer."""
         self._policy, self._throttle = method.retry, throttle
-        limits = [secs for secs in (timeout, method.timeout_secs) if secs is not None]
-        self.timeout = min(limits, default=None)
+        most = method.timeout_secs
+        self.timeout = timeout if most is None else most if timeout is None else min(timeout, most)
         self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
         self.retries = 0                # by the policy: those of streams that no server processed are not counted
         self._refusals = 0

@@ -153,9 +153,10 @@ def answering_late(secs: float) -> Any:
 @pytest.mark.parametrize(("url", "expected"), [
     ("localhost:8001", ["localhost:8001"]), ("a:1, b:2", ["a:1", "b:2"]), ("[::1]:8001", ["[::1]:8001"]),
     ("dns:///a:1", ["a:1"]), ("ipv4:1.2.3.4:5,6.7.8.9:10", ["1.2.3.4:5", "6.7.8.9:10"]),
-    ("unix:/run/s", ["unix:/run/s"]), ("unix:///run/s", ["unix:/run/s"]), ("unix:s", ["unix:s"]), ("unix-abstract:s", ["unix:\0s"])])
+    ("unix:/run/s", ["unix:/run/s"]), ("unix:///run/s", ["unix:/run/s"]),
+    ("unix:s", ["unix:s"]), ("unix-abstract:s", ["unix:\0s"])])
 def test_a_url_is_one_address_or_several(url: str, expected: list[str]) -> None:
-    assert list(map(str, parse_url(url))) == expected
+    assert [address.name for address in parse_url(url)] == expected
 
 
 def test_backoff_grows_with_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
