@@ -14,6 +14,7 @@ from clients.channels import StatusError
 from clients.codec import Array
 from clients.errors import ClientError, ServerError, error_of
 from clients.load.arguments import Options
+from clients.load.checking import checked
 from clients.load.generator import LoadLevel, Sender, Timing, run_level
 from clients.load.measure import Summary
 from clients.load.payload import PayloadError, prepare, request_bytes
@@ -48,7 +49,7 @@ class Target:
         """Of the loads that it was measured under."""
         options = self._options
         return Report(options.model, options.version, self.url, options.batch, options.duration, options.warmup,
-                      options.seed, self._levels, against)
+                      options.seed, options.goal_ms, self._levels, against)
 
     async def try_once(self) -> float:
         """The seconds that one request takes. A model that refuses the input says so here: it raises a ClientError. One
@@ -78,7 +79,8 @@ async def open_target(options: Options, url: str) -> AsyncIterator[Target]:
         metadata = await transport.metadata(options.model, options.version)
         feeds = prepare(metadata, options.batch, seed=options.seed, shapes=options.shapes,
                         data=load_arrays(options.input_data) if options.input_data else None)
-        target = Target(options, url, transport, await transport.prepare(options.model, options.version, feeds),
+        requests = await transport.prepare(options.model, options.version, feeds)
+        target = Target(options, url, transport, [*map(checked, requests)] if options.check else requests,
                         request_bytes(feeds))
         await target.try_once()
         yield target

@@ -28,6 +28,7 @@ class Doubler:
     stalls_when_measured: bool = False          # the n-th since statistics were first asked for
     stall_s: float = 0.0
     fail_every: int = 0                         # every n-th request ends with INTERNAL
+    wrong_every: int = 0                        # every n-th answer is wrong in one element
     keeps_statistics: bool = True
     shape: tuple[int, ...] = (-1, 4)
     received: list[pb.ModelInferRequest] = field(default_factory=list)
@@ -94,6 +95,8 @@ class Doubler:
         if (wait := self.stall_ends - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         y = 2 * decode(request.raw_input_contents[0], "FP32", shape)
+        if self.wrong_every and number % self.wrong_every == 0:
+            y[0, 0] += 1
         response = pb.ModelInferResponse(model_name="doubler", model_version="1", id=request.id)
         response.outputs.add(name="y", datatype="FP32", shape=shape)
         response.raw_output_contents.append(encode(y.astype(np.float32)))

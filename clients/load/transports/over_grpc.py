@@ -1,7 +1,8 @@
 """Requests over gRPC: one channel, messages as bytes, responses that nobody parses."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 
 from clients.aio import AsyncInferenceClient
 from clients.calls import METHODS
@@ -25,18 +26,13 @@ class GrpcTransport(Transport):
         return await self.client.statistics(model, version, timeout=SETUP_SECS)
 
     async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
-        return [self._sender(infer_request(model, feed, version=version).SerializeToString()) for feed in feeds]
+        requests = (infer_request(model, feed, version=version).SerializeToString() for feed in feeds)
+        return [partial(self.infer, request) for request in requests]
 
     async def close(self) -> None:
         await self._channel.close()
         await self.client.close()
 
-    async def infer(self, request: bytes, timeout: float) -> bytes:
+    def infer(self, request: bytes, timeout: float) -> Awaitable[bytes]:
         """Return the serialised response. Raises StatusError."""
-        return await self._channel.call(_PATH, request, timeout)
-
-    def _sender(self, request: bytes) -> Send:
-        async def send(timeout: float) -> None:
-            await self.infer(request, timeout)
-
-        return send
+        return self._channel.call(_PATH, request, timeout)
