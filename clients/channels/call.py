@@ -129,7 +129,8 @@ class Call:
         """Take data of the stream."""
         if self._reader is None:
             size = len(data) - PREFIX_BYTES
-            if self._message is None and data[:PREFIX_BYTES] == prefix_of(size) and size <= self._max_bytes:
+            if self._message is None and 0 <= size == int.from_bytes(data[1:PREFIX_BYTES]) <= self._max_bytes and (
+                    data[0] == 0):
                 self._message = data[PREFIX_BYTES:]         # all of it, as most are
                 return
             self._reader = MessageReader(self._max_bytes)

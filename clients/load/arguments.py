@@ -89,8 +89,8 @@ def parse(arguments: list[str] | None = None) -> Options:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true",
-                        help="over gRPC: read the outputs, and count an answer as failed (DATA_LOSS) if they differ from "
-                             "those of the first answer to the same input")
+                        help="over gRPC: read the outputs; an answer whose outputs differ from those of the first to "
+                             "the same input has failed (DATA_LOSS)")
     parser.add_argument("--goal-ms", type=_seconds, metavar="MS",
                         help="of the 99th percentile: the report names the most that holds it, the plot shows it")
     parser.add_argument("--json", type=_output, metavar="FILE", help="write the report (schema in its module's text)")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clients.channels import StatusError
+from clients.load.alarm import Alarm
 from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
@@ -98,15 +99,16 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
         finally:
             slots.release()
 
-    async with asyncio.TaskGroup() as group:
-        for offset in load.arrivals(seed):
-            due = start + offset
-            while not stop.is_set() and (wait := due - time.monotonic()) > 0:
-                await asyncio.sleep(min(wait, LONGEST_SLEEP))
-            await slots.acquire()
-            if stop.is_set():
-                break
-            group.create_task(one(due))
+    with Alarm() as alarm:
+        async with asyncio.TaskGroup() as group:
+            for offset in load.arrivals(seed):
+                due = start + offset
+                while not stop.is_set() and due > (now := time.monotonic()):
+                    await alarm.wait_until(min(due, now + LONGEST_SLEEP))
+                await slots.acquire()
+                if stop.is_set():
+                    break
+                group.create_task(one(due))
 
 
 async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,
