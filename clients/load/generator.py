@@ -49,6 +49,22 @@ class LoadLevel:
         ended = self.client.requests + sum(self.client.errors.values())
         return self.client_busy * self.client.seconds * 1e6 / ended if ended else math.nan
 
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """The mean latency by where it went; empty if nothing was answered, or the server keeps no statistics.
+
+        client : from the moment at which a request was due until it was sent, and the load generator's processor time.
+        network : the rest: the network, gRPC at both ends, and the server's work around the model.
+        queue, compute : the server's own statistics.
+        """
+        server = self.server
+        if server is None or not self.client.requests:
+            return {}
+        inside = {"queue": server.queue_ms,
+                  "compute": server.compute_input_ms + server.compute_infer_ms + server.compute_output_ms}
+        own = self.client.mean_send_delay_ms + self.client_cpu_us / 1e3
+        return {"client": own, "network": max(0.0, self.client.latency.mean - own - sum(inside.values())), **inside}
+
 
 class _Mark(NamedTuple):
     """The end of a window."""

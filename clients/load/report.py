@@ -7,6 +7,7 @@ JSON: {"model", "version", "url", "batch", "duration_s", "warmup_s", "seed", "go
      "stopped_by": "stable" | "duration", "measured_s": s, "requests": int, "throughput": items/s,
      "latency_ms": {"mean", "p50", "p90", "p95", "p99", "max"},      null where nothing was answered
      "errors": {gRPC status: count}, "send_delay_p99_ms": ms,
+     "parts_ms": {"client", "network", "queue", "compute"},          of the mean latency; {} where not known
      "client_busy": share of the time that the load generator's thread computed, "client_cpu_us": us of it a request,
      "server": {"queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",     means of a request
                 "executions": int, "mean_batch": float, "batch_sizes": {size: executions}} | null}
@@ -72,7 +73,8 @@ def _level(level: LoadLevel) -> dict[str, Any]:
             "throughput": client.throughput,
             "latency_ms": {name: _number(value) for name, value in asdict(client.latency).items()},
             "errors": dict(client.errors), "send_delay_p99_ms": _number(client.send_delay_ms),
-            "client_busy": level.client_busy, "client_cpu_us": _number(level.client_cpu_us), "server": server}
+            "parts_ms": level.parts_ms, "client_busy": level.client_busy,
+            "client_cpu_us": _number(level.client_cpu_us), "server": server}
 
 
 def _number(value: float) -> float | None:
@@ -86,7 +88,7 @@ def write_json(report: Report, path: Path) -> None:
 
 CSV_COLUMNS = ("mode", "concurrency", "rate", "batch", "stopped_by", "measured_s", "requests", "throughput",
                *(f"latency_ms.{name}" for name in (*PERCENTILES, "max")), "errors", "send_delay_p99_ms", "client_busy",
-               "client_cpu_us",
+               "client_cpu_us", *(f"parts_ms.{name}" for name in ("client", "network", "queue", "compute")),
                *(f"server.{name}" for name in ("queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",
                                                "executions", "mean_batch", "batch_sizes")), "url")
 
@@ -102,6 +104,7 @@ def write_csv(report: Report, path: Path) -> None:
                 server["batch_sizes"] = " ".join(
                     f"{size}:{count}" for size, count in server.get("batch_sizes", {}).items())
                 row |= {f"latency_ms.{name}": value for name, value in row.pop("latency_ms").items()}
+                row |= {f"parts_ms.{name}": value for name, value in row.pop("parts_ms").items()}
                 row |= {f"server.{name}": value for name, value in server.items()}
                 writer.writerow([row.get(column) for column in CSV_COLUMNS])
 

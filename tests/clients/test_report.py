@@ -16,11 +16,11 @@ from clients.load.schedule import Closed, Open
 from clients.load.statistics import ServerSplit
 
 ANSWERED = LoadLevel(
-    Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02),
+    Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02, 0.01),
     ServerSplit(3.5, 0.02, 4.0, 0.01, executions=1000, mean_batch=6.0, batch_sizes={4: 500, 8: 500}), "stable", {},
     client_busy=0.25)
 FAILING = LoadLevel(
-    Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0), None, "duration",
+    Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0, 4.0), None, "duration",
     {"UNAVAILABLE": "the queue is full"}, 0.0)
 
 
@@ -46,6 +46,13 @@ def test_a_load_generator_that_was_the_limit_says_so() -> None:
     assert as_json(report(ANSWERED))["levels"][0]["client_cpu_us"] == 0.25 * 3.0 * 1e6 / 6000
     idle = replace(FAILING, client=replace(FAILING.client, errors={}))
     assert as_json(report(idle))["levels"][0]["client_cpu_us"] is None
+
+
+def test_the_parts_of_the_mean_latency_add_up_to_it() -> None:
+    parts = ANSWERED.parts_ms
+    assert parts["client"] == pytest.approx(0.01 + 0.125) and parts["compute"] == pytest.approx(4.03)
+    assert sum(parts.values()) == pytest.approx(ANSWERED.client.latency.mean)
+    assert FAILING.parts_ms == {}
 
 
 def test_the_most_that_holds_the_goal_is_named() -> None:
