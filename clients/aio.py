@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from clients.calls import METHODS, Response, error_from_status, parse
 from clients.channels import ChannelOptions, Metadata, StatusError, open_async_channel
-from clients.codec import Array, infer_outputs, infer_request
+from clients.codec import Array, infer_outputs, serialised_request
 from protos import inference as pb
 from protos import model_config
 
@@ -62,14 +62,15 @@ class AsyncInferenceClient:
 
     async def infer(self, model: str, inputs: Mapping[str, Array], version: str = "", *, timeout: float | None = None,
                     priority: int = 0, request_id: str = "", metadata: Metadata = ()) -> dict[str, Array]:
-        request = infer_request(model, inputs, version=version, request_id=request_id, priority=priority)
+        request = serialised_request(model, inputs, version=version, request_id=request_id, priority=priority)
         return infer_outputs(await self._call(pb.ModelInferResponse, request, timeout, metadata))
 
-    async def _call(self, kind: type[Response], request: Message, timeout: float | None, metadata: Metadata = ()
-                    ) -> Response:
+    async def _call(self, kind: type[Response], request: Message | tuple[bytes, ...], timeout: float | None,
+                    metadata: Metadata = ()) -> Response:
         """Make the call that is answered by messages of this class."""
+        message = request if isinstance(request, tuple) else request.SerializeToString()
         try:
-            data = await self._channel.call(METHODS[kind].path, request.SerializeToString(), timeout, tuple(metadata))
+            data = await self._channel.call(METHODS[kind].path, message, timeout, tuple(metadata))
         except StatusError as error:
             raise error_from_status(error, self.url, kind) from error
         return parse(kind, data, self.url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from clients.channels.options import ChannelOptions, Metadata
+from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.status import StatusError
 from protos import http2
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class Channel(Protocol):
     """Makes calls from any thread."""
 
-    def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
              ) -> bytes:
         """Return the serialised response. Raises StatusError."""
 
@@ -26,7 +26,7 @@ class Channel(Protocol):
 class AsyncChannel(Protocol):
     """Makes calls on one event loop."""
 
-    async def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
                    ) -> bytes:
         """Return the serialised response. Raises StatusError."""
 

@@ -10,7 +10,7 @@ from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
 from clients.channels.connection import ClientConnection, require_http2
 from clients.channels.health import HealthCheck, require_healthy
-from clients.channels.options import ChannelOptions, Metadata
+from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
 from clients.channels.status import StatusError, deadline_exceeded
 from protos.buffers import uninitialised
@@ -29,7 +29,7 @@ class AioChannel(ChannelBase):
         self._open: set[AioConnection] = set()                      # and those on which the last calls end
         self._connecting: dict[str, asyncio.Task[AioConnection]] = {}
 
-    async def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
                    ) -> bytes:
         """Return the serialised response. Raises StatusError."""
         attempts = self._attempts(path, timeout)

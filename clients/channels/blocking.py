@@ -13,7 +13,7 @@ from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
 from clients.channels.connection import ClientConnection, require_http2
 from clients.channels.health import HealthCheck, require_healthy
-from clients.channels.options import ChannelOptions, Metadata
+from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
 from clients.channels.status import StatusError, deadline_exceeded
 from protos.buffers import uninitialised
@@ -29,7 +29,7 @@ class BlockingChannel(ChannelBase):
         super().__init__(url, options)
         self._idle: dict[str, deque[BlockingConnection]] = defaultdict(deque)
 
-    def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
              ) -> bytes:
         """Return the serialised response. Raises StatusError."""
         attempts = self._attempts(path, timeout)

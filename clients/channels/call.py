@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from clients.channels.options import ChannelOptions, Metadata
+from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.status import STATUSES, StatusError, status_of_http, status_of_reset
 from protos.grpc_framing import (
     PREFIX_BYTES,
@@ -35,7 +35,7 @@ _WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
 class Request(NamedTuple):
-    """A request as it is sent: the header block, and the data of the stream in one or two parts."""
+    """A request as it is sent: the header block, and the data of the stream in parts."""
     headers: tuple[Header, ...]
     data: tuple[bytes, ...]
 
@@ -65,20 +65,26 @@ class RequestEncoder:
 
         self._headers = headers
 
-    def encode(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = (),
+    def encode(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = (),
                retries: int = 0) -> Request:
         """Return a request. Raises StatusError if the message is larger than the options allow."""
-        if len(message) > self._max_bytes != NO_LIMIT:
-            raise StatusError("RESOURCE_EXHAUSTED",
-                              f"Sent message larger than max ({len(message)} vs. {self._max_bytes})")
-        packed = zlib.compress(message, 1, _WINDOW_BITS[b"gzip"]) if (
-            self._compresses and len(message) >= _WORTH_BYTES) else message
-        is_compressed = len(packed) < len(message)
+        size = len(message) if isinstance(message, bytes) else sum(map(len, message))
+        if size > self._max_bytes != NO_LIMIT:
+            raise StatusError("RESOURCE_EXHAUSTED", f"Sent message larger than max ({size} vs. {self._max_bytes})")
+        is_compressed = self._compresses and size >= _WORTH_BYTES
         if is_compressed:
-            message = packed
-        prefix = prefix_of(len(message), is_compressed)
-        return Request(self._headers(path, timeout, metadata, retries, is_compressed),
-                       (prefix + message,) if len(message) <= _SMALL_BYTES else (prefix, message))
+            message = zlib.compress(whole(message), 1, _WINDOW_BITS[b"gzip"])
+            size = len(message)
+        prefix = prefix_of(size, is_compressed)
+        headers = self._headers(path, timeout, metadata, retries, is_compressed)
+        if size <= _SMALL_BYTES:
+            return Request(headers, (prefix + whole(message),))
+        return Request(headers, (prefix, message) if isinstance(message, bytes) else (prefix, *message))
+
+
+def whole(message: Message) -> bytes:
+    """Return a message in one piece."""
+    return message if isinstance(message, bytes) else b"".join(message)
 
 
 def _header(name: str, value: str | bytes) -> Header:

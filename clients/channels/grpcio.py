@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from clients.channels.addresses import parse_url
-from clients.channels.options import ChannelOptions, Metadata, Tls
+from clients.channels.call import whole
+from clients.channels.options import ChannelOptions, Message, Metadata, Tls
 from clients.channels.status import StatusError
 
 
@@ -22,13 +23,14 @@ class GrpcioChannel:
         self._metadata = options.metadata
         self._calls: dict[str, Callable[..., Any]] = {}
 
-    def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
              ) -> bytes:
         """Return the serialised response. Raises StatusError."""
         if path not in self._calls:
             self._calls[path] = self._channel.unary_unary(path)
         try:
-            response: bytes = self._calls[path](message, timeout=timeout, metadata=(*self._metadata, *metadata))
+            response: bytes = self._calls[path](whole(message), timeout=timeout,
+                                            metadata=(*self._metadata, *metadata))
             return response
         except grpc.RpcError as error:
             raise _status_of(error) from error
@@ -45,13 +47,14 @@ class AsyncGrpcioChannel:
         self._metadata = options.metadata
         self._calls: dict[str, Callable[..., Any]] = {}
 
-    async def call(self, path: str, message: bytes, timeout: float | None = None, metadata: Metadata = ()
+    async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
                    ) -> bytes:
         """Return the serialised response. Raises StatusError."""
         if path not in self._calls:
             self._calls[path] = self._channel.unary_unary(path)
         try:
-            response: bytes = await self._calls[path](message, timeout=timeout, metadata=(*self._metadata, *metadata))
+            response: bytes = await self._calls[path](whole(message), timeout=timeout,
+                                                  metadata=(*self._metadata, *metadata))
             return response
         except grpc.RpcError as error:
             raise _status_of(error) from error

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from clients.channels.service_config import ServiceConfig
 
+Message = bytes | tuple[bytes, ...]            # serialised, whole or in parts
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
