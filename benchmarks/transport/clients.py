@@ -59,8 +59,8 @@ class Blocking(Client):
         return [secs for user in users for secs in user.result()]
 
     def _repeat(self, end: float) -> list[float]:
-        taken = []
-        while (began := time.perf_counter()) < end:
+        taken: list[float] = []
+        while (began := time.perf_counter()) < end or not taken:
             self._call()
             taken.append(time.perf_counter() - began)
         return taken
@@ -80,8 +80,8 @@ class Asynchronous(Client):
         return [secs for user in users for secs in user]
 
     async def _repeat(self, end: float) -> list[float]:
-        taken = []
-        while (began := time.perf_counter()) < end:
+        taken: list[float] = []
+        while (began := time.perf_counter()) < end or not taken:
             await self._call()
             taken.append(time.perf_counter() - began)
         return taken
@@ -165,8 +165,8 @@ def main(arguments: list[str]) -> None:
                         results[client.name, model, in_flight].append(turn(client, in_flight, options.seconds))
     header = ["client", "model", "in flight", "CPU us a request", "p50, us"]
     text = (f"`python -m benchmarks.transport.clients {shlex.join(arguments)}`\n\nOn {where}; the server on one core, "
-            f"the clients on another; medians of {options.rounds} turns of {options.seconds:g} s,\nthe least and the most "
-            f"in brackets.\n\n{markdown_table(header, rows_of(results))}")
+            f"the clients on another; medians of {options.rounds} turns of {options.seconds:g} s,\nthe least and the "
+            f"most in brackets.\n\n{markdown_table(header, rows_of(results))}")
     print(text, flush=True)
     if options.write:
         write_section("clients", text)
