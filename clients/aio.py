@@ -6,25 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
-from clients.calls import METHODS, NO_LIMIT, Response, bind, channel_options
-from clients.codec import Array, infer_outputs, infer_request
-from clients.errors import error_from_rpc
+from clients.calls import METHODS, Response, error_from_status, parse
+from clients.channels import ChannelOptions, Metadata, StatusError, open_async_channel
+from clients.codec import Array, infer_outputs, serialised_request
 from protos import inference as pb
 from protos import model_config
 
 
 class AsyncInferenceClient:
-    """One channel to one server, for one event loop. Every call raises a ClientError (clients/errors.py)."""
+    """A channel to a server, or to several that serve the same models, for the event loop in which it is created.
 
-    def __init__(self, url: str, *, max_message_bytes: int = NO_LIMIT) -> None:
-        """`url` is "host:port"; nothing is sent until the first call. To be made inside the loop that uses it."""
+    Every call raises a ClientError (clients/errors.py). Parameters are those of clients.client.InferenceClient.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
         self.url = url
-        self._channel = grpc.aio.insecure_channel(url, options=channel_options(max_message_bytes))
-        self._calls = {response: bind(self._channel, response) for response in METHODS}
+        self._channel = open_async_channel(url, ChannelOptions(**options))
 
     async def __aenter__(self) -> AsyncInferenceClient:
         return self
@@ -60,14 +61,16 @@ class AsyncInferenceClient:
         return list((await self._call(pb.ModelStatisticsResponse, request, timeout)).model_stats)
 
     async def infer(self, model: str, inputs: Mapping[str, Array], version: str = "", *, timeout: float | None = None,
-                    priority: int = 0, request_id: str = "") -> dict[str, Array]:
-        request = infer_request(model, inputs, version=version, request_id=request_id, priority=priority)
-        return infer_outputs(await self._call(pb.ModelInferResponse, request, timeout))
+                    priority: int = 0, request_id: str = "", metadata: Metadata = ()) -> dict[str, Array]:
+        request = serialised_request(model, inputs, version=version, request_id=request_id, priority=priority)
+        return infer_outputs(await self._call(pb.ModelInferResponse, request, timeout, metadata))
 
-    async def _call(self, kind: type[Response], request: Message, timeout: float | None) -> Response:
-        """The call whose response is of this kind."""
+    async def _call(self, kind: type[Response], request: Message | tuple[bytes, ...], timeout: float | None,
+                    metadata: Metadata = ()) -> Response:
+        """Make the call that is answered by messages of this class."""
+        message = request if isinstance(request, tuple) else request.SerializeToString()
         try:
-            response: Response = await self._calls[kind](request, timeout=timeout)
-            return response
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.url, METHODS[kind].name) from error
+            data = await self._channel.call(METHODS[kind].path, message, timeout, tuple(metadata))
+        except StatusError as error:
+            raise error_from_status(error, self.url, kind) from error
+        return parse(kind, data, self.url)

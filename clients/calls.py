@@ -1,33 +1,27 @@
-"""The calls of inference.GRPCInferenceService on a channel, synchronous or asyncio alike."""
+"""The calls of inference.GRPCInferenceService: their paths, and their answers or errors."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 import protos
-from protos import inference
+from clients.channels import StatusError
+from clients.errors import ClientError, ResponseError, error_of
 
 Response = TypeVar("Response", bound=Message)
 METHODS = {method.response: method for method in protos.methods(protos.INFERENCE_SERVICE)}
-NO_LIMIT = -1
 
 
-def channel_options(max_message_bytes: int = NO_LIMIT) -> list[tuple[str, int]]:
-    """gRPC refuses messages over 4 MB unless told otherwise: seven pictures of 224x224."""
-    return [("grpc.max_send_message_length", max_message_bytes), ("grpc.max_receive_message_length", max_message_bytes)]
+def parse(kind: type[Response], data: bytes, url: str) -> Response:
+    """Return the message of a response. Raises ResponseError."""
+    try:
+        response: Response = kind.FromString(data)
+        return response
+    except DecodeError as error:
+        raise ResponseError(f"{url}: {METHODS[kind].name}: the answer is not a {kind.__name__}: {error}") from error
 
 
-def bind(channel: Any, response: type[Message]) -> Callable[..., Any]:
-    """The call of a grpc.Channel or a grpc.aio.Channel that is answered by messages of this class."""
-    method = METHODS[response]
-    bound: Callable[..., Any] = channel.unary_unary(method.path, request_serializer=method.request.SerializeToString,
-                                                    response_deserializer=method.response.FromString)
-    return bound
-
-
-def bind_raw_infer(channel: Any) -> Callable[..., Any]:
-    """The call ModelInfer, for requests that are bytes already and responses that nobody parses."""
-    bound: Callable[..., Any] = channel.unary_unary(METHODS[inference.ModelInferResponse].path)
-    return bound
+def error_from_status(error: StatusError, url: str, kind: type[Message]) -> ClientError:
+    """Build the named error for a call that is answered by messages of this class."""
+    return error_of(error.status, url, METHODS[kind].name, error.details)

@@ -6,25 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
-from clients.calls import METHODS, NO_LIMIT, Response, bind, channel_options
-from clients.codec import Array, infer_outputs, infer_request
-from clients.errors import error_from_rpc
+from clients.calls import METHODS, Response, error_from_status, parse
+from clients.channels import ChannelOptions, Metadata, StatusError, open_channel
+from clients.codec import Array, infer_outputs, serialised_request
 from protos import inference as pb
 from protos import model_config
 
 
 class InferenceClient:
-    """One channel to one server; any thread may call it. Every call raises a ClientError (clients/errors.py)."""
+    """A channel to a server, or to several that serve the same models; any thread may call it.
 
-    def __init__(self, url: str, *, max_message_bytes: int = NO_LIMIT) -> None:
-        """`url` is "host:port"; nothing is sent until the first call."""
+    Every call raises a ClientError (clients/errors.py).
+
+    Parameters
+    ----------
+    url : "HOST:PORT", several of them with commas between, or "unix:PATH". Nothing is sent until the first call.
+    options : the fields of clients.channels.ChannelOptions.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
         self.url = url
-        self._channel = grpc.insecure_channel(url, options=channel_options(max_message_bytes))
-        self._calls = {response: bind(self._channel, response) for response in METHODS}
+        self._channel = open_channel(url, ChannelOptions(**options))
 
     def __enter__(self) -> InferenceClient:
         return self
@@ -61,18 +67,25 @@ class InferenceClient:
         return list(self._call(pb.ModelStatisticsResponse, request, timeout).model_stats)
 
     def infer(self, model: str, inputs: Mapping[str, Array], version: str = "", *, timeout: float | None = None,
-              priority: int = 0, request_id: str = "") -> dict[str, Array]:
-        """{output name: array} for {input name: array}; shapes carry the batch in front.
+              priority: int = 0, request_id: str = "", metadata: Metadata = ()) -> dict[str, Array]:
+        """Return {output name: array} for {input name: array}; shapes carry the batch in front.
 
-        version "" is the server's choice; `timeout` is in seconds, None waits; `priority` 1 is the most urgent level.
+        Parameters
+        ----------
+        version : "" is the server's choice.
+        timeout : seconds; None waits.
+        priority : 1 is the most urgent level; 0 is the model's default.
+        metadata : pairs of a name and a value, sent beside those of the channel.
         """
-        request = infer_request(model, inputs, version=version, request_id=request_id, priority=priority)
-        return infer_outputs(self._call(pb.ModelInferResponse, request, timeout))
+        request = serialised_request(model, inputs, version=version, request_id=request_id, priority=priority)
+        return infer_outputs(self._call(pb.ModelInferResponse, request, timeout, metadata))
 
-    def _call(self, kind: type[Response], request: Message, timeout: float | None) -> Response:
-        """The call whose response is of this kind."""
+    def _call(self, kind: type[Response], request: Message | tuple[bytes, ...], timeout: float | None,
+              metadata: Metadata = ()) -> Response:
+        """Make the call that is answered by messages of this class."""
+        message = request if isinstance(request, tuple) else request.SerializeToString()
         try:
-            response: Response = self._calls[kind](request, timeout=timeout)
-            return response
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.url, METHODS[kind].name) from error
+            data = self._channel.call(METHODS[kind].path, message, timeout, tuple(metadata))
+        except StatusError as error:
+            raise error_from_status(error, self.url, kind) from error
+        return parse(kind, data, self.url)

@@ -24,6 +24,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 LENGTH_BYTES = 4
+_CONTENTS_TAG = bytes((pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2,))
 
 
 def datatype_of(array: Array) -> str:
@@ -85,14 +86,41 @@ def _split(raw: bytes) -> Iterator[bytes]:
 def infer_request(model: str, inputs: Mapping[str, Array], *, version: str = "", request_id: str = "",
                   priority: int = 0) -> pb.ModelInferRequest:
     """The message of a request; `priority` 0 is the model's default level, 1 the most urgent."""
+    request, arrays = _without_contents(model, inputs, version, request_id, priority)
+    request.raw_input_contents.extend(map(encode, arrays))
+    return request
+
+
+def serialised_request(model: str, inputs: Mapping[str, Array], *, version: str = "", request_id: str = "",
+                       priority: int = 0) -> tuple[bytes, ...]:
+    """Return the parts of a serialised request; each tensor's contents are a part, which nothing copies."""
+    request, arrays = _without_contents(model, inputs, version, request_id, priority)
+    parts = [request.SerializeToString()]
+    for raw in map(encode, arrays):
+        parts += _CONTENTS_TAG + _varint(len(raw)), raw
+    return tuple(parts)
+
+
+def _without_contents(model: str, inputs: Mapping[str, Array], version: str, request_id: str, priority: int
+                      ) -> tuple[pb.ModelInferRequest, list[Array]]:
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=request_id)
     if priority:
         request.parameters["priority"].uint64_param = priority
+    arrays = []
     for name, value in inputs.items():
         array = np.asarray(value)
         request.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
-        request.raw_input_contents.append(encode(array))
-    return request
+        arrays.append(array)
+    return request, arrays
+
+
+def _varint(number: int) -> bytes:
+    """Encode a number as protobuf does: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*encoded, number))
 
 
 def infer_outputs(response: pb.ModelInferResponse) -> dict[str, Array]:

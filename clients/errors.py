@@ -1,8 +1,6 @@
 """What a call can fail with. The message is the server's, after the address and the call that it answers."""
 from __future__ import annotations
 
-import grpc
-
 
 class ClientError(Exception):
     """The root: catch this to catch every failure of a call."""
@@ -36,22 +34,17 @@ class ResponseError(ClientError):
     """The answer does not follow the protocol."""
 
 
-_BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
-    grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
-    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequestError,       # a message over the size limit
-    grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
+_BY_STATUS = {
+    "UNAVAILABLE": ServerUnavailableError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "NOT_FOUND": ModelNotFoundError,
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "RESOURCE_EXHAUSTED": InvalidRequestError,      # a message over the size limit
+    "UNIMPLEMENTED": UnsupportedError,
 }
 
 
-def error_from_rpc(error: grpc.RpcError, url: str, call: str) -> ClientError:
-    """The named error for a failed call."""
-    return error_of(error.code().name, url, call, error.details())
-
-
 def error_of(status: str, url: str, call: str, details: str | None) -> ClientError:
-    """The named error for a status; one without a name of its own becomes ServerError."""
-    kind = _BY_STATUS.get(grpc.StatusCode[status], ServerError)
+    """Build the named error for a gRPC status; one without a name of its own becomes ServerError."""
+    kind = _BY_STATUS.get(status, ServerError)
     return kind(f"{url}: {call}: {details or 'no details'} [{status}]")

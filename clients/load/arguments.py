@@ -32,7 +32,9 @@ class Options:
     seed: int
     input_data: Path | None
     shapes: dict[str, tuple[int, ...]]
+    check: bool                     # compare the outputs of answers
     allow_errors: bool
+    goal_ms: float | None           # of the 99th percentile
     json: Path | None
     csv: Path | None
     plot: Path | None
@@ -74,16 +76,27 @@ def parse(arguments: list[str] | None = None) -> Options:
                         help="of an item, for an input whose extents vary; once for each such input")
     parser.add_argument("--seed", type=int, default=0, help="of random inputs and arrivals (default: %(default)s)")
     parser.add_argument("--allow-errors", action="store_true", help="failed requests are reported, but no failure")
-    parser.add_argument("--json", type=_output, metavar="FILE", help="write the report (schema in its module's text)")
-    parser.add_argument("--csv", type=_output, metavar="FILE", help="write a row a load")
-    parser.add_argument("--plot", type=_output, metavar="FILE", help="write a PNG of latency and throughput by load")
+    _add_report(parser)
     _add_scenario(parser, load)
     parsed = parser.parse_args(arguments)
-    _refuse_more_in_flight_than_can_be(parser, parsed)
+    _refuse_what_a_way_cannot(parser, parsed)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))
     return Options(parsed.model, parsed.model_version, parsed.url, parsed.against or "", loads,
                    _scenario(parser, parsed), parsed.batch, parsed.duration, parsed.warmup, parsed.timeout, parsed.seed,
-                   parsed.input_data, dict(parsed.shape), parsed.allow_errors, parsed.json, parsed.csv, parsed.plot)
+                   parsed.input_data, dict(parsed.shape), parsed.check, parsed.allow_errors, parsed.goal_ms,
+                   parsed.json, parsed.csv, parsed.plot)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true",
+                        help="over gRPC: read the outputs; an answer whose outputs differ from those of the first to "
+                             "the same input has failed (DATA_LOSS)")
+    parser.add_argument("--goal-ms", type=_seconds, metavar="MS",
+                        help="of the 99th percentile: the report names the most that holds it, the plot shows it")
+    parser.add_argument("--json", type=_output, metavar="FILE", help="write the report (schema in its module's text)")
+    parser.add_argument("--csv", type=_output, metavar="FILE", help="write a row a load")
+    parser.add_argument("--plot", type=_output, metavar="FILE",
+                        help="write a PNG: latency over throughput, the parts of latency, batch sizes")
 
 
 def _add_scenario(parser: argparse.ArgumentParser, load: argparse._MutuallyExclusiveGroup) -> None:
@@ -104,16 +117,19 @@ def _scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Sc
         return None
     if parsed.scenario == "Server" and parsed.latency is None:
         parser.error("argument --scenario: Server needs --latency MS, the bound of its 99th percentile")
-    for name, given in (("--batch", parsed.batch != 1), ("--csv", parsed.csv), ("--plot", parsed.plot)):
+    for name, given in (("--batch", parsed.batch != 1), ("--csv", parsed.csv), ("--plot", parsed.plot),
+                        ("--goal-ms", parsed.goal_ms)):
         if given:
             parser.error(f"argument {name}: not with --scenario; there is --json")
     return Scenario(parsed.scenario, parsed.latency or 0.0, parsed.queries, parsed.samples_per_query,
                     parsed.mlperf_logs)
 
 
-def _refuse_more_in_flight_than_can_be(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+def _refuse_what_a_way_cannot(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     for url in filter(None, (parsed.url, parsed.against)):
         scheme, _ = split_url(url)
+        if parsed.check and scheme != "grpc":
+            parser.error(f"argument --check: outputs are read over gRPC only, not over {scheme}")
         most = SCHEMES[scheme].most_in_flight
         if most and max(parsed.concurrency) > most:
             parser.error(f"argument --concurrency: over {scheme} at most {most} requests are in flight")

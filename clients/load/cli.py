@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import TextIO
+from typing import Any, TextIO, TypeVar
 
 from clients.errors import ClientError
 from clients.load.arguments import Options, parse
@@ -21,6 +22,12 @@ from clients.load.report import Report, table, write_csv, write_json
 from clients.load.schedule import Load, Scenario
 from clients.load.target import open_target
 
+try:
+    from uvloop import new_event_loop
+except ImportError:                 # there is none for Windows
+    from asyncio import new_event_loop  # type: ignore[assignment]
+
+T = TypeVar("T")
 FINE, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
 CLEAR = "\r\033[K"
 
@@ -46,7 +53,7 @@ def measure_loads(options: Options, progress: Progress) -> int:
     """Raises ClientError, as does the next."""
     if options.plot:
         require_matplotlib()
-    report = asyncio.run(run(options, progress))
+    report = run_loop(run(options, progress))
     progress.clear()
     print(table(report))
     for path, write in ((options.json, write_json), (options.csv, write_csv), (options.plot, write_plot)):
@@ -65,13 +72,19 @@ def measure_scenario(options: Options, scenario: Scenario, progress: Progress) -
             return [await measure(scenario, target, options.duration, options.timeout, options.seed)
                     for target in targets]
 
-    servers = asyncio.run(measured())
+    servers = run_loop(measured())
     progress.clear()
     print(scenario_table(options.model, scenario, servers))
     if options.json:
         write_scenario(options.model, scenario, servers, options.json)
     failed = any(server.decisive.errors for server in servers) and not options.allow_errors
     return FAILED if failed or not all(server.value for server in servers) else FINE
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` on uvloop's event loop, or on asyncio's where uvloop is not installed."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
 
 
 def verdict(report: Report, allow_errors: bool) -> int:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from clients.channels import StatusError
+from clients.load.alarm import Alarm
 from clients.load.measure import OK, WINDOWS, LoadWindow, Recorder, Summary, is_stable, latency_of, summarise
 from clients.load.schedule import Closed, Load, Open
 from clients.load.statistics import Reading, ServerSplit, difference
-from clients.load.transports.transport import NotAnsweredError, Send
+from clients.load.transports.transport import Send
 
 MAX_IN_FLIGHT = 4096            # of an open loop; beyond, requests wait in the client, and their wait is counted
 MAX_BYTES_IN_FLIGHT = 512 << 20
@@ -37,6 +41,36 @@ class LoadLevel:
     server: ServerSplit | None      # None: the server keeps no statistics, or executed nothing
     stopped_by: str                 # "stable" (the last three windows) or "duration" (all of it)
     messages: dict[str, str]        # gRPC status -> the first message that came with it
+    client_busy: float              # share of the interval in which the load generator's thread computed
+
+    @property
+    def client_cpu_us(self) -> float:
+        """Microseconds that the load generator's thread computed for a request; nan if none ended."""
+        ended = self.client.requests + sum(self.client.errors.values())
+        return self.client_busy * self.client.seconds * 1e6 / ended if ended else math.nan
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """The mean latency by where it went; empty if nothing was answered, or the server keeps no statistics.
+
+        client : from the moment at which a request was due until it was sent, and the load generator's processor time.
+        network : the rest: the network, gRPC at both ends, and the server's work around the model.
+        queue, compute : the server's own statistics.
+        """
+        server = self.server
+        if server is None or not self.client.requests:
+            return {}
+        inside = {"queue": server.queue_ms,
+                  "compute": server.compute_input_ms + server.compute_infer_ms + server.compute_output_ms}
+        own = self.client.mean_send_delay_ms + self.client_cpu_us / 1e3
+        return {"client": own, "network": max(0.0, self.client.latency.mean - own - sum(inside.values())), **inside}
+
+
+class _Mark(NamedTuple):
+    """The end of a window."""
+    at: float                       # seconds of the monotonic clock
+    cpu: float                      # seconds that the thread has computed
+    statistics: Reading | None
 
 
 class Sender:
@@ -55,7 +89,7 @@ class Sender:
         sent = time.monotonic()
         try:
             await self._next_request()(self._timeout)
-        except NotAnsweredError as error:
+        except StatusError as error:
             status = error.status
             self.messages.setdefault(status, error.details)
         self.recorder.add(due, sent, time.monotonic(), status)
@@ -81,15 +115,16 @@ async def send_open(sender: Sender, load: Open, seed: int, stop: asyncio.Event) 
         finally:
             slots.release()
 
-    async with asyncio.TaskGroup() as group:
-        for offset in load.arrivals(seed):
-            due = start + offset
-            while not stop.is_set() and (wait := due - time.monotonic()) > 0:
-                await asyncio.sleep(min(wait, LONGEST_SLEEP))
-            await slots.acquire()
-            if stop.is_set():
-                break
-            group.create_task(one(due))
+    with Alarm() as alarm:
+        async with asyncio.TaskGroup() as group:
+            for offset in load.arrivals(seed):
+                due = start + offset
+                while not stop.is_set() and due > (now := time.monotonic()):
+                    await alarm.wait_until(min(due, now + LONGEST_SLEEP))
+                await slots.acquire()
+                if stop.is_set():
+                    break
+                group.create_task(one(due))
 
 
 async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed: int,
@@ -97,27 +132,28 @@ async def run_level(load: Load, sender: Sender, batch: int, timing: Timing, seed
                     observe: Callable[[float, Summary], None]) -> LoadLevel:
     """Measures one load. `observe(seconds measured, summary of the window)` is called after each window."""
     stop = asyncio.Event()
-    marks: list[tuple[float, Reading | None]] = []
+    marks: list[_Mark] = []
     windows: list[LoadWindow] = []
     throughput_is_given = isinstance(load, Open)
     async with asyncio.TaskGroup() as group:
         group.create_task(send_closed(sender, load, stop) if isinstance(load, Closed)
                           else send_open(sender, load, seed, stop))
         await asyncio.sleep(timing.warmup)
-        marks.append((time.monotonic(), await read_statistics()))
-        start, ended = marks[0][0], len(sender.recorder)
+        marks.append(_Mark(time.monotonic(), time.thread_time(), await read_statistics()))
+        start, ended = marks[0].at, len(sender.recorder)
         while len(windows) < WINDOWS_IN_DURATION and not is_stable(windows, throughput_is_given):
             due = start + timing.duration * len(marks) / WINDOWS_IN_DURATION
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            marks.append((time.monotonic(), await read_statistics()))
+            marks.append(_Mark(time.monotonic(), time.thread_time(), await read_statistics()))
             samples, ended = sender.recorder.since(ended), len(sender.recorder)
-            summary = summarise(samples, marks[-2][0], marks[-1][0], batch)
+            summary = summarise(samples, marks[-2].at, marks[-1].at, batch)
             answered = samples.succeeded.latency_ms
             windows.append(LoadWindow(len(answered), summary.throughput, latency_of(answered).mean))
-            observe(marks[-1][0] - start, summary)
+            observe(marks[-1].at - start, summary)
         stop.set()
     stable = is_stable(windows, throughput_is_given)
-    (begin, before), (end, after) = marks[-1 - WINDOWS if stable else 0], marks[-1]
-    return LoadLevel(load, summarise(sender.recorder.since(0), begin, end, batch),
-                 difference(before, after) if before and after else None,
-                 "stable" if stable else "duration", sender.messages)
+    begin, end = marks[-1 - WINDOWS if stable else 0], marks[-1]
+    return LoadLevel(load, summarise(sender.recorder.since(0), begin.at, end.at, batch),
+                     difference(begin.statistics, end.statistics) if begin.statistics and end.statistics else None,
+                     "stable" if stable else "duration", sender.messages,
+                     (end.cpu - begin.cpu) / (end.at - begin.at))

@@ -86,6 +86,7 @@ class Summary:
     latency: Latency
     errors: Mapping[str, int]       # gRPC status -> requests due in the interval that ended so
     send_delay_ms: float            # 99th percentile of sent - due: how far the client itself fell behind
+    mean_send_delay_ms: float
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float:
@@ -106,9 +107,11 @@ def summarise(samples: Samples, begin: float, end: float, batch: int) -> Summary
     ended = samples.where((samples.ended >= begin) & (samples.ended < end)).succeeded
     errors = Counter(status for status in due.status.tolist() if status != OK)
     answered = due.succeeded
+    delays = (due.sent - due.due) * MILLISECONDS
     return Summary(seconds=end - begin, requests=len(answered.due),
                    throughput=len(ended.due) * batch / (end - begin), latency=latency_of(answered.latency_ms),
-                   errors=dict(errors), send_delay_ms=percentile((due.sent - due.due) * MILLISECONDS, 99))
+                   errors=dict(errors), send_delay_ms=percentile(delays, 99),
+                   mean_send_delay_ms=float(delays.mean()) if len(delays) else float("nan"))
 
 
 # ---- when a measurement may stop: as in perf_analyzer, when three windows in a row agree

@@ -1,11 +1,14 @@
 """A finished load test as a table, as JSON and as CSV.
 
-JSON: {"model", "version", "url", "batch", "duration_s", "warmup_s", "seed", "levels": [level, ...]}, where a level is
+JSON: {"model", "version", "url", "batch", "duration_s", "warmup_s", "seed", "goal_ms": ms | null,
+"levels": [level, ...]}, where a level is
 
     {"mode": "closed" | "open", "concurrency": int | null, "rate": requests/s | null,
      "stopped_by": "stable" | "duration", "measured_s": s, "requests": int, "throughput": items/s,
      "latency_ms": {"mean", "p50", "p90", "p95", "p99", "max"},      null where nothing was answered
      "errors": {gRPC status: count}, "send_delay_p99_ms": ms,
+     "parts_ms": {"client", "network", "queue", "compute"},          of the mean latency; {} where not known
+     "client_busy": share of the time that the load generator's thread computed, "client_cpu_us": us of it a request,
      "server": {"queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",     means of a request
                 "executions": int, "mean_batch": float, "batch_sizes": {size: executions}} | null}
 
@@ -26,6 +29,7 @@ from clients.load.generator import LoadLevel
 from clients.load.schedule import Closed
 
 LATE_MS = 5.0           # beyond what an event loop's timer and a busy moment explain
+BUSY = 0.9              # share of its time from which on the load generator's thread is the limit
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99")
 
 
@@ -39,6 +43,7 @@ class Report:
     duration_s: float
     warmup_s: float
     seed: int
+    goal_ms: float | None   # that the 99th percentile of latency is to hold
     levels: Sequence[LoadLevel]
     against: Report | None = None       # of another server under the same loads
 
@@ -67,7 +72,9 @@ def _level(level: LoadLevel) -> dict[str, Any]:
             "stopped_by": level.stopped_by, "measured_s": client.seconds, "requests": client.requests,
             "throughput": client.throughput,
             "latency_ms": {name: _number(value) for name, value in asdict(client.latency).items()},
-            "errors": dict(client.errors), "send_delay_p99_ms": _number(client.send_delay_ms), "server": server}
+            "errors": dict(client.errors), "send_delay_p99_ms": _number(client.send_delay_ms),
+            "parts_ms": level.parts_ms, "client_busy": level.client_busy,
+            "client_cpu_us": _number(level.client_cpu_us), "server": server}
 
 
 def _number(value: float) -> float | None:
@@ -80,7 +87,8 @@ def write_json(report: Report, path: Path) -> None:
 
 
 CSV_COLUMNS = ("mode", "concurrency", "rate", "batch", "stopped_by", "measured_s", "requests", "throughput",
-               *(f"latency_ms.{name}" for name in (*PERCENTILES, "max")), "errors", "send_delay_p99_ms",
+               *(f"latency_ms.{name}" for name in (*PERCENTILES, "max")), "errors", "send_delay_p99_ms", "client_busy",
+               "client_cpu_us", *(f"parts_ms.{name}" for name in ("client", "network", "queue", "compute")),
                *(f"server.{name}" for name in ("queue_ms", "compute_input_ms", "compute_infer_ms", "compute_output_ms",
                                                "executions", "mean_batch", "batch_sizes")), "url")
 
@@ -96,6 +104,7 @@ def write_csv(report: Report, path: Path) -> None:
                 server["batch_sizes"] = " ".join(
                     f"{size}:{count}" for size, count in server.get("batch_sizes", {}).items())
                 row |= {f"latency_ms.{name}": value for name, value in row.pop("latency_ms").items()}
+                row |= {f"parts_ms.{name}": value for name, value in row.pop("parts_ms").items()}
                 row |= {f"server.{name}": value for name, value in server.items()}
                 writer.writerow([row.get(column) for column in CSV_COLUMNS])
 
@@ -107,7 +116,7 @@ def table(report: Report) -> str:
     for each in report.all:
         texts += [f"{each.model} at {each.url}, batch {each.batch}; latency and its parts in the server in ms",
                   *in_columns([header, *(_row(level) for level in each.levels)]),
-                  *(note for level in each.levels for note in _notes(level))]
+                  *(note for level in each.levels for note in _notes(level)), *_goal(each)]
     if report.against:
         texts += ["", f"A: {report.url}, B: {report.against.url}; latency in ms", *in_columns([
             ["load", "infer/s A", "infer/s B", "B / A", *(f"{name} {of}" for name in ("p50", "p99") for of in "AB")],
@@ -143,12 +152,25 @@ def _row(level: LoadLevel) -> list[str]:
             f"{'stable' if level.stopped_by == 'stable' else 'all'} {level.client.seconds:.1f} s"]
 
 
+def _goal(report: Report) -> list[str]:
+    if report.goal_ms is None:
+        return []
+    held = [level for level in report.levels if level.client.latency.p99 <= report.goal_ms and not level.client.errors]
+    if not held:
+        return [f"no load has a p99 of at most {report.goal_ms:g} ms"]
+    best = max(held, key=lambda level: level.client.throughput)
+    return [f"most with a p99 of at most {report.goal_ms:g} ms: {best.client.throughput:.1f} infer/s at {best.load}"]
+
+
 def _notes(level: LoadLevel) -> list[str]:
     notes = [f"{level.load}: {count} requests ended with {status}: {level.messages.get(status, '')}"
              for status, count in level.client.errors.items()]
     if level.client.send_delay_ms > LATE_MS:
         notes.append(f"{level.load}: the client fell behind: 1 % of the requests were sent "
                      f"{level.client.send_delay_ms:.1f} ms late or more, which their latency counts")
+    if level.client_busy > BUSY:
+        notes.append(f"{level.load}: the load generator was the limit: its thread was busy for "
+                     f"{level.client_busy:.0%} of the time; the server may be able to do more than this")
     if level.server and level.server.batch_sizes:
         sizes = ", ".join(f"{count} of {size}" for size, count in level.server.batch_sizes.items())
         notes.append(f"{level.load}: executed batches: {sizes}")

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from clients.channels import StatusError
 from clients.codec import Array
 from clients.errors import ClientError, ServerError, error_of
 from clients.load.arguments import Options
+from clients.load.checking import checked
 from clients.load.generator import LoadLevel, Sender, Timing, run_level
 from clients.load.measure import Summary
 from clients.load.payload import PayloadError, prepare, request_bytes
@@ -20,7 +22,7 @@ from clients.load.report import Report
 from clients.load.schedule import Load
 from clients.load.statistics import Reading, read
 from clients.load.transports import open_transport
-from clients.load.transports.transport import SETUP_SECS, NotAnsweredError, Send, Transport
+from clients.load.transports.transport import SETUP_SECS, Send, Transport
 
 
 class Target:
@@ -47,7 +49,7 @@ class Target:
         """Of the loads that it was measured under."""
         options = self._options
         return Report(options.model, options.version, self.url, options.batch, options.duration, options.warmup,
-                      options.seed, self._levels, against)
+                      options.seed, options.goal_ms, self._levels, against)
 
     async def try_once(self) -> float:
         """The seconds that one request takes. A model that refuses the input says so here: it raises a ClientError. One
@@ -55,7 +57,7 @@ class Target:
         begun = time.monotonic()
         try:
             await self.requests[0](SETUP_SECS)
-        except NotAnsweredError as error:
+        except StatusError as error:
             named = error_of(error.status, self.url, "ModelInfer", error.details)
             if not isinstance(named, ServerError):
                 raise named from error
@@ -77,7 +79,8 @@ async def open_target(options: Options, url: str) -> AsyncIterator[Target]:
         metadata = await transport.metadata(options.model, options.version)
         feeds = prepare(metadata, options.batch, seed=options.seed, shapes=options.shapes,
                         data=load_arrays(options.input_data) if options.input_data else None)
-        target = Target(options, url, transport, await transport.prepare(options.model, options.version, feeds),
+        requests = await transport.prepare(options.model, options.version, feeds)
+        target = Target(options, url, transport, [*map(checked, requests)] if options.check else requests,
                         request_bytes(feeds))
         await target.try_once()
         yield target

@@ -14,7 +14,6 @@ import grpc
 import numpy as np
 
 import protos
-from clients.calls import channel_options
 from clients.codec import decode, encode
 from protos import inference as pb
 
@@ -29,6 +28,7 @@ class Doubler:
     stalls_when_measured: bool = False          # the n-th since statistics were first asked for
     stall_s: float = 0.0
     fail_every: int = 0                         # every n-th request ends with INTERNAL
+    wrong_every: int = 0                        # every n-th answer is wrong in one element
     keeps_statistics: bool = True
     shape: tuple[int, ...] = (-1, 4)
     received: list[pb.ModelInferRequest] = field(default_factory=list)
@@ -95,6 +95,8 @@ class Doubler:
         if (wait := self.stall_ends - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         y = 2 * decode(request.raw_input_contents[0], "FP32", shape)
+        if self.wrong_every and number % self.wrong_every == 0:
+            y[0, 0] += 1
         response = pb.ModelInferResponse(model_name="doubler", model_version="1", id=request.id)
         response.outputs.add(name="y", datatype="FP32", shape=shape)
         response.raw_output_contents.append(encode(y.astype(np.float32)))
@@ -118,7 +120,7 @@ def serving(model: Doubler) -> Iterator[str]:
     finished = asyncio.Event()
 
     async def serve() -> None:
-        server = grpc.aio.server(options=channel_options())
+        server = grpc.aio.server(options=[(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protos.INFERENCE_SERVICE, handlers),))
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.codec import DATATYPES, datatype_of, decode, encode, infer_outputs, infer_request
+from clients.codec import DATATYPES, datatype_of, decode, encode, infer_outputs, infer_request, serialised_request
 from clients.errors import InvalidRequestError, ResponseError
 from protos import inference as pb
 
@@ -68,3 +68,11 @@ def test_a_response_with_missing_contents_is_refused() -> None:
     response.outputs.add(name="y", datatype="FP32", shape=[1])
     with pytest.raises(ResponseError):
         infer_outputs(response)
+
+
+@pytest.mark.parametrize("width", [0, 1, 31, 32, 5000, 1 << 20])
+def test_the_parts_of_a_request_are_the_request(width: int) -> None:
+    inputs = {"x": np.arange(width, dtype=np.float32), "words": np.array(["a", "b" * width], object)}
+    parts = serialised_request("m", inputs, version="2", request_id="r", priority=1)
+    assert pb.ModelInferRequest.FromString(b"".join(parts)) == infer_request(
+        "m", inputs, version="2", request_id="r", priority=1)

@@ -50,6 +50,8 @@ def test_a_closed_loop_reports_every_level_on_screen_and_in_all_files(tmp_path: 
         latency = level["latency_ms"]
         assert 5 <= latency["p50"] <= latency["p90"] <= latency["p95"] <= latency["p99"] <= latency["max"]
         assert level["errors"] == {}
+        assert 0 < level["client_busy"] < 1 and level["client_cpu_us"] == pytest.approx(
+            level["client_busy"] * level["measured_s"] * 1e6 / level["requests"])
         ended = round(level["throughput"] * level["measured_s"] / 2)
         assert abs(ended - level["requests"]) <= level["concurrency"], "of each user one may end behind the interval"
         assert level["server"]["mean_batch"] == 2
@@ -119,6 +121,20 @@ def test_failed_requests_are_counted_and_fail_the_test_unless_allowed(tmp_path: 
     assert set(level["errors"]) == {"INTERNAL"}
     assert level["errors"]["INTERNAL"] == pytest.approx(level["requests"] / 2, abs=3)
     assert "ended with INTERNAL: told to fail" in capsys.readouterr().out
+
+
+def test_outputs_are_compared_if_that_is_asked_for(tmp_path: Path, capsys) -> None:
+    with serving(Doubler(wrong_every=3)) as url:
+        assert load_test(url, "--check", json_to=tmp_path / "r.json") == FAILED
+    level, = levels_of(tmp_path / "r.json")
+    assert level["errors"] == {"DATA_LOSS": pytest.approx(level["requests"] / 2, abs=3)}
+    assert "output 'y' differs from that of the first answer: 1 of 4 elements" in capsys.readouterr().out
+    for model, arguments in ((Doubler(), ["--check"]), (Doubler(wrong_every=3), [])):
+        with serving(model) as url:
+            assert load_test(url, *arguments) == FINE
+    with pytest.raises(SystemExit):
+        load_test("http://localhost:8000", "--check")
+    assert "argument --check: outputs are read over gRPC only" in capsys.readouterr().err
 
 
 def test_requests_that_take_too_long_fail_by_their_deadline(tmp_path: Path) -> None:

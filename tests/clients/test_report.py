@@ -16,15 +16,16 @@ from clients.load.schedule import Closed, Open
 from clients.load.statistics import ServerSplit
 
 ANSWERED = LoadLevel(
-    Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02),
-    ServerSplit(3.5, 0.02, 4.0, 0.01, executions=1000, mean_batch=6.0, batch_sizes={4: 500, 8: 500}), "stable", {})
+    Closed(16), Summary(3.0, 6000, 2000.0, Latency(7.9, 7.8, 9.0, 9.5, 12.25, 30.0), {}, 0.02, 0.01),
+    ServerSplit(3.5, 0.02, 4.0, 0.01, executions=1000, mean_batch=6.0, batch_sizes={4: 500, 8: 500}), "stable", {},
+    client_busy=0.25)
 FAILING = LoadLevel(
-    Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0), None, "duration",
-    {"UNAVAILABLE": "the queue is full"})
+    Open(500.0), Summary(10.0, 0, 0.0, Latency(*[math.nan] * 6), {"UNAVAILABLE": 5000}, 8.0, 4.0), None, "duration",
+    {"UNAVAILABLE": "the queue is full"}, 0.0)
 
 
 def report(*levels: LoadLevel) -> Report:
-    return Report("resnet", "", "localhost:8001", 1, 10.0, 1.0, 0, levels)
+    return Report("resnet", "", "localhost:8001", 1, 10.0, 1.0, 0, None, levels)
 
 
 def test_the_table_has_a_line_a_load_and_says_what_went_wrong() -> None:
@@ -36,6 +37,32 @@ rate 500/s          0.0     -     -     -     -      -      -      -      -     
 concurrency 16: executed batches: 500 of 4, 500 of 8
 rate 500/s: 5000 requests ended with UNAVAILABLE: the queue is full
 rate 500/s: the client fell behind: 1 % of the requests were sent 8.0 ms late or more, which their latency counts"""
+
+
+def test_a_load_generator_that_was_the_limit_says_so() -> None:
+    text = "the load generator was the limit: its thread was busy for 95% of the time"
+    assert text in table(report(replace(ANSWERED, client_busy=0.95)))
+    assert "was the limit" not in table(report(replace(ANSWERED, client_busy=0.89)))
+    assert as_json(report(ANSWERED))["levels"][0]["client_cpu_us"] == 0.25 * 3.0 * 1e6 / 6000
+    idle = replace(FAILING, client=replace(FAILING.client, errors={}))
+    assert as_json(report(idle))["levels"][0]["client_cpu_us"] is None
+
+
+def test_the_parts_of_the_mean_latency_add_up_to_it() -> None:
+    parts = ANSWERED.parts_ms
+    assert parts["client"] == pytest.approx(0.01 + 0.125) and parts["compute"] == pytest.approx(4.03)
+    assert sum(parts.values()) == pytest.approx(ANSWERED.client.latency.mean)
+    assert FAILING.parts_ms == {}
+
+
+def test_the_most_that_holds_the_goal_is_named() -> None:
+    slower = replace(ANSWERED, load=Closed(64), client=replace(
+        ANSWERED.client, throughput=9000.0, latency=replace(ANSWERED.client.latency, p99=20.0)))
+    both = report(ANSWERED, slower)
+    for goal, text in ((25.0, "9000.0 infer/s at concurrency 64"), (15.0, "2000.0 infer/s at concurrency 16")):
+        assert table(replace(both, goal_ms=goal)).endswith(f"most with a p99 of at most {goal:g} ms: {text}")
+    assert table(replace(both, goal_ms=1.0)).endswith("no load has a p99 of at most 1 ms")
+    assert "p99 of at most" not in table(both)
 
 
 def test_two_servers_stand_beside_each_other() -> None:

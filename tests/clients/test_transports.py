@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from clients.channels import StatusError
 from clients.errors import ResponseError
 from clients.load.arguments import parse
 from clients.load.cli import CANNOT_RUN, FAILED, FINE, main
@@ -24,7 +25,7 @@ from clients.load.schedule import Closed
 from clients.load.transports import over_shared_memory, split_url
 from clients.load.transports.over_http import HttpTransport
 from clients.load.transports.over_shared_memory import SharedMemoryTransport
-from clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS, NotAnsweredError
+from clients.load.transports.transport import MOST_OF_DESCRIPTORS, SETUP_SECS
 from protos import inference as pb
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import RunningServer, serving
@@ -140,7 +141,7 @@ def test_a_model_that_fails_or_answers_without_bytes_is_told_apart_when_regions_
         return await SharedMemoryTransport("localhost:1")._sizes(pb.ModelInferRequest())
 
     async def fails(*_: object) -> bytes:
-        raise NotAnsweredError("INTERNAL", "told to")
+        raise StatusError("INTERNAL", "told to")
 
     async def no_bytes(*_: object) -> bytes:
         return pb.ModelInferResponse(outputs=[pb.ModelInferResponse.InferOutputTensor(name="y")]).SerializeToString()

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clients.channels import StatusError
 from clients.errors import ClientError
 from clients.load.mlperf.search import highest_rate
 from clients.load.schedule import Scenario
 from clients.load.target import Target
-from clients.load.transports.transport import NotAnsweredError, Send
+from clients.load.transports.transport import Send
 
 if TYPE_CHECKING:
     import mlperf_loadgen
@@ -191,7 +192,7 @@ class _System:
             async with self._slots:
                 if not self.stopped:
                     await request(self._timeout)
-        except NotAnsweredError as error:
+        except StatusError as error:
             self.errors[error.status] += 1
         except Exception as error:                      # a task's own is seen by nobody
             self.failure, self.stopped = self.failure or error, True

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -38,8 +38,7 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- the transport
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)       # uvloop's is none by class
 
     def data_received(self, data: bytes) -> None:
         try:

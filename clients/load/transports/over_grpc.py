@@ -1,22 +1,23 @@
 """Requests over gRPC: one channel, messages as bytes, responses that nobody parses."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import grpc
+from collections.abc import Awaitable, Sequence
+from functools import partial
 
 from clients.aio import AsyncInferenceClient
-from clients.calls import bind_raw_infer, channel_options
+from clients.calls import METHODS
+from clients.channels import ChannelOptions, open_async_channel
 from clients.codec import infer_request
-from clients.load.transports.transport import SETUP_SECS, Feed, NotAnsweredError, Send, Transport
+from clients.load.transports.transport import SETUP_SECS, Feed, Send, Transport
 from protos import inference as pb
+
+_PATH = METHODS[pb.ModelInferResponse].path
 
 
 class GrpcTransport(Transport):
     def __init__(self, address: str) -> None:
         self.client = AsyncInferenceClient(address)
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._infer = bind_raw_infer(self._channel)
+        self._channel = open_async_channel(address, ChannelOptions())
 
     async def metadata(self, model: str, version: str) -> pb.ModelMetadataResponse:
         return await self.client.model_metadata(model, version, timeout=SETUP_SECS)
@@ -25,22 +26,13 @@ class GrpcTransport(Transport):
         return await self.client.statistics(model, version, timeout=SETUP_SECS)
 
     async def prepare(self, model: str, version: str, feeds: Sequence[Feed]) -> Sequence[Send]:
-        return [self._sender(infer_request(model, feed, version=version).SerializeToString()) for feed in feeds]
+        requests = (infer_request(model, feed, version=version).SerializeToString() for feed in feeds)
+        return [partial(self.infer, request) for request in requests]
 
     async def close(self) -> None:
         await self._channel.close()
         await self.client.close()
 
-    async def infer(self, request: bytes, timeout: float) -> bytes:
-        """The serialised response. Raises NotAnsweredError."""
-        try:
-            response: bytes = await self._infer(request, timeout=timeout)
-            return response
-        except grpc.aio.AioRpcError as error:
-            raise NotAnsweredError(error.code().name, error.details() or "") from error
-
-    def _sender(self, request: bytes) -> Send:
-        async def send(timeout: float) -> None:
-            await self.infer(request, timeout)
-
-        return send
+    def infer(self, request: bytes, timeout: float) -> Awaitable[bytes]:
+        """Return the serialised response. Raises StatusError."""
+        return self._channel.call(_PATH, request, timeout)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from google.protobuf import json_format
 
 from clients.calls import Response
+from clients.channels import StatusError
 from clients.codec import datatype_of, encode
 from clients.errors import ResponseError, error_of
 from clients.load.transports.http_connection import Answer, HttpConnection, connect
@@ -18,7 +19,6 @@ from clients.load.transports.transport import (
     MOST_OF_DESCRIPTORS,
     SETUP_SECS,
     Feed,
-    NotAnsweredError,
     Send,
     Slots,
     Transport,
@@ -59,12 +59,12 @@ class HttpTransport(Transport):
         async def send(timeout: float) -> None:
             answer = await self._ask(request, timeout, self.slots)
             if answer.status != _OK:
-                raise NotAnsweredError(_STATUSES.get(answer.status, "INTERNAL"), _said(answer))
+                raise StatusError(_STATUSES.get(answer.status, "INTERNAL"), _said(answer))
 
         return send
 
     async def _ask(self, request: bytes, timeout: float, slots: Slots) -> Answer:
-        """Raises NotAnsweredError: there is no answer at all."""
+        """Raises StatusError: there is no answer at all."""
         connection: HttpConnection | None = None
         try:
             async with slots.one(timeout):
@@ -90,7 +90,7 @@ class HttpTransport(Transport):
         """The message with the JSON that is there. Raises a ClientError."""
         try:
             answer = await self._ask(_head("GET", path, self._address, 0), SETUP_SECS, self._outside)
-        except NotAnsweredError as error:
+        except StatusError as error:
             raise error_of(error.status, f"http://{self._address}", f"GET {path}", error.details) from error
         if answer.status != _OK:
             raise error_of(_STATUSES.get(answer.status, "INTERNAL"), f"http://{self._address}", f"GET {path}",

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from clients.calls import bind, channel_options
+from clients.calls import METHODS
+from clients.channels import StatusError
 from clients.codec import datatype_of, encode
 from clients.errors import ResponseError, ServerError, error_of
 from clients.load.transports.over_grpc import GrpcTransport
@@ -25,7 +25,6 @@ from clients.load.transports.transport import (
     MOST_OF_DESCRIPTORS,
     SETUP_SECS,
     Feed,
-    NotAnsweredError,
     Send,
     Slots,
 )
@@ -40,9 +39,6 @@ class SharedMemoryTransport(GrpcTransport):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._address = address
-        self._control = grpc.aio.insecure_channel(address, options=channel_options())
-        self._register = bind(self._control, pb.SystemSharedMemoryRegisterResponse)
-        self._unregister = bind(self._control, pb.SystemSharedMemoryUnregisterResponse)
         self._slots = Slots(MOST_OF_DESCRIPTORS)
         self._regions: list[SharedMemory] = []
         self._named: list[str] = []                     # to the server, which may have taken what it did not answer
@@ -54,7 +50,7 @@ class SharedMemoryTransport(GrpcTransport):
         try:
             region = await self._new_region(
                 sum(_aligned(len(raw)) for feed in contents for raw in feed.values()), SETUP_SECS)
-        except NotAnsweredError as error:
+        except StatusError as error:
             raise error_of(error.status, self._address, "SystemSharedMemoryRegister", error.details) from error
         requests, at, memory = [], 0, region.buf
         assert memory is not None, "it is open"
@@ -73,10 +69,13 @@ class SharedMemoryTransport(GrpcTransport):
         for region in self._regions:
             _remove(region)
         await asyncio.gather(                           # where the server is gone, its regions are
-            *(self._unregister(pb.SystemSharedMemoryUnregisterRequest(name=name), timeout=SETUP_SECS)
-              for name in self._named), return_exceptions=True)
-        await self._control.close()
+            *(self._control(pb.SystemSharedMemoryUnregisterResponse, pb.SystemSharedMemoryUnregisterRequest(name=name),
+                            SETUP_SECS) for name in self._named), return_exceptions=True)
         await super().close()
+
+    async def _control(self, kind: type[Message], request: Message, timeout: float) -> None:
+        """Make a call whose answer is empty. Raises StatusError."""
+        await self._channel.call(METHODS[kind].path, request.SerializeToString(), timeout)
 
     async def _sizes(self, request: pb.ModelInferRequest) -> dict[str, int]:
         """The bytes of each output, of an answer in a message. Raises a ClientError; where the model fails on the
@@ -85,7 +84,7 @@ class SharedMemoryTransport(GrpcTransport):
             answer = pb.ModelInferResponse.FromString(await self.infer(request.SerializeToString(), SETUP_SECS))
             return {output.name: len(raw)
                     for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)}
-        except NotAnsweredError as error:
+        except StatusError as error:
             named = error_of(error.status, self._address, "ModelInfer", error.details)
             if isinstance(named, ServerError):
                 return {}
@@ -118,17 +117,15 @@ class SharedMemoryTransport(GrpcTransport):
         return complete.SerializeToString()
 
     async def _new_region(self, byte_size: int, timeout: float) -> SharedMemory:
-        """Raises NotAnsweredError: this machine has no memory for one, or the server takes none."""
+        """Raises StatusError: this machine has no memory for one, or the server takes none."""
         await asyncio.sleep(0)              # users whose every region fails at once leave others their turn
         region = _make(max(1, byte_size))
         self._named.append(region.name)
         try:
-            await self._register(pb.SystemSharedMemoryRegisterRequest(
-                name=region.name, key=f"/{region.name}", byte_size=region.size), timeout=timeout)
-        except BaseException as error:
+            await self._control(pb.SystemSharedMemoryRegisterResponse, pb.SystemSharedMemoryRegisterRequest(
+                name=region.name, key=f"/{region.name}", byte_size=region.size), timeout)
+        except BaseException:
             _remove(region)
-            if isinstance(error, grpc.aio.AioRpcError):
-                raise NotAnsweredError(error.code().name, error.details() or "") from error
             raise
         self._regions.append(region)
         return region
@@ -144,7 +141,7 @@ def _make(byte_size: int) -> SharedMemory:
     except OSError as error:
         if region:
             _remove(region)
-        raise NotAnsweredError("RESOURCE_EXHAUSTED", f"{byte_size} bytes of shared memory: {error.strerror}") from error
+        raise StatusError("RESOURCE_EXHAUSTED", f"{byte_size} bytes of shared memory: {error.strerror}") from error
     return region
 
 

@@ -6,22 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from clients.channels import StatusError
 from clients.codec import Array
 from protos import inference as pb
 
 Feed = Mapping[str, Array]                      # a request's inputs by name
-Send = Callable[[float], Awaitable[None]]       # sends a request, and waits so many seconds at most for its answer.
-                                                # Raises NotAnsweredError
+# Sends a request, and waits so many seconds at most for its answer: the serialised response where it has one. Raises
+# StatusError.
+Send = Callable[[float], Awaitable[bytes | None]]
 SETUP_SECS = 30.0                               # for a call that is not part of the load
 MOST_OF_DESCRIPTORS = 512                       # requests in flight that have one each: below what a process may have
-
-
-class NotAnsweredError(Exception):
-    """A request that failed: the name of a gRPC status, whatever it went by, and what came with it."""
-
-    def __init__(self, status: str, details: str) -> None:
-        super().__init__(f"{details or 'no details'} [{status}]")
-        self.status, self.details = status, details
 
 
 class Slots:
@@ -32,14 +26,14 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, timeout: float) -> AsyncIterator[None]:
-        """Raises NotAnsweredError when the time is over, and for an OSError in the body."""
+        """Raises StatusError when the time is over, and for an OSError in the body."""
         try:
             async with asyncio.timeout(timeout), self._free:
                 yield
         except TimeoutError:
-            raise NotAnsweredError("DEADLINE_EXCEEDED", f"no answer within {timeout:g} s") from None
+            raise StatusError("DEADLINE_EXCEEDED", f"no answer within {timeout:g} s") from None
         except OSError as error:
-            raise NotAnsweredError("UNAVAILABLE", str(error)) from error
+            raise StatusError("UNAVAILABLE", str(error)) from error
 
 
 class Transport(ABC):

@@ -1,0 +1,177 @@
+"""What a request costs a client: CPU microseconds of its process, from NumPy arrays to NumPy arrays, by library.
+
+    python -m benchmarks.transport.clients --rounds 7 --write
+
+The server has one core, the clients the other. In each round every client asks in turn, so that a busy moment of the
+machine meets all of them. The load generator sends messages that are encoded once, and decodes no answer.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc
+import tritonclient.grpc.aio
+import uvloop
+
+from benchmarks.reports.document import Cell, machine, markdown_table, write_section
+from benchmarks.transport.__main__ import commands
+from benchmarks.transport.models import SHAPES, write_repository
+from benchmarks.transport.processes import running
+from clients import AsyncInferenceClient, InferenceClient
+from clients.load.transports.over_grpc import GrpcTransport
+
+_WARM_SECS = 0.1
+_IN_FLIGHT = (1, 8, 64)
+
+
+class Client(ABC):
+    """A way to ask for inferences."""
+    name: str
+
+    @abstractmethod
+    def ask(self, in_flight: int, end: float) -> list[float]:
+        """Keep so many requests in flight until a moment of time.perf_counter(). Return the seconds of each."""
+
+
+class Blocking(Client):
+    """Calls from threads."""
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self.name, self._call = name, call
+        self._pool = ThreadPoolExecutor(max(_IN_FLIGHT))
+
+    def ask(self, in_flight: int, end: float) -> list[float]:
+        users = [self._pool.submit(self._repeat, end) for _ in range(in_flight)]
+        return [secs for user in users for secs in user.result()]
+
+    def _repeat(self, end: float) -> list[float]:
+        taken: list[float] = []
+        while (began := time.perf_counter()) < end or not taken:
+            self._call()
+            taken.append(time.perf_counter() - began)
+        return taken
+
+
+class Asynchronous(Client):
+    """Calls from tasks of one event loop."""
+
+    def __init__(self, name: str, runner: asyncio.Runner, call: Callable[[], Awaitable[object]]) -> None:
+        self.name, self._runner, self._call = name, runner, call
+
+    def ask(self, in_flight: int, end: float) -> list[float]:
+        return self._runner.run(self._ask(in_flight, end))
+
+    async def _ask(self, in_flight: int, end: float) -> list[float]:
+        users = await asyncio.gather(*(self._repeat(end) for _ in range(in_flight)))
+        return [secs for user in users for secs in user]
+
+    async def _repeat(self, end: float) -> list[float]:
+        taken: list[float] = []
+        while (began := time.perf_counter()) < end or not taken:
+            await self._call()
+            taken.append(time.perf_counter() - began)
+        return taken
+
+
+def blocking_clients(url: str, model: str, x: np.ndarray[Any, Any]) -> list[Client]:
+    triton = tritonclient.grpc.InferenceServerClient(url)
+    ours = {transport: InferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
+
+    def ask_triton() -> object:
+        given = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+        given.set_data_from_numpy(x)
+        return triton.infer(model, [given]).as_numpy("y")
+
+    return [Blocking("`InferenceClient`", lambda: ours["nghttp2"].infer(model, {"x": x})["y"]),
+            Blocking("`InferenceClient`, grpcio", lambda: ours["grpcio"].infer(model, {"x": x})["y"]),
+            Blocking("`tritonclient.grpc`", ask_triton)]
+
+
+async def asynchronous_clients(url: str, model: str, x: np.ndarray[Any, Any], runner: asyncio.Runner) -> list[Client]:
+    triton = tritonclient.grpc.aio.InferenceServerClient(url)
+    ours = {transport: AsyncInferenceClient(url, transport=transport) for transport in ("nghttp2", "grpcio")}
+    generator, = await GrpcTransport(url).prepare(model, "", [{"x": x}])
+
+    async def ask_triton() -> object:
+        given = tritonclient.grpc.InferInput("x", x.shape, "FP32")
+        given.set_data_from_numpy(x)
+        return (await triton.infer(model, [given])).as_numpy("y")
+
+    return [Asynchronous("`AsyncInferenceClient`", runner, lambda: ours["nghttp2"].infer(model, {"x": x})),
+            Asynchronous("`AsyncInferenceClient`, grpcio", runner, lambda: ours["grpcio"].infer(model, {"x": x})),
+            Asynchronous("`tritonclient.grpc.aio`", runner, ask_triton),
+            Asynchronous("the generator of `load-test`", runner, lambda: generator(30.0))]
+
+
+def turn(client: Client, in_flight: int, seconds: float) -> tuple[float, float]:
+    """CPU us a request, and the median latency in us."""
+    client.ask(in_flight, time.perf_counter() + _WARM_SECS)
+    cpu = time.process_time()
+    taken = client.ask(in_flight, time.perf_counter() + seconds)
+    return (time.process_time() - cpu) * 1e6 / len(taken), median(taken) * 1e6
+
+
+def rows_of(results: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[list[Cell]]:
+    def spread(values: Sequence[float]) -> str:
+        return f"{median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+    return [[name, model, in_flight, *(spread(column) for column in zip(*turns, strict=True))]
+            for (name, model, in_flight), turns in results.items()]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.transport.clients", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
+    parser.add_argument("--cores", type=lambda text: tuple(map(int, text.split(","))), default=(0, 1),
+                        metavar="CLIENT,SERVER")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    options = parser.parse_args(arguments)
+    options.ours, options.echo, options.peer = [], False, []
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    where, (own, server_core) = machine(), options.cores
+    results: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as temporary, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        write_repository(Path(temporary))
+        (name, command), = commands(options, Path(temporary))
+        with running(name, command, server_core) as server:
+            os.sched_setaffinity(0, {own})
+            url = f"127.0.0.1:{server.ports.grpc}"
+            inputs = {model: np.ones((1, *shape), np.float32) for model, shape in SHAPES.items()}
+            clients = {model: [*blocking_clients(url, model, x),
+                               *runner.run(asynchronous_clients(url, model, x, runner))] for model, x in inputs.items()}
+            for _ in range(options.rounds):
+                for model, in_flight in [("floats", number) for number in _IN_FLIGHT] + [("picture", 8)]:
+                    for client in clients[model]:
+                        results[client.name, model, in_flight].append(turn(client, in_flight, options.seconds))
+    header = ["client", "model", "in flight", "CPU us a request", "p50, us"]
+    text = (f"`python -m benchmarks.transport.clients {shlex.join(arguments)}`\n\nOn {where}; the server on one core, "
+            f"the clients on another; medians of {options.rounds} turns of {options.seconds:g} s,\nthe least and the "
+            f"most in brackets.\n\n{markdown_table(header, rows_of(results))}")
+    print(text, flush=True)
+    if options.write:
+        write_section("clients", text)
+    os._exit(0)                             # the clients are not closed one by one
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,271 @@
+"""Channels on libnghttp2 over asyncio: one connection to each address, which all calls share."""
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import cast
+
+from clients.channels.addresses import Address
+from clients.channels.base import ChannelBase
+from clients.channels.call import Call, Request, RequestEncoder
+from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.health import HealthCheck, require_healthy
+from clients.channels.options import ChannelOptions, Message, Metadata
+from clients.channels.retry import Attempts
+from clients.channels.status import StatusError, deadline_exceeded
+from protos.buffers import uninitialised
+
+_RECEIVE_BYTES = 256 << 10
+_WRITE_BYTES = 256 << 10            # that the transport keeps at most
+_CLOSE_SECS = 1.0                   # for a connection to be closed in order, over TLS
+
+
+class AioChannel(ChannelBase):
+    """Makes calls on one event loop."""
+
+    def __init__(self, url: str, options: ChannelOptions) -> None:
+        super().__init__(url, options)
+        self._connections: dict[str, AioConnection] = {}            # that take calls, by address
+        self._open: set[AioConnection] = set()                      # and those on which the last calls end
+        self._connecting: dict[str, asyncio.Task[AioConnection]] = {}
+
+    async def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
+                   ) -> bytes:
+        """Return the serialised response. Raises StatusError."""
+        attempts = self._attempts(path, timeout)
+        secs = attempts.timeout
+        while True:
+            try:
+                request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
+                address = self._addresses.next()
+                connection = self._ready(address) or await self._connect_any(address, attempts)
+                answer = await connection.call(request, self._options.max_message_bytes, attempts.remaining())
+                self._throttle.succeeded()
+                return answer
+            except StatusError as error:
+                await asyncio.sleep(attempts.wait_after(error))
+            secs = attempts.remaining()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        connecting = list(self._connecting.values())
+        for task in connecting:
+            task.cancel()
+        await asyncio.gather(*connecting, *(connection.close() for connection in self._open), return_exceptions=True)
+
+    def _ready(self, address: Address) -> AioConnection | None:
+        """Return the connection to an address if a call may be made on it at once."""
+        connection = self._connections.get(address.name)
+        return connection if connection and connection.takes_calls and not connection.health.is_due else None
+
+    async def _connect_any(self, first: Address, attempts: Attempts) -> AioConnection:
+        """Return a connection for a call in whose turn `first` is. Raises StatusError if no healthy server is there."""
+        if self._is_closed:
+            raise StatusError("CANCELLED", "the client is closed")
+        reasons = []
+        for address in self._addresses.candidates(first):
+            try:
+                if connection := self._ready(address):
+                    return connection
+                async with asyncio.timeout(attempts.remaining()):
+                    return await asyncio.shield(self._connect(address))
+            except TimeoutError:
+                raise deadline_exceeded() from None
+            except (OSError, StatusError) as error:
+                reasons.append(f"{address.name}: {error}")
+        raise StatusError("UNAVAILABLE", "; ".join(reasons))
+
+    def _connect(self, address: Address) -> asyncio.Task[AioConnection]:
+        """Start to connect, or to check the present connection's health, unless another call has."""
+        name = address.name
+        task = self._connecting.get(name)
+        if task is None:
+            task = self._connecting[name] = asyncio.get_running_loop().create_task(self._healthy(address))
+            task.add_done_callback(lambda ended: (self._connecting.pop(name), ended.exception()))
+        return task
+
+    async def _healthy(self, address: Address) -> AioConnection:
+        """Return a connection whose server serves. Raises OSError, StatusError."""
+        secs, connection = self._options.connect_secs, self._connections.get(address.name)
+        try:
+            if connection is None or not connection.takes_calls:
+                async with asyncio.timeout(secs):
+                    connection = await self._new_connection(address)
+            if connection.health.is_due:
+                await connection.check_health(self._encoder, secs)
+        except TimeoutError:
+            address.failed()
+            raise StatusError("UNAVAILABLE", f"no connection within {secs:g} s") from None
+        except asyncio.CancelledError:
+            raise StatusError("CANCELLED", "the client is closed") from None
+        except (OSError, StatusError):
+            address.failed()
+            if connection:
+                connection.drain()
+            raise
+        address.succeeded()
+        self._connections[address.name] = connection
+        return connection
+
+    async def _new_connection(self, address: Address) -> AioConnection:
+        """Return a connection whose server speaks HTTP/2. Raises OSError."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> AioConnection:
+            connection = AioConnection(self._options, self._config.health_service)
+            self._open.add(connection)
+            connection.ended.add_done_callback(lambda _: self._open.discard(connection))
+            return connection
+
+        tls, host = self._tls, address.host if self._tls else None
+        transport, connection = await (
+            loop.create_unix_connection(protocol, address.path, ssl=tls, server_hostname=host) if address.path else
+            loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=host))
+        try:
+            if tls:
+                require_http2(transport.get_extra_info("ssl_object").selected_alpn_protocol())
+            await connection.ready()
+        except BaseException:
+            transport.abort()
+            raise
+        return connection
+
+
+class AioConnection(asyncio.BufferedProtocol):
+    """A connection for any number of calls."""
+
+    def __init__(self, options: ChannelOptions, health_service: str | None) -> None:
+        self.health = HealthCheck(health_service)
+        self._loop = asyncio.get_running_loop()
+        self._http2 = ClientConnection(options)
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self._buffer = memoryview(uninitialised(_RECEIVE_BYTES))
+        self._has_room = True                       # in the transport
+        self._flushing = False                      # a flush is scheduled
+        self._check: asyncio.TimerHandle | None = None
+
+    @property
+    def takes_calls(self) -> bool:
+        """True if another call may be made."""
+        return self._http2.takes_calls
+
+    async def call(self, request: Request, max_message_bytes: int, timeout: float | None) -> bytes:
+        """Return the serialised response. Raises StatusError."""
+        ended = self._loop.create_future()
+        call = Call(max_message_bytes, partial(_set_done, ended))
+        self._http2.open(request, call)
+        self._flush_soon()
+        timer = None if timeout is None else self._loop.call_later(timeout, self._expire, call)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self._cancel(call)
+            raise
+        finally:
+            if timer:
+                timer.cancel()
+        return call.result()
+
+    async def check_health(self, encoder: RequestEncoder, secs: float) -> None:
+        """Raise StatusError if the server does not serve."""
+        try:
+            require_healthy(await self.call(self.health.request(encoder, secs), -1, secs))
+        except StatusError as error:
+            require_healthy(error)
+
+    async def ready(self) -> None:
+        """Wait until the server has spoken. Raises OSError."""
+        await self._ready
+
+    def drain(self) -> None:
+        """Take no more calls, and close when those that are open have ended."""
+        self._http2.takes_calls = False
+        self._flush_soon()
+
+    async def close(self) -> None:
+        """End the connection, and all calls on it."""
+        self._http2.lose("the client is closed")
+        self._http2.go_away()
+        self.flush()                                # which closes the transport
+        await asyncio.wait([self.ended], timeout=_CLOSE_SECS)
+        if self._transport:
+            self._transport.abort()
+
+    # ---- the transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        self.flush()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        http2 = self._http2
+        http2.receive(self._buffer[:nbytes])
+        if http2.is_ready and not self._ready.done():
+            self._ready.set_result(None)
+        self._flush_soon()
+
+    def pause_writing(self) -> None:
+        self._has_room = False
+
+    def resume_writing(self) -> None:
+        self._has_room = True
+        self.flush()
+
+    def connection_lost(self, reason: Exception | None) -> None:
+        self._transport = None
+        if self._check:
+            self._check.cancel()
+        text = str(reason) if reason else "the server closed the connection"
+        self._http2.lose(text)
+        if not self._ready.done():
+            self._ready.set_exception(ConnectionError(text))
+        self.ended.set_result(None)
+
+    # ---- sending
+    def _flush_soon(self) -> None:
+        """Send at the end of this iteration of the event loop."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what the windows and the transport have room for."""
+        self._flushing = False
+        http2, transport = self._http2, self._transport
+        if transport is None:
+            return
+        if self._check is None:
+            self._watch()
+        while self._has_room and (data := http2.data_to_send()):
+            transport.write(data)
+        if not http2.takes_calls and not http2.calls:
+            transport.close()
+
+    def _watch(self) -> None:
+        """Ping a silent server, and look again when this is due."""
+        self._check = None
+        if (secs := self._http2.next_check()) is not None:
+            self._check = self._loop.call_later(secs, self._look)
+
+    def _look(self) -> None:
+        self._watch()
+        self._flush_soon()
+
+    def _cancel(self, call: Call) -> None:
+        self._http2.cancel(call)
+        self._flush_soon()
+
+    def _expire(self, call: Call) -> None:
+        self._cancel(call)
+        call.end(deadline_exceeded())
+
+
+def _set_done(ended: asyncio.Future[None], _: Call) -> None:
+    if not ended.done():                            # it may have been cancelled
+        ended.set_result(None)
+

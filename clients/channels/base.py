@@ -1,0 +1,26 @@
+"""The state that channels on libnghttp2 share, for threads and for asyncio."""
+from __future__ import annotations
+
+import functools
+
+from clients.channels.addresses import RoundRobin, parse_url
+from clients.channels.call import RequestEncoder
+from clients.channels.options import ChannelOptions
+from clients.channels.retry import Attempts, Throttle
+
+
+class ChannelBase:
+    """The addresses of a channel and its options."""
+
+    def __init__(self, url: str, options: ChannelOptions) -> None:
+        """Raises ValueError, or OSError for certificates that cannot be used."""
+        self._addresses = RoundRobin(parse_url(url))
+        self._options, self._config = options, options.config()
+        self._throttle = Throttle(self._config)
+        self._tls = options.tls_context()
+        self._encoder = RequestEncoder(self._addresses.addresses[0].name, options)
+        self._method = functools.cache(self._config.method)
+        self._is_closed = False
+
+    def _attempts(self, path: str, timeout: float | None) -> Attempts:
+        return Attempts(self._method(path), self._throttle, timeout)

@@ -1,0 +1,221 @@
+"""Channels on libnghttp2 over blocking sockets: each call in flight has a connection, which is then kept for others."""
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections import defaultdict, deque
+from contextlib import suppress
+
+from clients.channels.addresses import Address
+from clients.channels.base import ChannelBase
+from clients.channels.call import Call, Request, RequestEncoder
+from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.health import HealthCheck, require_healthy
+from clients.channels.options import ChannelOptions, Message, Metadata
+from clients.channels.retry import Attempts
+from clients.channels.status import StatusError, deadline_exceeded
+from protos.buffers import uninitialised
+
+_RECEIVE_BYTES = 256 << 10
+_LEAST_WAIT_SECS = 1e-3             # 0 would make the socket non-blocking
+
+
+class BlockingChannel(ChannelBase):
+    """Makes calls from any thread."""
+
+    def __init__(self, url: str, options: ChannelOptions) -> None:
+        super().__init__(url, options)
+        self._idle: dict[str, deque[BlockingConnection]] = defaultdict(deque)
+
+    def call(self, path: str, message: Message, timeout: float | None = None, metadata: Metadata = ()
+             ) -> bytes:
+        """Return the serialised response. Raises StatusError."""
+        attempts = self._attempts(path, timeout)
+        secs = attempts.timeout
+        while True:
+            try:
+                request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
+                answer = self._attempt(request, attempts)
+                self._throttle.succeeded()
+                return answer
+            except StatusError as error:
+                time.sleep(attempts.wait_after(error))
+            secs = attempts.remaining()
+
+    def close(self) -> None:
+        self._is_closed = True
+        for connections in self._idle.values():
+            while connections:
+                connections.pop().close()
+
+    def _attempt(self, request: Request, attempts: Attempts) -> bytes:
+        address, connection = self._connection(attempts)
+        try:
+            return connection.call(request, self._options.max_message_bytes, attempts.deadline)
+        finally:
+            if connection.is_usable and not self._is_closed:
+                self._idle[address.name].append(connection)
+            else:
+                connection.close()
+
+    def _connection(self, attempts: Attempts) -> tuple[Address, BlockingConnection]:
+        """Return a connection that no other call has. Raises StatusError if no address has a healthy server."""
+        if self._is_closed:
+            raise StatusError("CANCELLED", "the client is closed")
+        reasons = []
+        for address in self._addresses.candidates(self._addresses.next()):
+            connection = self._idle_connection(address)
+            try:
+                if connection is None:
+                    remaining = attempts.remaining()
+                    connect_secs = self._options.connect_secs
+                    connection = BlockingConnection(address, self._options, self._tls, self._config.health_service,
+                                                    connect_secs if remaining is None else min(remaining, connect_secs))
+                connection.check_health(self._encoder, self._options.connect_secs)
+            except (OSError, StatusError) as error:
+                attempts.remaining()
+                address.failed()
+                if connection:
+                    connection.close()
+                reasons.append(f"{address.name}: {error}")
+                continue
+            address.succeeded()
+            return address, connection
+        raise StatusError("UNAVAILABLE", "; ".join(reasons))
+
+    def _idle_connection(self, address: Address) -> BlockingConnection | None:
+        idle = self._idle[address.name]
+        while idle:
+            connection = idle.pop()
+            if connection.is_alive():
+                return connection
+            connection.close()
+        return None
+
+
+class BlockingConnection:
+    """A connection for one call at a time."""
+
+    def __init__(self, address: Address, options: ChannelOptions, tls: ssl.SSLContext | None,
+                 health_service: str | None, secs: float) -> None:
+        """Connect within `secs`. Raises OSError, StatusError."""
+        self._socket = _connect(address, tls, secs)
+        self._http2 = ClientConnection(options)
+        self._health = HealthCheck(health_service)
+        self._buffer = uninitialised(_RECEIVE_BYTES)
+        self._view = memoryview(self._buffer)
+        try:
+            deadline = time.monotonic() + secs
+            self._send(deadline)
+            while not self._http2.is_ready:
+                if not self._receive(deadline):
+                    raise ConnectionError("the server ended the connection before it spoke HTTP/2")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_usable(self) -> bool:
+        """True if another call may be made."""
+        return self._http2.takes_calls and not self._http2.calls
+
+    def is_alive(self) -> bool:
+        """True unless the server has ended the connection since the last call."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        with suppress(StatusError):                 # a part of a TLS record has arrived
+            try:
+                while self._http2.takes_calls and poller.poll(0) and self._receive(time.monotonic()):
+                    self._send(None)
+            except OSError:
+                return False
+        return self._http2.takes_calls
+
+    def check_health(self, encoder: RequestEncoder, secs: float) -> None:
+        """Raise StatusError if the server has to be asked for its health, and it is not serving."""
+        if self._health.is_due:
+            try:
+                require_healthy(self.call(self._health.request(encoder, secs), -1, time.monotonic() + secs))
+            except StatusError as error:
+                require_healthy(error)
+
+    def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
+        """Return the serialised response. Raises StatusError."""
+        call = Call(max_message_bytes)
+        self._http2.open(request, call)
+        try:
+            self._send(deadline)
+            while not call.is_ended:
+                self._receive(deadline)
+                self._send(deadline)
+        except StatusError as error:                # the deadline
+            self._http2.cancel(call)
+            call.end(error)
+            if self._http2.takes_calls:
+                with suppress(StatusError, OSError):        # which lose the connection
+                    self._send(time.monotonic())
+        except OSError as error:
+            self._http2.lose(str(error))
+        finally:
+            if not call.is_ended:                   # it was interrupted
+                self._http2.lose("the call was interrupted")
+        return call.result()
+
+    def close(self) -> None:
+        self._http2.go_away()
+        with suppress(OSError):
+            self._socket.settimeout(0.0)
+            self._socket.send(self._http2.data_to_send())
+        self._socket.close()
+
+    def _send(self, deadline: float | None) -> None:
+        while data := self._http2.data_to_send():
+            self._limit(deadline)
+            try:
+                self._socket.sendall(data)
+            except TimeoutError:                    # a part of the data is sent
+                self._http2.lose("the server does not read")
+                raise deadline_exceeded() from None
+
+    def _receive(self, deadline: float | None) -> bool:
+        """Take what the server sends next. Return False if it has ended the connection. Raises StatusError, OSError."""
+        check = self._http2.next_check()
+        self._send(deadline)
+        self._limit(deadline, check)
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except TimeoutError:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise deadline_exceeded() from None
+            return True
+        if count:
+            self._http2.receive(self._view[:count])
+        else:
+            self._http2.lose("the server closed the connection")
+        return count > 0
+
+    def _limit(self, deadline: float | None, secs: float | None = None) -> None:
+        """Let the socket wait until the deadline, and for at most so many seconds."""
+        if deadline is not None:
+            left = max(_LEAST_WAIT_SECS, deadline - time.monotonic())
+            secs = left if secs is None else min(left, secs)
+        if secs is not None or self._socket.gettimeout() is not None:
+            self._socket.settimeout(secs)
+
+
+def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socket.socket:
+    """Raises OSError."""
+    if address.path:
+        connected = socket.socket(socket.AF_UNIX)
+        connected.settimeout(secs)
+        connected.connect(address.path)
+    else:
+        connected = socket.create_connection((address.host, address.port), timeout=secs)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if tls is None:
+        return connected
+    encrypted = tls.wrap_socket(connected, server_hostname=address.host)
+    require_http2(encrypted.selected_alpn_protocol())
+    return encrypted

@@ -1,0 +1,151 @@
+"""A client's end of an HTTP/2 connection that carries gRPC calls, without I/O.
+
+A blocking socket (clients/channels/blocking.py) or an asyncio transport (clients/channels/aio.py) is around it.
+"""
+from __future__ import annotations
+
+import time
+
+from clients.channels.call import Call, Request
+from clients.channels.options import ChannelOptions
+from clients.channels.status import StatusError
+from protos.http2 import (
+    ConnectionClosed,
+    DataReceived,
+    ErrorCode,
+    GoAwayReceived,
+    NGH2Error,
+    ResponseReceived,
+    SettingsReceived,
+    StreamClosed,
+    TrailersReceived,
+    client_connection,
+)
+
+_WINDOW_BYTES = 4 << 20             # of a stream: what a server may send ahead
+_SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
+
+
+class ClientConnection:
+    """The calls on a connection. Those that are open end with UNAVAILABLE when it is lost."""
+
+    def __init__(self, options: ChannelOptions) -> None:
+        self._http2 = client_connection(_WINDOW_BYTES)
+        self._keepalive_secs, self._keepalive_timeout_secs = options.keepalive_secs, options.keepalive_timeout_secs
+        self._received_at = time.monotonic()
+        self._pinged_at: float | None = None
+        self.calls: dict[int, Call] = {}            # by stream
+        self.is_ready = False                       # the server's settings have come: it speaks HTTP/2
+        self.takes_calls = True                     # the server has not said that it goes away
+        self._farewell = ""                         # the reason that it gave
+
+    def open(self, request: Request, call: Call) -> None:
+        """Begin a call: its request is in the data to send. Raises StatusError if the connection takes no more."""
+        http2 = self._http2
+        try:
+            call.stream = stream = http2.send_request(request.headers)
+        except NGH2Error as error:                  # it goes away, or has used up its stream numbers
+            self.takes_calls = False
+            raise StatusError("UNAVAILABLE", str(error), is_unprocessed=True) from error
+        *first, last = request.data
+        for part in first:
+            http2.send_data(stream, part)
+        http2.send_data(stream, last, end_stream=True)
+        if self._keepalive_secs is not None and not self.calls:
+            self._received_at = time.monotonic()    # silence counts while calls are open
+        self.calls[stream] = call
+
+    def cancel(self, call: Call) -> None:
+        """Give up a call, which ends without a word."""
+        if self.calls.pop(call.stream, None):
+            self._http2.reset_stream(call.stream, ErrorCode.CANCEL)
+
+    def receive(self, data: memoryview) -> None:
+        """Take what the server sent. Calls end as their streams do, or all of them where it is not HTTP/2."""
+        try:
+            self._http2.receive_data(data)
+            self._handle_events()
+        except NGH2Error as error:
+            self.lose(f"the server does not speak HTTP/2: {error}")
+        if self._keepalive_secs is not None:
+            self._received_at, self._pinged_at = time.monotonic(), None
+
+    def data_to_send(self) -> bytes:
+        """Return the next of the data that the windows have room for; empty if there are none."""
+        try:
+            if not (data := self._http2.data_to_send(_SEND_BYTES)):
+                self._handle_events()               # the last data may have been a GOAWAY
+            return data
+        except NGH2Error as error:
+            self.lose(str(error))
+            return b""
+
+    def go_away(self) -> None:
+        """Tell the server that no more calls come."""
+        self.takes_calls = False
+        try:
+            self._http2.terminate_connection()
+        except NGH2Error:                           # it has said so first
+            return
+
+    def lose(self, reason: str) -> None:
+        """End all calls: the connection is of no use any more."""
+        self.takes_calls = False
+        calls, self.calls = self.calls, {}
+        for call in calls.values():
+            call.end(StatusError("UNAVAILABLE", reason + self._farewell))
+
+    def next_check(self) -> float | None:
+        """Ping a server that has been silent. Return the seconds until this is due again; None: it is not.
+
+        Calls end with UNAVAILABLE if a ping has not been answered in time.
+        """
+        if self._keepalive_secs is None or not self.calls:
+            return None
+        now = time.monotonic()
+        if self._pinged_at is None:
+            if (left := self._received_at + self._keepalive_secs - now) > 0:
+                return left
+            self._http2.ping()
+            self._pinged_at = now
+        if (left := self._pinged_at + self._keepalive_timeout_secs - now) <= 0:
+            self.lose(f"the server did not answer a keepalive ping for {self._keepalive_timeout_secs:g} s")
+            return None
+        return left
+
+    def _handle_events(self) -> None:
+        calls = self.calls
+        for event in self._http2.events():
+            if isinstance(event, ResponseReceived):
+                if call := calls.get(event.stream_id):
+                    call.begin(event.headers, event.end_stream)
+            elif isinstance(event, DataReceived):
+                if call := calls.get(event.stream_id):
+                    call.receive(event.data)
+                    if call.has_failed:
+                        self.cancel(call)
+                        call.end()
+            elif isinstance(event, TrailersReceived):
+                if call := calls.get(event.stream_id):
+                    call.finish(event.headers)
+            elif isinstance(event, StreamClosed):
+                if call := calls.pop(event.stream_id, None):
+                    call.close(event.error_code)
+            elif isinstance(event, SettingsReceived):
+                self.is_ready = True
+            elif isinstance(event, GoAwayReceived):
+                self.takes_calls = False
+                if event.error_code:
+                    self._farewell = f" [HTTP/2 error {event.error_code}: {_text(event.debug_data)}]"
+            elif isinstance(event, ConnectionClosed):
+                self.lose(f"the connection ended with HTTP/2 error {event.error_code}: {_text(event.debug_data)}")
+
+
+def _text(debug_data: bytes) -> str:
+    return debug_data.decode(errors="replace") or "no reason is given"
+
+
+def require_http2(protocol: str | None) -> None:
+    """Raise ConnectionError unless this is the protocol that TLS has agreed on (ALPN)."""
+    if protocol != "h2":
+        raise ConnectionError("the server speaks no HTTP/2 over TLS (ALPN)")

@@ -1,0 +1,45 @@
+"""gRPC's health check of a connection, which the service config asks for.
+
+References
+----------
+https://github.com/grpc/grpc/blob/master/doc/health-checking.md
+"""
+from __future__ import annotations
+
+import time
+
+import protos
+from clients.channels.call import Request, RequestEncoder
+from clients.channels.status import StatusError
+from protos import health
+
+CHECK_SECS = 5.0                # between the checks of a connection that is used
+_PATH = next(method.path for method in protos.methods(protos.HEALTH_SERVICE) if method.name == "Check")
+
+
+class HealthCheck:
+    """When a connection's server was last asked for its health."""
+
+    def __init__(self, service: str | None) -> None:
+        self._service = service
+        self._checked_at = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        return self._service is not None and time.monotonic() - self._checked_at > CHECK_SECS
+
+    def request(self, encoder: RequestEncoder, timeout: float) -> Request:
+        """Return the request of a check, which is due again after CHECK_SECS."""
+        self._checked_at = time.monotonic()
+        return encoder.encode(_PATH, health.HealthCheckRequest(service=self._service).SerializeToString(), timeout)
+
+
+def require_healthy(answer: bytes | StatusError) -> None:
+    """Raise StatusError unless the server serves, or knows no health check."""
+    if isinstance(answer, StatusError):
+        if answer.status == "UNIMPLEMENTED":
+            return
+        raise StatusError("UNAVAILABLE", f"the health check failed: {answer}")
+    status = health.HealthCheckResponse.FromString(answer).status
+    if status != health.HealthCheckResponse.SERVING:
+        raise StatusError("UNAVAILABLE", f"the server is {health.HealthCheckResponse.ServingStatus.Name(status)}")

@@ -1,0 +1,75 @@
+"""Retries of calls, without I/O: whether a failed call is attempted again, and after how long.
+
+References
+----------
+https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+"""
+from __future__ import annotations
+
+import random
+import time
+
+from clients.channels.service_config import MethodConfig, ServiceConfig
+from clients.channels.status import StatusError, deadline_exceeded
+
+_MOST_REFUSALS = 10             # of a call by servers that refuse its stream or go away
+_JITTER = 0.2
+
+
+class Throttle:
+    """The tokens of a channel: retries stop while too many calls fail."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._most, self._ratio = config.throttling or (0.0, 0.0)
+        self._tokens = self._most
+
+    @property
+    def allows_retries(self) -> bool:
+        return not self._most or self._tokens > self._most / 2
+
+    def succeeded(self) -> None:
+        self._tokens = min(self._most, self._tokens + self._ratio)
+
+    def failed(self) -> None:
+        self._tokens = max(0.0, self._tokens - 1)
+
+
+class Attempts:
+    """The attempts of one call."""
+    __slots__ = ("_policy", "_throttle", "timeout", "deadline", "retries", "_refusals")
+
+    def __init__(self, method: MethodConfig, throttle: Throttle, timeout: float | None) -> None:
+        """timeout: seconds that the caller allows; the config may allow fewer."""
+        self._policy, self._throttle = method.retry, throttle
+        most = method.timeout_secs
+        self.timeout = timeout if most is None else most if timeout is None else min(timeout, most)
+        self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self.retries = 0                # by the policy: those of streams that no server processed are not counted
+        self._refusals = 0
+
+    def remaining(self) -> float | None:
+        """Return the seconds that are left; None: no limit. Raises StatusError when none are."""
+        if self.deadline is None:
+            return None
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise deadline_exceeded()
+        return left
+
+    def wait_after(self, error: StatusError) -> float:
+        """Return the seconds to wait before the next attempt. Raises `error` if there is none."""
+        if error.is_unprocessed and self._refusals < _MOST_REFUSALS:
+            self._refusals += 1
+            return 0.0
+        policy = self._policy
+        if policy is None or error.status not in policy.statuses:
+            raise error
+        self._throttle.failed()
+        self.retries += 1
+        secs = min(policy.initial_backoff_secs * policy.multiplier ** (self.retries - 1), policy.max_backoff_secs)
+        secs *= random.uniform(1 - _JITTER, 1 + _JITTER)
+        if error.pushback_secs is not None:
+            secs = error.pushback_secs
+        if secs < 0 or self.retries >= policy.max_attempts or not self._throttle.allows_retries or (
+                self.deadline is not None and time.monotonic() + secs >= self.deadline):
+            raise error
+        return secs
