@@ -30,7 +30,7 @@ _SPARE = 4              # times the size asked for that a block of a pool may ha
 _KEPT_BLOCKS = 2
 _LAYOUTS = 64           # kept for a model
 _SMALL_BLOCK = 64 << 10
-MADV_HUGEPAGE = 14      # Linux's number; Python's mmap names it only where the C library's headers do
+MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15     # Linux's numbers; Python's mmap may not have them
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,10 @@ class Memory:
     A page costs nothing until it is touched.
     """
 
-    def __init__(self, size: int) -> None:
-        """Raises PlanError: there is not so much."""
-        self.size = max(size, 1)
+    def __init__(self, size: int, huge_pages: bool = True) -> None:
+        """huge_pages: False for memory of which little is touched, here and there. Raises PlanError: there is not so
+        much."""
+        self.size, self.has_huge_pages = max(size, 1), huge_pages
         # An anonymous mapping begins on a page; the spare 2 MiB let ours begin on a huge one.
         # Private, or a forked child would write into its parent's tensors.
         try:
@@ -172,7 +173,8 @@ class Memory:
         self.address: int = self.bytes.ctypes.data
         if sys.platform == "linux" and self.size >= HUGE_PAGE:
             # Advice only: a kernel without huge pages refuses, and small pages work as well.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), MADV_HUGEPAGE)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size),
+                                      MADV_HUGEPAGE if huge_pages else MADV_NOHUGEPAGE)
 
     def freeze(self) -> None:
         """From here on nobody writes to it: a kernel that is wrong about an address ends, and alters nothing."""
@@ -213,16 +215,18 @@ class MemoryPool:
         self._free: list[Memory] = []           # at most _KEPT_BLOCKS, the one that came last at the end
         self._lock = threading.RLock()          # a block may come back whenever an object is freed
 
-    def take(self, size: int) -> NDArray[np.uint8]:
+    def take(self, size: int, huge_pages: bool = True) -> NDArray[np.uint8]:
         """Return `size` bytes with arbitrary contents. Raises PlanError: there is not so much memory."""
         with self._lock:
-            fitting = [memory for memory in self._free if size <= memory.size <= max(_SPARE * size, HUGE_PAGE)]
+            fitting = [memory for memory in self._free if size <= memory.size <= max(_SPARE * size, HUGE_PAGE)
+                       and memory.has_huge_pages == huge_pages]
             memory = min(fitting, key=lambda one: one.size, default=None)
             if memory:
                 self._free.remove(memory)
         if memory is None:
             spare = size + size // 8            # for shapes that are a little larger
-            memory = Memory(spare if spare >= HUGE_PAGE else 1 << max(spare - 1, _SMALL_BLOCK - 1).bit_length())
+            memory = Memory(spare if spare >= HUGE_PAGE else 1 << max(spare - 1, _SMALL_BLOCK - 1).bit_length(),
+                            huge_pages)
         lease = _Lease(memory, max(size, 1))
         finalize(lease, self._give, memory).atexit = False
         return np.asarray(lease)

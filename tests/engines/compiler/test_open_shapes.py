@@ -451,10 +451,10 @@ def test_contexts_of_many_shapes_take_the_memory_of_one_another(monkeypatch: pyt
     memory = arena.Memory
 
     class Counted(memory):              # type: ignore[valid-type, misc]
-        def __init__(self, size: int) -> None:
+        def __init__(self, size: int, huge_pages: bool = True) -> None:
             nonlocal made
             made += size >= 1 << 16         # of a pool; constants are smaller
-            super().__init__(size)
+            super().__init__(size, huge_pages)
 
     monkeypatch.setattr(arena, "Memory", Counted)
     kept: list[tuple[Array, Array]] = []

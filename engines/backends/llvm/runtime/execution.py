@@ -27,6 +27,7 @@ from engines.errors import PlanCorruptError, PlanTargetError
 from engines.ir.graph import Array
 from engines.machine.clock import thread_seconds
 from engines.plan.arena import (
+    HUGE_PAGE,
     Layout,
     Layouts,
     Memory,
@@ -99,7 +100,9 @@ class LoadedPlan:
 
     def memory(self, size: int) -> NDArray[np.uint8]:
         """Return memory for the buffers of a context. Raises PlanError: there is not so much."""
-        return self._pool.take(size) if self._pool else Memory(size).bytes
+        # A batch of one item would touch a huge page for each of its tensors, and most of each page is of other items.
+        large = size // self.plan.batch_slots >= 4 * HUGE_PAGE
+        return self._pool.take(size, large) if self._pool else Memory(size).bytes
 
     def function(self, name: str, parameters: int, user: str = "the executor") -> EmittedFunction:
         """Return an emitted function that takes i64s or addresses; a call releases the GIL."""
