@@ -46,7 +46,7 @@ class Lifecycle:
     def __init__(self, are_models_ready: Callable[[], bool] = lambda: True,
                  has_repository: Callable[[], bool] = lambda: True,
                  has_memory: Callable[[], bool] = lambda: True) -> None:
-        """Create from predicates, whose changes are reported with changed().
+        """Begin in the phase STARTING; changes of the predicates are reported with changed().
 
         Parameters
         ----------

@@ -52,7 +52,7 @@ class Listeners:
     """Ports of one event loop. Open ports, then call close() once."""
 
     def __init__(self, limits: Limits, shares_ports: bool = False) -> None:
-        """Create; `shares_ports` is True if other processes of this server listen on the ports, too."""
+        """Apply `limits` to the ports; `shares_ports` is True if other processes of this server listen on them, too."""
         self._limits, self._shares_ports = limits, shares_ports
         self._grpc: GrpcServer | None = None
         self._http: list[HttpServer] = []

@@ -47,7 +47,7 @@ class RateLimiter:
     """Rate limiter of all models. Thread-safe."""
 
     def __init__(self, amounts: Mapping[str, int]) -> None:
-        """Create; `amounts` of resources by name default to what the most demanding instance needs."""
+        """Limit resources to `amounts` by name; the default is what the most demanding instance needs."""
         self._amounts = amounts
         self._lock = threading.Lock()
         self._gates: dict[RateGate, None] = {}

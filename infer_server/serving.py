@@ -180,7 +180,10 @@ class Inferences:
 
     def __init__(self, repository: Repository, access_log: AccessLog | None = None,
                  tracer: Tracer | None = None, forwarded: Mapping[str, re.Pattern[str]] = _NONE) -> None:
-        """Create; headers whose names match a pattern of `forwarded`, by protocol, become request parameters."""
+        """Serve the models of a repository.
+
+        Headers that match a pattern of `forwarded`, by protocol, become parameters.
+        """
         self._repository, self._forwarded = repository, forwarded
         self._access_log, self._tracer = access_log, tracer
         self._closed = False

@@ -131,7 +131,7 @@ class Cached(Generic[T]):
     """Value that is computed at most once in a period, however many callers there are. Belongs to the event loop."""
 
     def __init__(self, compute: Callable[[], Awaitable[T]], secs: float) -> None:
-        """Create; a value is reused for `secs` seconds, an error is raised to the current callers only."""
+        """Reuse a value of `compute` for `secs` seconds; an error is raised to the current callers only."""
         self._compute, self._secs = compute, secs
         self._value: asyncio.Future[T] | None = None
         self._until = 0.0

@@ -59,7 +59,7 @@ class CachedResponses:
     """Response cache of one model. Belongs to the event loop."""
 
     def __init__(self, cache: ResponseCache, statistics: Statistics, prefix: bytes) -> None:
-        """Create for the model whose keys, and no others, begin with `prefix`."""
+        """Use the entries of one model, whose keys, and no others, begin with `prefix`."""
         self._cache, self._statistics, self._prefix = cache, statistics, prefix
 
     def answers(self, request: Request, revision: bytes) -> bool:

@@ -24,7 +24,10 @@ class Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
                  execute_short: Callable[[], bool]) -> None:
-        """Create; `execute_short` executes a short batch on the event loop and returns False if there is none."""
+        """Watch a batcher.
+
+        `execute_short` executes a short batch on the event loop and returns False if there is none.
+        """
         self._loop = loop
         self._batcher = batcher
         self._max_batch_size = max_batch_size

@@ -17,7 +17,7 @@ class RequestQueue:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, batcher: Batcher, max_batch_size: int,
                  execute_short: Callable[[], bool]) -> None:
-        """Create; see `Waker` for `execute_short`."""
+        """Attach a Waker and an ExpiryTimer to a batcher; see `Waker` for `execute_short`."""
         self.batcher = batcher
         self._waker = Waker(loop, batcher, max_batch_size, execute_short)
         self.watch_expiry = ExpiryTimer(loop, batcher).submitted    # refuses a queued request when it expires

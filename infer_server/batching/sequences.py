@@ -99,7 +99,7 @@ class Sequences:
 
     def __init__(self, model: str, policy: SequencePolicy, queues: Sequence[RequestQueue],
                  loop: asyncio.AbstractEventLoop, refuse: Callable[[Request, ServeError], None]) -> None:
-        """Create for the instances' queues; `refuse` fails a request that its queue rejected."""
+        """Distribute sequences over the instances' queues; `refuse` fails a request that its queue rejected."""
         self._model, self._policy, self._queues, self._loop = model, policy, queues, loop
         self._refuse = refuse
         self._active: dict[int | str, _Sequence] = {}

@@ -74,7 +74,7 @@ def with_devices(message: model_config.ModelConfig, gpus: Sequence[GpuDevice],
 
 
 def without_gpus(message: model_config.ModelConfig, numbers: Collection[int]) -> model_config.ModelConfig:
-    """Return a copy of a result of `placed` with these GPUs removed, and the CPU for groups that have none left."""
+    """Return a copy without these GPUs; groups that have none left execute on the CPU."""
     copy = model_config.ModelConfig()
     copy.CopyFrom(message)
     for group in copy.instance_group:

@@ -24,7 +24,7 @@ class MachineMetrics:
     """Machine metrics. The CPU utilization is that since the previous call of `gauges`."""
 
     def __init__(self, frontend_pids: Callable[[], Mapping[str, int]] = dict) -> None:
-        """Create; `fronts` returns the process ids of the frontend workers by name."""
+        """Include the processes of frontend workers, whose ids `frontend_pids` returns by name."""
         self._frontend_pids = frontend_pids
         self._ticks = _ticks()
 

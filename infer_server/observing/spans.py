@@ -49,7 +49,7 @@ class SpanTracer:
     """Tracer that exports OpenTelemetry spans, on a thread of the SDK."""
 
     def __init__(self, settings: SpanSettings, exporter: Any = None) -> None:
-        """Create; `exporter` replaces the OTLP exporter to settings.url."""
+        """Create a tracer that exports to settings.url, or with `exporter` if it is given."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -75,7 +75,7 @@ class SettingsByModel:
     """Trace settings by model, which default to those of all models, and these to the command line's."""
 
     def __init__(self, initial: TraceSettings, retired: Callable[[Sampler], None]) -> None:
-        """Create; `retired` is called with each sampler that is replaced or removed."""
+        """Begin with settings for all models; `retired` is called with each sampler that is replaced or removed."""
         self._initial, self._retired = initial, retired
         self._overrides: dict[str, dict[str, Any]] = {"": {}}   # fields by model; "" for all models
         self._samplers = {"": Sampler(initial)}

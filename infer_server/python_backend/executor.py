@@ -19,7 +19,7 @@ _CHECK_SECS = 5.0               # timeout of is_ready(), as in Triton
 class PythonExecutor:
     """Executor that runs a Python model in a process."""
     def __init__(self, process: ModelProcess, start: Callable[[], ModelProcess], post: Callable[..., None]) -> None:
-        """Create from a started process; `start` starts another one, `post` calls a function on the event loop."""
+        """Use a started process; `start` starts another one, `post` calls a function on the event loop."""
         self._process = process
         self._start, self._post = start, post
 

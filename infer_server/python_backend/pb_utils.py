@@ -187,7 +187,7 @@ class InferenceTrace:
     """Trace handle: pass it to an InferenceRequest to make that a child span."""
 
     def __init__(self, number: int = -1) -> None:
-        """Create for the executing request `number`; -1 is no trace."""
+        """Refer to the trace of the executing request `number`; -1 is no trace."""
         self.number = number
 
     def get_context(self) -> str | None:

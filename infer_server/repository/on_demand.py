@@ -136,7 +136,7 @@ class OnDemand:
         return sum(model.memory_bytes for model in self._repository.models())
 
     async def _evict_for(self, protected: str) -> None:
-        """Unload least recently used models that `kept` does not need until the memory limit holds."""
+        """Unload least recently used models that `protected` does not need until the memory limit holds."""
         async with self._evicting:
             while (held := self._held()) > self._limit_bytes:
                 victim = self._least_used(protected)

@@ -36,7 +36,7 @@ class Snapshots:
     """Cache of snapshots. Belongs to the event loop; JSON is made on a thread, at most once in `cache_secs`."""
 
     def __init__(self, state: ServerState, history: History, workers: int, cache_secs: float) -> None:
-        """Create; `workers` is the number of frontend workers."""
+        """Make snapshots of a server with this number of frontend workers."""
         self._state, self._history, self._workers = state, history, workers
         self._started = time.monotonic()
         self._names = Cached(self._list_names, _LISTING_SECS)

@@ -18,7 +18,7 @@ class ServerState:
 
     def __init__(self, repository: Repository, lifecycle: Lifecycle, inflight: Inflight, max_inflight_bytes: int,
                  processes: Callable[[], Mapping[str, int]] = dict) -> None:
-        """Create; `processes` returns the process ids of frontend workers by name."""
+        """Observe a server; `processes` returns the process ids of frontend workers by name."""
         self.repository, self.lifecycle = repository, lifecycle
         self._inflight, self._max_inflight_bytes, self._processes = inflight, max_inflight_bytes, processes
 

@@ -165,11 +165,11 @@ class _Flow:
             Execution that the flow belongs to.
         tensors : Tensors
             Tensors that are available at the start.
-        waiting : dict of int to Step
+        waiting : dict of int to EnsembleStep
             Steps to execute, by index; modified.
         parent : _Flow, optional
             Flow whose decoupled step produced the response that starts this one.
-        taken : callable, optional
+        on_consumed : callable, optional
             Function that lets the decoupled step continue; see `Request.on_consumed`.
         """
         self.is_complete = False

@@ -52,7 +52,7 @@ class GrpcCall(Call):
 
     def __init__(self, message: InferRequest, received_ns: int, remaining_secs: float | None, front: Front,
                  held: OpenCall) -> None:
-        """Create; `remaining_secs` is the time until the client's deadline."""
+        """Wrap a parsed request; `remaining_secs` is the time until the client's deadline."""
         form = message.form
         self._message, self._front, self._held = message, front, held
         self.model, self.version, self.id = form.model, form.version, message.id
