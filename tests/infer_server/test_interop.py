@@ -14,7 +14,7 @@ from scripts.interop.peers import AbsentError, Outcome, Peer, Target, outcome_of
 from scripts.interop.servers import server, write_certificate, write_repository
 from scripts.stress import Running
 
-# Proxies and grpc_js speak HTTP/2 to the HTTP port, or are slow to start: they are asked of one front.
+
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
 PEERS = {peer.name: peer for peer in (*clients.PEERS, *programs.PEERS)}
 
@@ -64,6 +64,7 @@ def nothing_is_installed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")        # of tritonclient.http.aio
 @pytest.mark.parametrize("name", PEERS)
 def test_clients_are_served(plain: tuple[Running, Target], name: str) -> None:
     try_peer(PEERS[name], plain[1])
