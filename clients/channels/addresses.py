@@ -52,10 +52,11 @@ class RoundRobin:
         self.addresses = addresses
         self._next = -1
 
-    def next(self) -> Address:
-        """Return the address whose turn it is, left out or not."""
+    def next(self, failed: Address | None) -> Address:
+        """Return the address whose turn it is, left out or not. `failed`, of the last attempt, is passed over."""
         self._next += 1
-        return self.addresses[self._next % len(self.addresses)]
+        address = self.addresses[self._next % len(self.addresses)]
+        return self.next(None) if address is failed else address
 
     def candidates(self, first: Address) -> list[Address]:
         """Return the addresses to try for a call in whose turn `first` is; those that are left out come last."""

@@ -37,7 +37,7 @@ class AioChannel(ChannelBase):
         while True:
             try:
                 request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
-                address = self._addresses.next()
+                address = attempts.address = self._addresses.next(attempts.address)
                 connection = self._ready(address) or await self._connect_any(address, attempts)
                 answer = await connection.call(request, self._options.max_message_bytes, attempts.remaining())
                 self._throttle.succeeded()
@@ -65,6 +65,7 @@ class AioChannel(ChannelBase):
         reasons = []
         for address in self._addresses.candidates(first):
             try:
+                attempts.address = address
                 if connection := self._ready(address):
                     return connection
                 async with asyncio.timeout(attempts.remaining()):

@@ -65,15 +65,15 @@ class BlockingChannel(ChannelBase):
         if self._is_closed:
             raise StatusError("CANCELLED", "the client is closed")
         reasons = []
-        for address in self._addresses.candidates(self._addresses.next()):
-            connection = self._idle_connection(address)
+        for address in self._addresses.candidates(self._addresses.next(attempts.address)):
+            attempts.address = address
+            connection, remaining = self._idle_connection(address), attempts.remaining()
+            secs = self._options.connect_secs if remaining is None else min(remaining, self._options.connect_secs)
             try:
                 if connection is None:
-                    remaining = attempts.remaining()
-                    connect_secs = self._options.connect_secs
                     connection = BlockingConnection(address, self._options, self._tls, self._config.health_service,
-                                                    connect_secs if remaining is None else min(remaining, connect_secs))
-                connection.check_health(self._encoder, self._options.connect_secs)
+                                                    secs)
+                connection.check_health(self._encoder, secs)
             except (OSError, StatusError) as error:
                 attempts.remaining()
                 address.failed()

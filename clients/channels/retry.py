@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 
+from clients.channels.addresses import Address
 from clients.channels.service_config import MethodConfig, ServiceConfig
 from clients.channels.status import StatusError, deadline_exceeded
 
@@ -36,7 +37,7 @@ class Throttle:
 
 class Attempts:
     """The attempts of one call."""
-    __slots__ = ("_policy", "_throttle", "timeout", "deadline", "retries", "_refusals")
+    __slots__ = ("_policy", "_throttle", "timeout", "deadline", "retries", "address", "_refusals")
 
     def __init__(self, method: MethodConfig, throttle: Throttle, timeout: float | None) -> None:
         """timeout: seconds that the caller allows; the config may allow fewer."""
@@ -45,6 +46,7 @@ class Attempts:
         self.timeout = timeout if most is None else most if timeout is None else min(timeout, most)
         self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
         self.retries = 0                # by the policy: those of streams that no server processed are not counted
+        self.address: Address | None = None         # that the last attempt went to
         self._refusals = 0
 
     def remaining(self) -> float | None:

@@ -170,7 +170,7 @@ def _seconds_or_none(text: str) -> float:
 def _url(text: str) -> str:
     scheme, address = split_url(text)
     host, _, port = address.rpartition(":")
-    if scheme not in SCHEMES or not (
+    if scheme not in SCHEMES or "," in address or not (
             (scheme != "http" and is_name_of_grpc(address)) or (host and port.isdecimal())):
         raise argparse.ArgumentTypeError(f"'{text}' is not HOST:PORT, or such behind {'://, '.join(SCHEMES)}://")
     return text

@@ -175,7 +175,8 @@ def test_statistics_do_not_wait_for_the_requests_of_the_load(server: RunningServ
     assert asyncio.run(reads_while_all_slots_are_taken()) == 1
 
 
-@pytest.mark.parametrize("url", ["localhost", "ftp://localhost:21", "localhost:http", "http://unix:/run/s.sock"])
+@pytest.mark.parametrize(
+    "url", ["localhost", "ftp://localhost:21", "localhost:http", "http://unix:/run/s.sock", "a:1,b:2"])
 def test_an_address_that_is_none_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["-m", "m", "-u", url])

@@ -4,8 +4,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clients.channels import addresses
@@ -15,8 +18,12 @@ from clients.errors import ServerUnavailableError
 from protos import health, http2
 from tests.clients.channels.peers import KINDS, Peer, client_of, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
+from tests.infer_server.numpy_engine import write_model
+from tests.infer_server.serving import FRONTS
+from tests.infer_server.serving import serving as infer_serving
 
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
+RETRIES = {"methodConfig": [{"name": [{}], "retryPolicy": {"initialBackoff": "0.01s"}}]}
 HEALTH = {"healthCheckConfig": {"serviceName": "models"}}
 
 
@@ -69,6 +76,44 @@ def test_a_server_that_comes_back_is_connected_to_again(kind: str) -> None:
                 break
             except ServerUnavailableError:
                 assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_call_fails_while_one_of_two_servers_is_stopped(tmp_path: Path, kind: str, front: str) -> None:
+    write_model(tmp_path, "m")
+    x = np.ones((1, 4), np.float32)
+    with (infer_serving(tmp_path, grpc_front=front) as stopped, infer_serving(tmp_path, grpc_front=front) as stays,
+          client_of(kind, f"{stopped.address},{stays.address}", service_config=RETRIES) as client,
+          ThreadPoolExecutor(4) as pool):
+        def repeat(_: int) -> int:
+            count = 0
+            while not is_over.is_set():
+                client.infer("m", {"x": x}, timeout=TIMEOUT_SECS)
+                count += 1
+            return count
+
+        is_over = threading.Event()
+        users = [pool.submit(repeat, number) for number in range(4)]
+        try:
+            time.sleep(0.1)
+            assert stopped.stop()
+            time.sleep(0.1)
+        finally:
+            is_over.set()
+        assert all(user.result(TIMEOUT_SECS) > 0 for user in users)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_retry_goes_to_another_server(kind: str) -> None:
+    def fails(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
+        peer.fail(stream, 14)
+
+    with (scripted(fails) as (a, bad), scripted(answering) as (b, good),
+          client_of(kind, f"{a},{b}", service_config=RETRIES) as client, ThreadPoolExecutor(4) as pool):
+        assert all(pool.map(lambda _: client.is_server_live(timeout=TIMEOUT_SECS), range(40)))
+        assert len(good.requests) == 40 and bad.requests
+        assert not any(b"grpc-previous-rpc-attempts" in request for request in bad.requests)
 
 
 @pytest.mark.parametrize("kind", KINDS)

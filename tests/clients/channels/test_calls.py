@@ -85,6 +85,26 @@ def test_the_asyncio_client_shares_a_connection_and_the_other_keeps_those_it_mad
         assert proxy.count == 2
 
 
+def test_calls_beyond_the_streams_that_a_server_takes_wait_for_them() -> None:
+    async def together(url: str) -> None:
+        async with AsyncInferenceClient(url) as client:
+            assert all(await asyncio.gather(*(client.is_server_live(timeout=TIMEOUT_SECS) for _ in range(300))))
+
+    most: list[int] = []
+
+    def handle(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
+        waiting.append(stream)
+        most.append(len(waiting))
+        if len(waiting) == 100:                             # all that it takes at once
+            while waiting:
+                peer.answer(waiting.pop())
+
+    waiting: list[int] = []
+    with scripted(handle) as (url, server):
+        asyncio.run(together(url))
+        assert (len(server.peers), max(most)) == (1, 100)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unix_socket_is_an_address(tmp_path: Path, kind: str) -> None:
     async def serve(ready: threading.Event, stop: asyncio.Event) -> None:
