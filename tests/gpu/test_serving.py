@@ -222,7 +222,7 @@ def test_a_batch_is_put_together_of_what_lies_on_the_gpu_and_on_the_host(served:
     def request(inputs: Any, items: int, *room: int) -> Request:
         rooms = {"y": GpuRoom(room[0], memory, room[1], room[2], X.dtype)} if room else {}
         nobody: Any = None
-        return Request({"x": inputs}, items, None, answered.append, nobody, rooms=rooms)
+        return Request({"x": inputs}, items, None, answered.append, nobody, output_buffers=rooms)
 
     def there(first: int, items: int) -> GpuTensor:
         return GpuTensor(1, memory, 32 * first, (items, 8), X.dtype)
