@@ -14,7 +14,6 @@ from scripts.interop.peers import AbsentError, Outcome, Peer, Target, outcome_of
 from scripts.interop.servers import server, write_certificate, write_repository
 from scripts.stress import Running
 
-
 pytestmark = pytest.mark.skipif(not http2.is_installed, reason="ngh2 is not installed")
 PEERS = {peer.name: peer for peer in (*clients.PEERS, *programs.PEERS)}
 
