@@ -115,6 +115,13 @@ class Kernel(ABC, Generic[P]):
         """Bytes of packed constants that the kernel reads, where they are more than a few."""
         return 0
 
+    def code_size(self, isa: Isa, tactic: Any) -> int:
+        """Return the number of outputs that the tactic's micro-kernels compute, all of them together.
+
+        Code, and so the time to compile it, grows with it. 0: the code is short.
+        """
+        return 0
+
     def unseen(self, isa: Isa, tactic: Any) -> float:
         """What remains of a tactic's time inside a network, as far as timing it alone cannot show: there its constants
         and inputs are at hand, for it was the last to use them. Where nothing is timed, `cost`

@@ -1,13 +1,14 @@
 """Candidates for problems, and their machine code: each by itself as a plan has it, or with its rivals to be timed.
 
-A problem's tactics are one module when they are timed, so that those that differ in their outer loops only share what
-is inside.
+Tactics that differ in their outer loops only are one module when they are timed: they share what is inside.
 """
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -54,7 +55,7 @@ class CandidateCode:
         self._isa = isa
         self.made: dict[str, bytes] = {}                    # by other sessions, by symbol
         self._alone: dict[Candidate, bytes] = {}            # each by itself
-        self._beside: dict[Candidate, bytes] = {}           # with that of its rivals
+        self._beside: dict[Candidate, bytes] = {}           # to be timed: each by itself, or with that of its rivals
 
     def take_over(self, objects: Iterable[bytes]) -> None:
         """What other sessions compiled."""
@@ -72,9 +73,21 @@ class CandidateCode:
         self._alone |= dict(zip(missing, code, strict=True))
         return self._alone
 
+    def one_by_one(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
+                   done: Callable[[], None]) -> Mapping[Candidate, bytes]:
+        """Compile rivals of other tiles each by itself, as a plan has them. done() is called for each group."""
+        every = [one for some in groups for one in some]
+        ends, count = {*accumulate(map(len, groups))}, itertools.count(1)
+        code = self.alone(pool, every, lambda: done() if next(count) in ends else None)
+        self._beside |= {one: code[one] for one in every}
+        return self._beside
+
     def beside(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
                done: Callable[[], None]) -> Mapping[Candidate, bytes]:
-        """The code of rivals, those of a group as one, if it is not there yet. done() is called for each group."""
+        """Compile rivals that share their tiles, those of a group as one, if they are not there yet.
+
+        done() is called for each group.
+        """
         missing = [some for some in groups if any(one not in self._beside for one in some)]
         for _ in range(len(groups) - len(missing)):
             done()

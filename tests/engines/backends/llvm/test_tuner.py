@@ -97,7 +97,7 @@ def test_each_batch_counts_alike_however_long_it_takes():
 def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     timed = []
 
-    def times(self, pool, wanted, tactics, report):
+    def times(self, pool, wanted, tactics, report, share_tiles=False):
         timed.extend(tactic for some in tactics.values() for tactic in some)
         return {spec: dict.fromkeys(some, (1.0,)) for spec, some in tactics.items()}
 
@@ -105,7 +105,7 @@ def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}
-    assert {candidate.tactic.vectors for candidate in timed} == {2, 4}
+    assert timed and 1 not in {candidate.tactic.vectors for candidate in timed}
     timed.clear()
     surveyed = Tuner(AVX512_VNNI, TimingCache(), "").survey({spec: {}})[spec]
     assert set(surveyed) == set(timed) and {candidate.tactic.vectors for candidate in timed} == {1, 2, 4}
