@@ -242,6 +242,7 @@ class _Run:
         self._edges, self._uneven = builder.edges(graph), smoothable(graph)
         self._data = wanted.open(subject.inputs, builder.config.pixels is not None, _extents(subject.inputs, graph))
         self._trials = self._spent = 0      # of the search, for its progress
+        self._known: dict[Any, Errors] = {}     # of the trials so far, by what their tables hold
 
     def table(self) -> tuple[CalibrationTable, dict[str, Any]]:
         """The ranges, and what the plan is to record of them."""
@@ -290,10 +291,12 @@ class _Run:
         self._progress("searching", min(self._spent, self._trials), self._trials, "")
 
     def _trial(self, judge: Judge, table: CalibrationTable) -> Errors:
-        errors = judge.errors(table)
+        key = tuple(tuple(part.items()) for part in (table.ranges, table.means, table.smoothing))
+        if key not in self._known:
+            self._known[key] = judge.errors(table)
         self._spent += 1
         self._tick()
-        return errors
+        return self._known[key]
 
     def _searched(self, judge: Judge, trials: int, watched: _Watched,
                   report: dict[str, Any]) -> tuple[CalibrationTable, Errors]:

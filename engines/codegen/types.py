@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 
 I1, I8, I16, I32, I64, PTR, FLOAT, DOUBLE = "i1", "i8", "i16", "i32", "i64", "ptr", "float", "double"
@@ -15,6 +15,7 @@ ELEMENTS = {"uint8": I8, "int8": I8, "bool": I8, "int32": I32, "int64": I64, "fl
             "uint64": I64}
 
 
+@cache
 def vector(lanes: int, element: str) -> str:
     return f"<{lanes} x {element}>"
 
@@ -28,14 +29,17 @@ def is_pointer(type_: str) -> bool:
     return type_.startswith(PTR)
 
 
+@cache
 def lanes_of(type_: str) -> int:
     return int(type_[1:].split(" x ")[0])
 
 
+@cache
 def element_of(type_: str) -> str:
     return type_[:-1].split(" x ")[1] if type_.startswith("<") else type_
 
 
+@cache
 def overload(type_: str) -> str:
     """Return the suffix of an overloaded intrinsic's name for a type: f32, v8f32."""
     element = {FLOAT: "f32", DOUBLE: "f64"}.get(element_of(type_), element_of(type_))
@@ -44,6 +48,11 @@ def overload(type_: str) -> str:
 
 def literal(number: int | float, type_: str) -> str:
     """Return the text of a constant; a vector type gets the number in all lanes."""
+    return _written(number, type_) if number else _written.__wrapped__(number, type_)       # 0.0 equals -0.0
+
+
+@lru_cache(1 << 12, typed=True)     # 1, 1.0 and True are equal, too
+def _written(number: int | float, type_: str) -> str:
     element, text = element_of(type_), str(number)
     if element != type_ and number == 0:    # valid for every element type, half too
         return "zeroinitializer"

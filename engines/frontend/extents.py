@@ -38,7 +38,7 @@ def open_types(model: str, declared: Mapping[str, Declared], shapes: Mapping[str
         shape = given.get(name, kind.extents)
         if shape is None:
             raise ModelError(f"{model}: input '{name}' may have any number of axes; give its shape, as in "
-                             f"{kind.option({})}")
+                             f"{kind.option()}")
         symbols = kind.extents if kind.extents is not None else shape
         opened = keep_batch and symbols and not is_size(symbols[0])
         named[name] = [_name(name, axis, symbol, None if opened and not axis else extent, known)

@@ -16,8 +16,8 @@ from engines.frontend.symbols import known_extents, refuse_several_batches, with
 from engines.ir.graph import BATCH, Array, Dim, TensorType
 from engines.ir.shapes import MOST_AXES, text
 
-IMAGE_SIDE, LENGTH = 224, 128       # in examples of --shape
-_ANY_IMAGE = (None, 3, IMAGE_SIDE, IMAGE_SIDE)
+IMAGE_SIDE, LENGTH = 224, 128       # likely extents of pictures and of sequences
+_ANY_IMAGE = (None, 3, "height", "width")
 
 Shape = Sequence[Dim | None]        # None: unknown, or, where a user gives it, the batch
 
@@ -133,22 +133,21 @@ class Declared:
     def __str__(self) -> str:
         return "of unknown rank" if self.extents is None else text("?" if d is None else d for d in self.extents)
 
-    def option(self, sizes: dict[str, int]) -> str:
-        """An example of the option that gives the shape. `sizes`: of symbols, chosen so far."""
+    def option(self) -> str:
+        """Return the option that gives the shape, with names where sizes are to be filled in: none would have been
+        tried."""
         extents = _ANY_IMAGE if self.extents is None else self.extents
-        side = IMAGE_SIDE if len(extents) == 4 and {1, 3, 4}.intersection(extents[1:]) else LENGTH
-        chosen = [d if is_size(d) else BATCH if not axis else sizes.setdefault(str(d), side) if d else side
+        chosen = [d if is_size(d) else BATCH if not axis else str(d or f"size{axis}").upper()
                   for axis, d in enumerate(extents)]
         return f"--shape {self.name}:{'x'.join(map(str, chosen))}"
 
 
 def _ask_for_shapes(model: str, inputs: Sequence[Declared]) -> str:
     """About all of them at once."""
-    sizes: dict[str, int] = {}
-    options = " ".join(given.option(sizes) for given in inputs)
+    options = " ".join(given.option() for given in inputs)
     listed = ", ".join(f"'{given.name}' {given}" for given in inputs)
     return (f"{model}: only the leading extent of an input may be left open (it is the batch); give the sizes of "
-            f"{listed} for which to compile, as in {options}")
+            f"{listed} for which to compile, by {options} with sizes for the names")
 
 
 def extents_of(tensor: onnx.TypeProto.Tensor) -> tuple[Dim | None, ...] | None:

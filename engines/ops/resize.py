@@ -1,13 +1,18 @@
 """Resize: every axis is interpolated by itself, as a matrix [out, in] of weights; nearest selects instead.
 
-Where a pixel lies is computed in float32, in the order of ONNX Runtime, so that ties round as they do there. With
-align_corners the last pixels lie on each other whatever the scale says, as in ONNX Runtime, OpenVINO and PyTorch;
-onnx's reference divides by a length that is no integer.
+ONNX leaves open how coordinates are rounded. This module follows ONNX Runtime, whose results deployed models were
+tested with:
+
+* Coordinates are computed in float32, in ONNX Runtime's order of operations, so that ties round as they do there.
+* An axis of scale 1 keeps its pixels, whatever the region of interest says; a Resize that changes no extent copies.
+* align_corners divides by the integer length of the output, as OpenVINO and PyTorch do; onnx's reference divides by
+  extent * scale, which may be a fraction.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +22,11 @@ from engines.ir.graph import Array, Node, TensorType
 from engines.ir.shapes import extent, fixed
 from engines.ops.items import ItemAxes, only_first
 from engines.ops.op import Inputs, LayoutOp, Stored, Types
+from engines.ops.resize_integers import blend_axes, blended, filtered
 
 BY_AXIS = frozenset({"sizes", "scales", "roi"})       # attributes that have numbers of each axis
-TIE = 1e-6           # a place this near to the middle of two pixels is at it: scales are rounded, as in ONNX Runtime
+TIE = 1e-6                  # coordinates this near to the middle of two pixels are ties, as in ONNX Runtime
+_MAY_KEEP = 0.5, 2.0         # scales outside of these change every extent: whether they do is not asked of extents
 EXACT = 1 << 20      # parts of a scale: of so many, times any size that there is, no double loses a bit
 
 
@@ -48,33 +55,46 @@ class Resize(LayoutOp):
 
     @classmethod
     def compute(cls, node: Node, x: Array) -> Array:
-        attrs = node.attrs
-        outside = np.zeros((), bool)
+        factors = cls.factors(node, x.shape)
+        places = {axis: coordinates(node, axis, x.shape[axis], size, scale)
+                  for axis, (size, scale) in enumerate(factors) if scale != 1}
         y = x
-        for axis, (size, scale) in enumerate(cls.factors(node, x.shape)):
-            if size == x.shape[axis] and scale == 1 and "roi" not in attrs:
-                continue
-            places = coordinates(node, axis, x.shape[axis], size, scale)
-            if attrs.get("mode", "nearest") == "nearest":
-                index = NEAREST[attrs.get("nearest_mode", "round_prefer_floor")](places)
-                y = np.take(y, np.clip(index, 0, x.shape[axis] - 1).astype(np.int64), axis)
-            else:
-                weights = interpolation(node, places, x.shape[axis], scale)
-                y = np.moveaxis(np.tensordot(weights, y, (1, axis)), 0, axis)
-            if attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-                beyond = (places < 0) | (places > x.shape[axis] - 1)
+        if node.attrs.get("mode") == "linear" and x.dtype.kind in "iu" and not node.attrs.get("antialias") and places:
+            y = blended(x, {axis: places.get(axis, np.arange(x.shape[axis])) for axis in blend_axes(x.ndim, [*places])})
+        else:
+            for axis in reversed(places):
+                y = cls._along(node, y, axis, places[axis], factors[axis][1])
+        outside = np.zeros((), bool)
+        if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+            for axis, place in places.items():
+                beyond = (place < 0) | (place > x.shape[axis] - 1)
                 outside = outside | beyond.reshape(-1, *[1] * (x.ndim - axis - 1))
-        y = np.where(outside, attrs.get("extrapolation_value", 0.0), y) if outside.any() else y
+        y = np.where(outside, node.attrs.get("extrapolation_value", 0.0), y) if outside.any() else y
         return _cast(y, x)
+
+    @staticmethod
+    def _along(node: Node, x: Array, axis: int, places: Array, scale: float) -> Array:
+        """Return x resized along one axis; floats are not rounded to their type."""
+        if node.attrs.get("mode", "nearest") == "nearest":
+            index = NEAREST[node.attrs.get("nearest_mode", "round_prefer_floor")](places)
+            return np.take(x, np.clip(index, 0, x.shape[axis] - 1).astype(np.int64), axis)
+        weights = interpolation(node, places, x.shape[axis], scale)
+        if x.dtype.kind in "iu" and node.attrs.get("antialias"):
+            return filtered(x, axis, weights)
+        return np.moveaxis(np.tensordot(weights, x, (1, axis)), 0, axis)
 
     @classmethod
     def factors(cls, node: Node, shape: tuple[int, ...]) -> list[tuple[int, float]]:
-        """Return (output extent, scale) for each axis, channels first; with antialias an axis that keeps its extent is
-        left as it is, whatever its scale."""
+        """Return (output extent, scale) for each axis, channels first.
+
+        An axis that keeps its extent has scale 1 if the Resize smooths (antialias) or no other axis changes.
+        """
         sizes = cls.sizes(node, shape)
         scales = node.attrs["scales"] if "scales" in node.attrs else [
             out / size for out, size in zip(sizes, shape, strict=True)]
-        still = bool(node.attrs.get("antialias"))
+        copied = all(_MAY_KEEP[0] < scale < _MAY_KEEP[1] and out == size
+                     for out, size, scale in zip(sizes, shape, scales, strict=True))
+        still = bool(node.attrs.get("antialias")) or copied
         return [(out, 1.0 if still and out == size else scale)
                 for out, size, scale in zip(sizes, shape, scales, strict=True)]
 
@@ -106,49 +126,68 @@ def _cast(y: Array, x: Array) -> Array:
 
 
 def coordinates(node: Node, axis: int, size: int, out: int, scale: float) -> Array:
-    """Return where each output index lies on the input axis.
+    """Return the position on the input axis of each output index.
 
     Parameters
     ----------
     node : Node
-        The Resize; its attributes say how.
+        The Resize; its attributes select the formula.
     axis : int
         The axis, channels first.
     size, out : int
         Its extents before and after.
     scale : float
-        The factor between them, which may be no quotient of the two.
+        The factor between them, which may differ from their quotient.
 
     Returns
     -------
     ndarray
         float64 [out], computed in float32.
     """
-    places = _places(node, axis, np.float32(size), np.float32(out), np.float32(scale), np.arange(out, dtype=np.float32))
-    return np.asarray(places, np.float64)
+    indices = np.arange(out, dtype=np.float32)
+    return np.asarray(coordinate(node, axis, indices, _converted, size, out, scale), np.float64)
 
 
-def _places(node: Node, axis: int, size: np.float32, out: np.float32, scale: np.float32, i: Array) -> Array:
-    """The coordinates, in float32."""
-    mode, one, half = node.attrs.get("coordinate_transformation_mode", "half_pixel"), np.float32(1), np.float32(0.5)
+def _converted(x: Array, kind: str) -> Array:
+    return x.astype({"f32": np.float32, "f64": np.float64}[kind])
+
+
+def coordinate(node: Node, axis: int, i: Any, convert: Callable[[Any, str], Any], size: int, out: int,
+               scale: float) -> Any:
+    """Return the position of output index `i` on the input axis, in float32; see coordinates().
+
+    `i` is an array, or a term of a nest, of float32; `convert` changes its type to "f32" or "f64".
+    """
+    scale = float(np.float32(scale))
+    if scale == 1:
+        return i
+    place = _unsmoothed(node, axis, i, convert, size, out, scale)
+    return place + 0.5 - 0.5 if node.attrs.get("antialias") else place      # rounded as the centre of a filter
+
+
+def _unsmoothed(node: Node, axis: int, i: Any, convert: Callable[[Any, str], Any], size: int, out: int,
+                scale: float) -> Any:
+    mode = node.attrs.get("coordinate_transformation_mode", "half_pixel")
     if mode == "asymmetric":
         return i / scale
     if mode == "align_corners":
-        return i * (size - one) / (out - one) if out > 1 else i
+        return i * float(size - 1) / float(out - 1) if out > 1 else i
     if mode == "tf_crop_and_resize":
         roi = node.attrs["roi"]
         start, end = np.float32(roi[axis]), np.float32(roi[axis + len(roi) // 2])
         if out > 1:
-            return start * (size - one) + i * (end - start) * (size - one) / (out - one)
-        return half * (start + end) * (size - one) + i
+            return i * float(end - start) * float(size - 1) / float(out - 1) + float(start * np.float32(size - 1))
+        return i + float(np.float32(0.5 * float(start + end) * float(size - 1)))
     if mode == "pytorch_half_pixel" and out == 1:
         return i
     if mode == "half_pixel_symmetric":
-        return size / 2 * (one - out / (scale * size)) + (i + half) / scale - half
+        length = np.float32(scale) * np.float32(size)
+        offset = np.float32(size) / np.float32(2) * (np.float32(1) - np.float32(out) / length)
+        return convert((convert(i, "f64") + 0.5) / scale + float(offset) - 0.5, "f32")
     if mode in ("half_pixel", "pytorch_half_pixel"):
-        return (i + half) / scale - half
+        return (i + 0.5) / scale - 0.5
     if mode == "tf_half_pixel_for_nn":      # of opsets 11 and 12: TensorFlow's for nearest neighbours
-        return (i + half) / scale
+        return (i + 0.5) / scale
     raise GraphError(f"unknown coordinate_transformation_mode '{mode}'")
 
 

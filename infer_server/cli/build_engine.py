@@ -56,6 +56,8 @@ def parse_constant(text: str) -> tuple[str, Value]:
 class Bar:
     """Progress on stderr: a bar for each stage of the build on a terminal, else a line every QUIET seconds.
 
+    A terminal whose width is unknown (0 columns, as under some pseudo terminals) gets lines: tqdm shows nothing there.
+
     A thread writes the lines, so that a long step of a build does not delay them.
     """
     UNITS = {"calibrating": "item", "searching": "trial", "compiling": "kernel"}
@@ -64,6 +66,7 @@ class Bar:
     def __init__(self, quiet: bool = False) -> None:
         self._stage, self._bar, self._text = "", tqdm(disable=True), "reading the model"
         self._begin = self._last = time.perf_counter()
+        self._lines = not _columns()
         self._done = threading.Event()
         if not quiet:
             threading.Thread(target=self._beat, daemon=True).start()
@@ -80,7 +83,8 @@ class Bar:
         if stage != self._stage:
             self._bar.close()
             self._stage = stage
-            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS[stage], disable=None, leave=False)
+            self._bar = tqdm(desc=stage, total=of or None, unit=self.UNITS[stage], disable=self._lines,
+                             leave=False)
         self._bar.update(done - self._bar.n)
         self._bar.set_postfix_str(what[-40:], refresh=False)
         if done == of:
@@ -99,6 +103,14 @@ class Bar:
                 self._bar.refresh()
             elif now - self._last >= self.QUIET:
                 self.notice(f"{self._text}, {now - self._begin:.0f} s")
+
+
+def _columns() -> int:
+    """Return the width of the terminal that stderr is; 0 if it is none, or does not say."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):       # ValueError: stderr is no file
+        return 0
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@ import numpy as np
 from onnx import parser
 
 from calibration import Calibration
+from calibration.judge import Judge
 from engines import build_engine
 from engines.codegen.compiler_pool import CompilerPool
 
@@ -41,3 +42,15 @@ def test_each_item_is_read_once_for_ranges_and_trials():
 
     build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
     assert read.count(7) == 1
+
+
+def test_a_table_is_measured_once(monkeypatch):
+    """The default calibrator's is a trial without corrected biases, a candidate, and where refining starts."""
+    tables = []
+    measured = Judge.errors
+    monkeypatch.setattr(Judge, "errors", lambda judge, table: tables.append(table) or measured(judge, table))
+    random = np.random.default_rng(0)
+    feeds = [{"x": random.random((1, 3, 8, 8)).astype(np.float32)} for _ in range(8)]
+    build_engine(MODEL, precision="int8", timing=False, cache=False, calibration=Calibration(feeds))
+    contents = [(dict(table.ranges), dict(table.means)) for table in tables]
+    assert len(contents) > 2 and all(content not in contents[:i] for i, content in enumerate(contents))

@@ -276,8 +276,7 @@ def _resize(call: Call) -> list[Node]:
         **call.keep("cubic_coeff_a", "exclude_outside", "extrapolation_value", "antialias")}
     call.ignore("keep_aspect_ratio_policy")     # of sizes, where there are any
     if call.opset < 11:
-        attrs |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        return call.node_with(1, scales=tuple(call.value(1) or ()), **attrs)
+        return _without_modes(call, attrs)
     shape = call.type().shape
     axes = [normal_axis(a, len(shape)) for a in call.attr("axes", range(len(shape)))]
     sizes, scales = call.value(3), call.value(2)
@@ -298,12 +297,23 @@ def _resize(call: Call) -> list[Node]:
     if not all(np.isfinite(scale) and scale > 0 for scale in scales or ()):
         raise GraphError(f"its scales are {scales}: finite numbers above 0")
     factors = dict(zip(axes, scales or [], strict=True))
-    corners = attrs["coordinate_transformation_mode"] == "align_corners"
-    if corners and any((exact := factors.get(i, 1.0) * size) != round(exact)
-                       for i, size in enumerate(shape) if isinstance(size, int)):
-        call.notices.append("its scales make a fraction of a pixel, of which align_corners means one thing in ONNX, as "
-                            "it is done here, and another in ONNX Runtime; give it sizes")
     return call.node_with(1, scales=tuple(float(factors.get(i, 1.0)) for i in range(len(shape))), **attrs)
+
+
+def _without_modes(call: Call, attrs: dict[str, Any]) -> list[Node]:
+    """Import a Resize of opset 10.
+
+    ONNX Runtime takes the pixel below along axes that grow, and the pixel above along axes that shrink.
+    """
+    scales = tuple(float(scale) for scale in call.value(1) or ())
+    attrs = {**attrs, "coordinate_transformation_mode": "asymmetric"}
+    growing, shrinking = attrs | {"nearest_mode": "floor"}, attrs | {"nearest_mode": "ceil"}
+    if attrs["mode"] != "nearest" or min(scales, default=1.0) >= 1:
+        return call.node_with(1, scales=scales, **growing)
+    w, x = Parts(call), call.node.inputs[0]
+    if max(scales) > 1:
+        x = w("Resize", x, scales=tuple(max(scale, 1.0) for scale in scales), **growing)
+    return w.finish("Resize", x, scales=tuple(min(scale, 1.0) for scale in scales), **shrinking)
 
 
 def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> tuple[float | None, list[Any]]:
@@ -315,5 +325,5 @@ def _kept_ratio(call: Call, sizes: list[Any], axes: list[int]) -> tuple[float | 
     if policy not in ("not_larger", "not_smaller"):
         raise GraphError(f"unknown keep_aspect_ratio_policy '{policy}'; ONNX has stretch, not_larger, not_smaller")
     limit = min if policy == "not_larger" else max
-    scale = limit(s / d for s, d in zip(sizes, image, strict=True))
-    return scale, [math.floor(scale * d + 0.5) for d in image]
+    scale = limit(np.float32(s) / np.float32(d) for s, d in zip(sizes, image, strict=True))     # as in ONNX Runtime
+    return float(scale), [math.floor(float(scale * np.float32(d)) + 0.5) for d in image]

@@ -26,6 +26,8 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     anchor = node.anchor
     if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise Refused("tf_crop_and_resize reads beside the image")
+    if ctx.type(anchor.inputs[0]).dtype.kind in "iu" and anchor.attrs.get("mode", "nearest") != "nearest":
+        raise Refused("integers between pixels")
     x, y = ctx.placements[anchor.inputs[0]].view, ctx.placements[node.outputs[0]].view
     height, width, channels = x.shape
     sizes = resize.Resize.sizes(anchor, (1, channels, height, width))

@@ -65,8 +65,7 @@ def _computes_nothing(graph: Graph, node: Node) -> bool:
     if node.op in _REDUCTIONS:
         return not node.attrs.get("axes", (0,))
     if node.op == "Resize":
-        return node.attrs.get("coordinate_transformation_mode") != "tf_crop_and_resize" and all(
-            scale == 1 for scale in node.attrs.get("scales", ()))
+        return True                                         # it copies, as in ONNX Runtime; see engines/ops/resize.py
     if node.op in _POOLS:
         rank = len(graph.types[node.inputs[0]].shape) - 2
         return set(node.attrs["kernel_shape"]) == {1} == set(spatial(node, rank, "strides", 1)) \

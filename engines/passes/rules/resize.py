@@ -22,6 +22,8 @@ class ResizeOfChannelsLast(Rule):
         before, after = match.shape(match.value("x")), match.made.shape
         scales = match.root.attrs.get("scales", (1,) * len(before))
         changed = [a != b or scale != 1 for a, b, scale in zip(before, after, scales, strict=True)]
+        if match.graph.types[match.value("x")].dtype.itemsize == 1:     # blended in fixed point, where it is
+            return False
         return len(before) == 4 and changed[1] and not changed[0] and not changed[3]
 
     def rewrite(self, match: Match, draft: Draft) -> None:

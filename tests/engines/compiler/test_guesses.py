@@ -2,7 +2,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 from onnxruntime import InferenceSession
 
 from engines import build_engine
@@ -101,3 +101,37 @@ def test_a_decoder_gets_one_token_beside_some_past_ones_and_none() -> None:
     assert every[0] == {"s": 1, "p": 16, "t": 17}
     assert {"s": 1, "p": 0, "t": 1} in every
     assert not any(224 in guess.values() for guess in every)
+
+
+def test_a_decoder_builds_without_shapes_and_serves_a_prompt_and_a_token() -> None:
+    """One layer of attention over past keys and values, 2 heads of 4, as exporters write it."""
+    random = np.random.default_rng(0)
+    weights = {"embedding": (11, 8), "wq": (8, 8), "wk": (8, 8), "wv": (8, 8), "wo": (8, 11)}
+    decoder = parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (int64[batch, s] input_ids, int64[batch, t] attention_mask, '
+        "float[batch, 2, p, 4] past_key_values_0_key, float[batch, 2, p, 4] past_key_values_0_value) "
+        "=> (float[batch, s, 11] logits, float[batch, 2, t, 4] present_0_key, float[batch, 2, t, 4] present_0_value) "
+        "<int64[4] heads = {0, 0, 2, 4}, int64[3] joined = {0, 0, 8}, int64[2] over = {1, 2}, float scale = {0.5}, "
+        "float one = {1.0}, float far = {-10000.0}> {"
+        " x = Gather(embedding, input_ids)"
+        " q0 = MatMul(x, wq) q1 = Reshape(q0, heads) q = Transpose<perm = [0, 2, 1, 3]>(q1)"
+        " k0 = MatMul(x, wk) k1 = Reshape(k0, heads) k = Transpose<perm = [0, 2, 1, 3]>(k1)"
+        " v0 = MatMul(x, wv) v1 = Reshape(v0, heads) v = Transpose<perm = [0, 2, 1, 3]>(v1)"
+        " present_0_key = Concat<axis = 2>(past_key_values_0_key, k)"
+        " present_0_value = Concat<axis = 2>(past_key_values_0_value, v)"
+        " kt = Transpose<perm = [0, 1, 3, 2]>(present_0_key) s0 = MatMul(q, kt) s1 = Mul(s0, scale)"
+        " m0 = Cast<to = 1>(attention_mask) m1 = Sub(one, m0) m2 = Mul(m1, far) m3 = Unsqueeze(m2, over)"
+        " s2 = Add(s1, m3) a = Softmax<axis = -1>(s2) o0 = MatMul(a, present_0_value)"
+        " o1 = Transpose<perm = [0, 2, 1, 3]>(o0) o2 = Reshape(o1, joined) logits = MatMul(o2, wo) }")
+    decoder.graph.initializer.extend(numpy_helper.from_array(random.standard_normal(shape).astype(np.float32), name)
+                                     for name, shape in weights.items())
+    engine = build_engine(decoder, timing=False, cache=False).engine(threads=1)
+    session = InferenceSession(decoder.SerializeToString())
+    for past, tokens in ((0, 5), (5, 1), (6, 1)):
+        feeds = {"input_ids": random.integers(0, 11, (1, tokens)),
+                 "attention_mask": np.ones((1, past + tokens), np.int64),
+                 **{f"past_key_values_0_{kind}": random.standard_normal((1, 2, past, 4)).astype(np.float32)
+                    for kind in ("key", "value")}}
+        made, right = engine.run(feeds), session.run(None, feeds)
+        for output, expected in zip(session.get_outputs(), right, strict=True):
+            np.testing.assert_allclose(made[output.name], expected, rtol=0, atol=1e-4)

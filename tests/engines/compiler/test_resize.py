@@ -1,54 +1,76 @@
 """Resize with scales that float32 rounds, against ONNX Runtime: extents, ties and align_corners."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 from onnxruntime import InferenceSession
 
 from engines import build_engine
 from engines.frontend.onnx_import import graph_from_onnx
-from engines.ops import reference
+from tests.engines.compiler.resize_cases import (
+    FAMILIES,
+    Case,
+    by_kernels,
+    by_reference,
+    fault,
+    model_of,
+    onnx_runtime,
+    sampled,
+)
 
-SCALES = (0.3, 1 / 3, 0.5, 0.6, 2 / 3, 0.7, 1.1, 1.25, 1.3, 4 / 3, 1.5, 1.7, 2.0, 2.4, 3.0)
 COORDINATES = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
 
 
-def resize_model(shape: tuple[int, ...], scales: tuple[float, ...], by_sizes: bool = False,
-                 **attrs: Any) -> onnx.ModelProto:
+def resize_model(shape: tuple[int, ...], scales: tuple[float, ...], **attrs: Any) -> onnx.ModelProto:
     """Resize x [1, 2, height, width] along both last axes, or rows [1, 2, length]."""
-    last = [1, 1, *scales]
-    numbers = np.array(last, np.float32) if not by_sizes else np.array(
-        [max(int(size * scale), 1) for size, scale in zip((1, 2, *shape), last, strict=True)], np.int64)
-    inputs = ["x", "", "", "last"] if by_sizes else ["x", "", "last"]
-    graph = helper.make_graph(
-        [helper.make_node("Resize", inputs, ["y"], **attrs)], "resize",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 2, *shape])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["a", "b", *(f"s{i}" for i in range(len(shape)))])],
-        [numpy_helper.from_array(numbers, "last")])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    numbers = {"scales": np.array([1, 1, *scales], np.float32)}
+    return model_of(np.dtype(np.float32), (1, 2, *shape), ["x", "", "scales"], numbers, attrs, 18)
 
 
 def expected(model: onnx.ModelProto, x: Any) -> Any:
     return InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
 
 
-@pytest.mark.parametrize("by_sizes", [False, True])
-@pytest.mark.parametrize("mode", ["linear", "cubic", "round_prefer_floor", "round_prefer_ceil"])
-@pytest.mark.parametrize("coordinates", COORDINATES)
-def test_sampled_configurations_agree_with_onnx_runtime(coordinates: str, mode: str, by_sizes: bool) -> None:
-    random = np.random.default_rng(0)
-    attrs = {"mode": mode} if mode in ("linear", "cubic") else {"mode": "nearest", "nearest_mode": mode}
-    for _ in range(8):
-        shape = tuple(map(int, random.integers(4, 30, 2)))
-        scales = tuple(map(float, random.choice(SCALES, 2)))
-        model = resize_model(shape, scales, by_sizes, coordinate_transformation_mode=coordinates, **attrs)
-        x = random.standard_normal((1, 2, *shape)).astype(np.float32)
-        made, = reference.run(graph_from_onnx(model), {"x": x}).values()
-        np.testing.assert_allclose(made, expected(model, x), rtol=0, atol=1e-4, err_msg=f"{shape} by {scales}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_nodes_agree_with_onnx_runtime(family: str) -> None:
+    for seed in range(150):
+        case = sampled(seed, family)
+        assert not fault(case, by_reference(case), right(case))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_of_random_nodes_agree_with_onnx_runtime(family: str) -> None:
+    for seed in range(12):
+        case = sampled(seed, family)
+        assert not fault(case, by_kernels(case), right(case))
+
+
+@pytest.mark.parametrize("made", [by_reference, by_kernels])
+@pytest.mark.parametrize("family, dtypes", [
+    ("nearest", ["uint8", "int32"]), ("linear", ["uint8", "int8", "int32"]), ("antialias", ["uint8", "int32"])])
+def test_integers_are_rounded_as_by_onnx_runtime(family: str, dtypes: list[str], made: Callable[[Case], Any]) -> None:
+    for seed in range(12):
+        case = sampled(seed, family, dtypes)
+        assert not fault(case, made(case), right(case))
+
+
+def right(case: Case) -> Any:
+    made = onnx_runtime(case)
+    assert made is not None, case
+    return made
+
+
+def test_a_region_of_interest_crops_no_axis_of_scale_1() -> None:
+    attrs = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear", "extrapolation_value": 7.0}
+    x = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+    roi = {"roi": np.float32([0.4, 0.4, 0.4, 0, 0.6, 0.6, 0.6, 1]), "scales": np.float32([1, 1, 1, 2])}
+    case = Case(model_of(x.dtype, x.shape, ["x", "roi", "scales"], roi, attrs, 18), x, "linear")
+    assert not fault(case, by_kernels(case), right(case))
+    np.testing.assert_array_equal(by_kernels(case)[..., [0, -1]], x[..., [0, -1]])
 
 
 # images have a kernel with tables of taps; rows are a nest that computes where it reads

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import platform
 import pty
 import re
+import struct
 import subprocess
 import sys
 import termios
@@ -217,6 +219,22 @@ def test_a_build_that_says_nothing_for_long_prints_where_it_is(capsys: pytest.Ca
         bar("searching", 3, 18, "")
         while "searching: 3 of 18 trials" not in said:      # a time limit of the run ends it
             said += capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(0, b"searching: 3 of 18 trials"), (80, b"searching:  17%|")])
+def test_a_terminal_of_unknown_width_gets_lines(columns: int, shown: bytes) -> None:
+    """tqdm shows nothing on a terminal of 0 columns."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    script = ("import sys\nfrom infer_server.cli.build_engine import Bar\nBar.QUIET = Bar.BEAT = 0.01\n"
+              "with Bar() as bar:\n    bar('searching', 3, 18, '')\n    sys.stdin.read()\n")
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=theirs) as process:
+        said = b""
+        while shown not in said:        # a time limit of the run ends it
+            said += os.read(mine, 1 << 16)
+        process.communicate()
+    os.close(mine)
+    os.close(theirs)
 
 
 # ---- what cannot be built: one line on stderr, exit code 2

@@ -130,6 +130,13 @@ class Kernel(ABC, Generic[P]):
         """Return the size in bytes of the packed constants, or 0 if they are small."""
         return 0
 
+    def code_size(self, isa: Isa, tactic: Any) -> int:
+        """Return the number of outputs that the tactic's micro-kernels compute, all of them together.
+
+        Code, and so the time to compile it, grows with it. 0: the code is short.
+        """
+        return 0
+
     def unseen(self, isa: Isa, tactic: Any) -> float:
         """Return the factor that turns the time of a tactic alone into its time inside a network.
 

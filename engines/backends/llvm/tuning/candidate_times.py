@@ -17,7 +17,47 @@ from engines.codegen.compiler_pool import CompilerPool
 from engines.lowering.problems.problem import Array, Problem
 from engines.machine.timing_cache import TimingCache
 
+# How far candidates are tried, by the least share of all problems' time that a problem takes: times the best time that
+# the estimate of one may be, and the most of a kernel.
+EFFORTS = ((0.01, 1.12, 64), (0.005, 1.06, 4), (0.0, 1.03, 2))
+REFINED = 0.005             # share of all problems' time from which on refinements of the fastest are tried
+
 Constants = Mapping[str, Any]
+
+
+def cheapest_of_each_kernel(some: Sequence[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each kernel of candidates in the order of their costs."""
+    first: dict[Any, Candidate] = {}
+    for one in some:
+        first.setdefault(one.kernel, one)
+    return list(first.values())
+
+
+def promising(some: Sequence[Candidate], costs: Mapping[Candidate, float], us: Mapping[Candidate, float],
+              share: float) -> list[Candidate]:
+    """Return the candidates that may be faster than those timed.
+
+    A kernel's costs compare well with each other: what the time of its cheapest candidate is to its cost, that of the
+    others is to theirs, within some per cent.
+
+    Parameters
+    ----------
+    some : candidates of a problem, in the order of their costs
+    us : microseconds of the cheapest candidate of each kernel
+    share : of all problems' time, what this problem takes
+    """
+    margin, most = next((margin, most) for least, margin, most in EFFORTS if share >= least)
+    limit, found = margin * min(us.values()), list[Candidate]()
+    for timed, time_us in us.items():
+        rivals = [one for one in some if one.kernel == timed.kernel and one != timed][:most - 1]
+        found += [one for one in rivals if costs[one] / (costs[timed] or 1.0) * time_us <= limit]
+    return found
+
+
+def joined(times: Mapping[Problem, Mapping[Candidate, Times]],
+           more: Mapping[Problem, Mapping[Candidate, Times]]) -> dict[Problem, dict[Candidate, Times]]:
+    """Return the times of both for each problem."""
+    return {problem: {**found, **more.get(problem, {})} for problem, found in times.items()}
 
 
 class Report:
@@ -45,13 +85,17 @@ class CandidateTimes:
 
     def find(self, pool: CompilerPool, wanted: Mapping[Problem, Constants],
              candidates: Mapping[Problem, Sequence[Candidate]],
-             report: Report) -> dict[Problem, dict[Candidate, Times]]:
-        """Return the times of each candidate for each problem, one for each batch size."""
+             report: Report, share_tiles: bool = False) -> dict[Problem, dict[Candidate, Times]]:
+        """Return the times of each candidate for each problem.
+
+        share_tiles: a problem's candidates differ in their outer loops only, and are compiled together.
+        """
         known = {problem: {one: self._known(one) for one in some} for problem, some in candidates.items()}
         missing = {problem: [one for one, found in times.items() if found is None] for problem, times in known.items()}
         missing = {problem: some for problem, some in missing.items() if some}
         report("in the timing cache", 2 * (len(candidates) - len(missing)))
-        code = self._code.beside(pool, list(missing.values()), lambda: report("compiled"))
+        compiled = self._code.beside if share_tiles else self._code.one_by_one
+        code = compiled(pool, list(missing.values()), lambda: report("compiled"))
         for problem, some in missing.items():
             known[problem] |= self._measured(problem, some, wanted[problem], code)
             report(f"timed {problem.family}")

@@ -1,13 +1,14 @@
 """Candidates for problems, and their machine code: compiled alone, as in a plan, or together with others to be timed.
 
-To be timed, all tactics of a problem are compiled as one module, in which those that differ only in their outer loops
-share micro-kernels.
+When they are timed, tactics that differ only in their outer loops are one module: they share micro-kernels.
 """
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from engines.backends.llvm.codegen.isa import Isa
@@ -55,7 +56,7 @@ class CandidateCode:
         self._isa = isa
         self.made: dict[str, bytes] = {}                    # symbol -> code from other sessions
         self._alone: dict[Candidate, bytes] = {}            # code of each candidate alone
-        self._beside: dict[Candidate, bytes] = {}           # code of each candidate with the others of its problem
+        self._beside: dict[Candidate, bytes] = {}           # code to be timed: of each candidate alone, or with others
 
     def take_over(self, objects: Iterable[bytes]) -> None:
         """Reuse the code that other sessions compiled."""
@@ -76,9 +77,21 @@ class CandidateCode:
         self._alone |= dict(zip(missing, code, strict=True))
         return self._alone
 
+    def one_by_one(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
+                   done: Callable[[], None]) -> Mapping[Candidate, bytes]:
+        """Compile rivals of other tiles each by itself, as a plan has them. done() is called for each group."""
+        every = [one for some in groups for one in some]
+        ends, count = {*accumulate(map(len, groups))}, itertools.count(1)
+        code = self.alone(pool, every, lambda: done() if next(count) in ends else None)
+        self._beside |= {one: code[one] for one in every}
+        return self._beside
+
     def beside(self, pool: CompilerPool, groups: Sequence[Sequence[Candidate]],
                done: Callable[[], None]) -> Mapping[Candidate, bytes]:
-        """Return the code of candidates, those of a group in one module. done() is called for each group."""
+        """Compile rivals that share their tiles, those of a group as one, if they are not there yet.
+
+        done() is called for each group.
+        """
         missing = [some for some in groups if any(one not in self._beside for one in some)]
         for _ in range(len(groups) - len(missing)):
             done()

@@ -14,7 +14,15 @@ from engines.backends.base import Progress
 from engines.backends.llvm.codegen.compile import compiler_pool
 from engines.backends.llvm.codegen.isa import Isa
 from engines.backends.llvm.kernels.kernel import Kernel, kernels_for
-from engines.backends.llvm.tuning.candidate_times import CandidateTimes, Constants, Report
+from engines.backends.llvm.tuning.candidate_times import (
+    REFINED,
+    CandidateTimes,
+    Constants,
+    Report,
+    cheapest_of_each_kernel,
+    joined,
+    promising,
+)
 from engines.backends.llvm.tuning.candidates import Candidate, CandidateCode, Choice, packing
 from engines.backends.llvm.tuning.general import Found, GeneralKernels, counted_numbers, told
 from engines.backends.llvm.tuning.layouts import COST_TOLERANCE, TOLERANCE, with_common_layouts
@@ -32,6 +40,8 @@ FAR_BYTES = 8e3             # bytes of constants that outer caches or memory del
 GAIN = 0.99                 # relative time inside the network below which a candidate replaces the first one
 DOUBT = 0.03                # typical relative difference between a time alone and one in a network
 TRUST = 0.5                 # weight of times of another problem against costs: both have errors of about a tenth
+OUTPUT_CYCLES = 3e6         # cycles to compile a micro-kernel's code for one of its outputs: 1 ms
+FEW_RUNS = 200              # runs of a short-lived plan: calibration's items and trials
 COPY = 1.03                 # penalty on the time of tactics that need another copy of the weights
 
 
@@ -104,8 +114,8 @@ class Tuner:
         self._sharing |= dict.fromkeys(sharing)
         new = {problem: constants for problem, constants in wanted.items() if problem not in self._choices}
         self._batches_of |= dict.fromkeys(new, self._times.batches)
-        # With timing each is compiled and timed twice, and compiled once more.
-        report = Report(progress, len(new), steps=5 if self.timing else 1)
+        # With timing each is compiled and timed three times, and compiled once more.
+        report = Report(progress, len(new), steps=7 if self.timing else 1)
         with compiler_pool(self.isa) as pool:
             if self.timing:
                 self._time_alone(pool, new, report)
@@ -275,13 +285,33 @@ class Tuner:
         return Choice(candidate.kernel, candidate.tactic, symbol, code, found[0] / batches[0], further)
 
     def _time_alone(self, pool: CompilerPool, wanted: Mapping[Problem, Constants], report: Report) -> None:
-        """Time the likely candidates for each problem, then refinements of the fastest."""
+        """Time the cheapest candidate of each kernel, then those that may be faster, then refinements of the fastest.
+
+        Compiling takes longer than timing: where a problem takes little of all problems' time, fewer are tried.
+        """
         likely = {problem: self._cheapest(self._candidates(problem)) for problem in wanted}
-        times = self._times.find(pool, wanted, likely, report)
+        times = self._times.find(pool, wanted, {
+            problem: cheapest_of_each_kernel(some) for problem, some in likely.items()}, report)
+        shares = self._shares(times)
+        more = {problem: promising(some, {one: one.kernel.cost(self.isa, one.tactic) for one in some},
+                                   {one: self._us(found) for one, found in times[problem].items()}, shares[problem])
+                for problem, some in likely.items()}
+        times = joined(times, self._times.find(pool, wanted, more, report))
         refined = {problem: [one for one in self._refinements(self._least(found)) if one not in found]
-                   for problem, found in times.items()}
-        for problem, more in self._times.find(pool, wanted, refined, report).items():
-            self._alone[problem] = times[problem] | more
+                   if shares[problem] >= REFINED else [] for problem, found in times.items()}
+        self._alone |= joined(times, self._times.find(pool, wanted, refined, report, share_tiles=True))
+
+    def _us(self, found: Times) -> float:
+        """Microseconds of an item: the sum of those in batches of each size."""
+        return max(sum(us / items for us, items in zip(found, self._times.batches, strict=False)), CLOCK_US)
+
+    def _shares(self, times: Mapping[Problem, Mapping[Candidate, Times]]) -> dict[Problem, float]:
+        """Return what of the time of all problems each takes; 1 of those whose weights others share, to have a choice
+        of layouts."""
+        least = {problem: min(map(self._us, found.values())) for problem, found in times.items()}
+        sharing = {problem for group in self._sharing for problem in group}
+        total = sum(least.values())
+        return {problem: 1.0 if problem in sharing else us / total for problem, us in least.items()}
 
     def _candidates(self, problem: Problem) -> list[Candidate]:
         """Return every tactic of every kernel that solves the problem on this machine."""
@@ -304,8 +334,19 @@ class Tuner:
         candidates = self._candidates(problem)
         if self._timed and (likely := self._likely(candidates)):
             return likely
-        quick = [c for c in candidates if c.kernel.packing_is_permutation] if self.short_lived else []
-        best = self._cheapest(quick or candidates)[0]
+        if self.short_lived:
+            return self._quickest(candidates)
+        best = self._cheapest(candidates)[0]
+        return self._cheapest([best, *self._refinements(best)])[0]
+
+    def _quickest(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The fastest to compile and to run a few times, by their costs."""
+        quick = [one for one in candidates if one.kernel.packing_is_permutation] or candidates
+
+        def cycles(one: Candidate) -> float:
+            return one.kernel.cost(self.isa, one.tactic) + OUTPUT_CYCLES / FEW_RUNS * one.kernel.code_size(
+                self.isa, one.tactic)
+        best = min(quick, key=cycles)
         return self._cheapest([best, *self._refinements(best)])[0]
 
     def _likely(self, candidates: Sequence[Candidate]) -> Candidate | None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -11,8 +11,9 @@ from engines.ir.counted import as_int
 from engines.ir.graph import BATCH, Node
 from engines.lowering.calls.calls import Call, Context, Refused, lowers_in_general
 from engines.lowering.calls.nesting import NestWriter
-from engines.lowering.nest.program import FLOATING, Term
+from engines.lowering.nest.program import FLOATING, KINDS, Term
 from engines.ops import resize
+from engines.ops.resize_integers import BLEND_BITS, blend_axes
 
 Taps = list[tuple[Term, Term]]      # (index, weight) of the pixels of a sample along an axis
 _CUBIC = -0.75
@@ -150,17 +151,25 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
     sizes = tuple(1 if source[axis] == BATCH else as_int(source[axis]) for axis in order)
     factors = resize.Resize.factors(anchor, sizes)
     changed = [i for i, (out, scale) in enumerate(factors)
-               if source[order[i]] != BATCH and (out != sizes[i] or scale != 1 or "roi" in anchor.attrs)]
-    nearest = anchor.attrs.get("mode", "nearest") == "nearest"
-    reaches = [1 if nearest else _reach(anchor, factors[i][1]) for i in changed]
-    w = NestWriter(ctx, node, shape, () if nearest else [2 * reach for reach in reaches])
+               if source[order[i]] != BATCH and (out != sizes[i] or scale != 1)]
+    mode = anchor.attrs.get("mode", "nearest")
+    integers = np.issubdtype(ctx.type(name).dtype, np.integer)
+    if integers and mode != "nearest" and (mode == "cubic" or anchor.attrs.get("antialias")):
+        raise Refused("integers that a filter makes")
+    blend = integers and mode == "linear"
+    reaches = [] if blend or mode == "nearest" else [_reach(anchor, factors[i][1]) for i in changed]
+    w = NestWriter(ctx, node, shape, [2 * reach for reach in reaches])
     place, weight, outside = list(w.axes), None, None
+    places: dict[int, Term] = {}
     for number, i in enumerate(changed):
-        at = _coordinate(anchor, i, place[order[i]].to("f32"), sizes[i], *factors[i]).to("f64")
+        at = resize.coordinate(anchor, i, place[order[i]].to("f32"), Term.to, sizes[i], *factors[i])
+        places[i], at = at, at.to("f64")
         if anchor.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
             beyond = (at < 0.0) | (at > float(sizes[i] - 1))
             outside = beyond if outside is None else outside | beyond
-        if nearest:
+        if blend:
+            continue
+        if mode == "nearest":
             place[order[i]] = _nearest(anchor, at).to("i64").within(sizes[i])
             continue
         tap = at.unary("floor").to("i64") + (w.inner[number] - (reaches[number] - 1))
@@ -169,13 +178,45 @@ def lower_resize(ctx: Context, node: Node) -> Sequence[Call]:
             part = w.where((tap >= 0) & (tap < sizes[i]), part, 0.0)
         weight = part if weight is None else weight * part
         place[order[i]] = tap.within(sizes[i])
-    pixel = w.at(name, place)
-    value = pixel if weight is None else w.reduce("sum", pixel.to("f64") * weight) / w.reduce("sum", weight)
+    if blend:
+        along = {i: (order[i], places.get(i, place[order[i]].to("f32")), sizes[i])
+                 for i in blend_axes(len(shape), changed)}
+        value = _blended(w, name, along)
+    else:
+        pixel = w.at(name, place)
+        value = pixel if weight is None else w.reduce("sum", pixel.to("f64") * weight) / w.reduce("sum", weight)
     if outside is not None:
         value = w.where(outside, float(anchor.attrs.get("extrapolation_value", 0.0)), value)
-    if pixel.kind not in FLOATING and value.kind in FLOATING:
-        raise Refused("integers between pixels")
-    return [w.call(w.finished(value.to(pixel.kind)))]
+    return [w.call(w.finished(value.to(KINDS[ctx.type(name).dtype.name])))]
+
+
+def _blended(w: NestWriter, name: str, along: Mapping[int, tuple[int, Term, int]]) -> Term:
+    """Return the integers blended as engines/ops/resize_integers.py does, before they are truncated.
+
+    along: for each canonical axis the tensor's axis, the position in float32 and the extent.
+    """
+    fixed_point = w.ctx.type(name).dtype.itemsize == 1 and tuple(along) == (1, 2) and len(w.axes) == 4
+    kind = "f64" if fixed_point else "f32"          # f64 holds every product of fixed-point weights and a byte
+    one, ends = float(1 << BLEND_BITS if fixed_point else 1), list[Taps]()
+    for _, at, size in along.values():
+        at = at.at_least(0.0).at_most(float(size - 1))
+        below = at.unary("floor")
+        above = (below + 1.0).at_most(float(size - 1))
+        scaled = (at * one).unary("floor") if fixed_point else at
+        ends.append([(end.to("i64"), w.where(below.equals(above), one / 2, (scaled - other * one).unary("abs")))
+                     for end, other in ((below, above), (above, below))])
+    total = None
+    for corner in product(*ends):
+        place, weight = list(w.axes), None
+        for (axis, _, _), (index, _) in zip(along.values(), corner, strict=True):
+            place[axis] = index
+        for _, part in reversed(corner):
+            weight = part if weight is None else weight * part
+        assert weight is not None
+        pixel = weight.to(kind) * w.at(name, place).to(kind)
+        total = pixel if total is None else total + pixel
+    assert total is not None
+    return total * (1 / one ** 2)
 
 
 def _reach(node: Node, scale: float) -> int:
@@ -197,28 +238,3 @@ def _nearest(node: Node, at: Term) -> Term:
         return at.unary(mode)
     middle = 0.5 + resize.TIE
     return (at - middle).unary("ceil") if mode == "round_prefer_floor" else (at + middle).unary("floor")
-
-
-def _coordinate(node: Node, axis: int, i: Term, size: int, out: int, scale: float) -> Term:
-    """The place of an output index on the input axis, in float32; see engines/ops/resize.py."""
-    mode, f32 = node.attrs.get("coordinate_transformation_mode", "half_pixel"), np.float32
-    scale = float(f32(scale))
-    if mode == "asymmetric":
-        return i / scale
-    if mode == "align_corners":
-        return i * float(size - 1) / float(out - 1) if out > 1 else i
-    if mode == "tf_crop_and_resize":
-        roi = node.attrs["roi"]
-        start, end = f32(roi[axis]), f32(roi[axis + len(roi) // 2])
-        if out > 1:
-            return i * float(end - start) * float(size - 1) / float(out - 1) + float(start * f32(size - 1))
-        return i + float(f32(0.5) * (start + end) * f32(size - 1))
-    if mode == "pytorch_half_pixel" and out == 1:
-        return i
-    if mode == "half_pixel_symmetric":
-        return (i + 0.5) / scale + float(f32(size) / 2 * (1 - f32(out) / (f32(scale) * f32(size)))) - 0.5
-    if mode in ("half_pixel", "pytorch_half_pixel"):
-        return (i + 0.5) / scale - 0.5
-    if mode == "tf_half_pixel_for_nn":
-        return (i + 0.5) / scale
-    raise Refused(f"coordinate_transformation_mode {mode}")

@@ -7,13 +7,16 @@ import pytest
 from engines.backends.llvm.codegen.isa import AVX2, AVX512_VNNI, best_isa
 from engines.backends.llvm.kernels.contraction.direct import DirectContraction
 from engines.backends.llvm.kernels.contraction.tiled import Tile
+from engines.backends.llvm.kernels.depthwise.depthwise import DepthwiseKernel
 from engines.backends.llvm.kernels.kernel import Grid, Window
 from engines.backends.llvm.kernels.winograd.winograd import WinogradContraction
 from engines.backends.llvm.tuning import candidate_times, timing
+from engines.backends.llvm.tuning.candidate_times import cheapest_of_each_kernel, promising
+from engines.backends.llvm.tuning.candidates import Candidate
 from engines.backends.llvm.tuning.nearest import correction
 from engines.backends.llvm.tuning.timing import measure
 from engines.backends.llvm.tuning.tuner import Tuner, mean_ratios
-from engines.lowering.epilogue.program import EpilogueProgram
+from engines.lowering.epilogue.program import EpilogueProgram, Instruction
 from engines.lowering.problems.convolution import Contraction, Depthwise
 from engines.lowering.problems.view import Halo, View, dense_view
 from engines.machine.cpu import detect
@@ -97,7 +100,7 @@ def test_each_batch_counts_alike_however_long_it_takes():
 def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     timed = []
 
-    def times(self, pool, wanted, tactics, report):
+    def times(self, pool, wanted, tactics, report, share_tiles=False):
         timed.extend(tactic for some in tactics.values() for tactic in some)
         return {spec: dict.fromkeys(some, (1.0,)) for spec, some in tactics.items()}
 
@@ -105,10 +108,52 @@ def test_the_hopeless_are_not_timed_but_in_a_survey(monkeypatch):
     spec = conv(1, 512, 256)
     Tuner(AVX512_VNNI, TimingCache(), "").choose({spec: {}})
     assert {tactic.vectors for tactic in DirectContraction(spec).tactics(AVX512_VNNI)} == {1, 2, 4}
-    assert {candidate.tactic.vectors for candidate in timed} == {2, 4}
+    assert timed and 1 not in {candidate.tactic.vectors for candidate in timed}
     timed.clear()
     surveyed = Tuner(AVX512_VNNI, TimingCache(), "").survey({spec: {}})[spec]
     assert set(surveyed) == set(timed) and {candidate.tactic.vectors for candidate in timed} == {1, 2, 4}
+
+
+def kernels_of_costs(*costs):
+    """Candidates of one kernel, and what each costs."""
+    kernel = DirectContraction(conv(14, 64, 64))
+    some = [Candidate(kernel, Tile(1, cols + 1, 2)) for cols in range(len(costs))]
+    return some, dict(zip(some, costs, strict=True))
+
+
+def test_the_less_time_a_problem_takes_the_fewer_candidates_are_tried():
+    some, costs = kernels_of_costs(100.0, 102.0, 105.0, 111.0, 125.0)
+    tried = [promising(some, costs, {some[0]: 10.0}, share) for share in (0.5, 0.006, 0.001)]
+    assert tried[0] == some[1:4] and tried[1] == some[1:3] and tried[2] == some[1:2]
+
+
+def test_a_kernel_whose_cheapest_candidate_is_far_behind_is_not_tried_further():
+    some, costs = kernels_of_costs(100.0, 101.0)
+    other = Candidate(WinogradContraction(replace(conv(14, 64, 64, taps=3), bounded=True)), "any")
+    assert not promising([*some, other], costs | {other: 90.0}, {some[0]: 20.0, other: 10.0}, 0.5)
+
+
+def test_the_cheapest_of_each_kernel_is_timed_first():
+    some, _ = kernels_of_costs(1.0, 2.0)
+    other = Candidate(WinogradContraction(replace(conv(14, 64, 64, taps=3), bounded=True)), "any")
+    assert cheapest_of_each_kernel([some[0], other, some[1]]) == [some[0], other]
+
+
+def test_a_plan_that_runs_a_few_times_takes_tiles_of_little_code():
+    spec = conv(40, 64, 64)
+    kernel = DirectContraction(spec)
+    constants = {"weights": np.zeros((64, 64, 1, 1), np.int8), "program": []}
+    lasting, short = (kernel.code_size(AVX512_VNNI, Tuner(AVX512_VNNI, TimingCache(), "", timing=False,
+                      short_lived=few).choose({spec: constants})[spec].tactic) for few in (False, True))
+    assert short < lasting
+
+
+def test_a_long_depthwise_program_has_no_tile_that_leaves_the_instruction_cache():
+    def most(*program):
+        spec = Depthwise(dense_view("uint8", (30, 30, 256)), dense_view("uint8", (28, 28, 256)), (),
+                         EpilogueProgram(tuple(program), 0, 0), "int8", (3, 3))
+        return max(tile.rows * tile.cols * tile.vectors for tile in DepthwiseKernel(spec).tactics(AVX512_VNNI))
+    assert most() == 112 and most(Instruction("silu_u8", (0,))) == 56
 
 
 def test_a_clock_that_stands_still_for_a_moment_makes_nobody_the_fastest(monkeypatch):

@@ -236,6 +236,12 @@ class TiledContraction(Kernel[Contraction]):
         vectors = sum(isa.vectors_for(couts) * times for couts, times in panels)
         return int(turns * weight_bytes * vectors * self.problem.groups)
 
+    def code_size(self, isa: Isa, tactic: Tile) -> int:
+        panels = {isa.vectors_for(couts) for couts, _ in pieces(self.problem.cout, tactic.vectors * isa.lanes)}
+        tiles = (tiles_of_the_batch(self.items * self.flat.cols, tactic.cols) if self.by_batch
+                 else self._tiles_of_an_item(tactic))
+        return sum(panels) * sum({pixels for pixels, _ in tiles}) * (2 if tactic.skip else 1)
+
     def unseen(self, isa: Isa, tactic: Tile) -> float:
         """Return the gain of prefetching weights while the tiles before the next panel run.
 

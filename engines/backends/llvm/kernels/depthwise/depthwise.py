@@ -71,6 +71,7 @@ IN_PASSING = 4          # registers in addition to the sums; a few spills cost l
 SHARED_CONSTANTS = 2    # most constants of a program that outputs which end together share
 UNROLLED = 81           # most taps that are unrolled; code for more takes minutes to compile
 UNROLLED_HALVES = 200   # ... in 16-bit types, where a loop over taps widens x for each output: 13x13 compiles in 2 s
+MOST_LONG = 64          # most outputs of a tile of a long program: beyond, as for SiLU, each takes up to a third longer
 LONGEST = 2048          # most products of an unrolled INT8 tile of a larger kernel
 SHORT = 2               # number of such tiles that are tried
 
@@ -124,9 +125,19 @@ class DepthwiseKernel(Kernel[Depthwise]):
         best = sorted({vectors for _, vectors in fitting}, reverse=True)[:2]
         shapes = [(rows, vectors) for rows, vectors in fitting if vectors in best] or [(1, 1)]
         cols = (14, 7, *(() if not self.is_large else (4, 2, 1)))
-        found = dict.fromkeys(DepthwiseTile(rows, min(count, width), vectors)
-                              for rows, vectors in shapes for count in cols)
+        found = dict.fromkeys(tile for rows, vectors in shapes for count in cols
+                              if self._is_cached(tile := DepthwiseTile(rows, min(count, width), vectors)))
         return self._short(isa, found) if self.is_large else (*found, *self._by_tap(isa))
+
+    def _is_cached(self, tile: DepthwiseTile) -> bool:
+        """Return True if the tile's code, all of it straight, stays in the instruction cache."""
+        return not self.problem.program.long or tile.rows * tile.cols * tile.vectors <= MOST_LONG
+
+    def code_size(self, isa: Isa, tactic: DepthwiseTile) -> int:
+        height, width, channels = self.problem.y.shape
+        return sum(rows * cols * isa.vectors_for(some)
+                   for rows, _ in pieces(height, tactic.rows) for cols, _ in pieces(width, tactic.cols)
+                   for some, _ in pieces(channels, tactic.vectors * isa.lanes))
 
     def _short(self, isa: Isa, tiles: Iterable[DepthwiseTile]) -> Sequence[DepthwiseTile]:
         """Return the largest tiles of at most LONGEST products, or the smallest tile if none is that small."""

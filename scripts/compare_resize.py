@@ -1,0 +1,42 @@
+"""Random Resize nodes, beside ONNX Runtime: by the NumPy reference and by the kernels for this CPU.
+
+    python -m scripts.compare_resize --cases 5000
+    python -m scripts.compare_resize --cases 200 --kernels --dtypes uint8,int32
+
+Prints the first cases of each family of modes that differ, and counts; exits with 1 if any differs. Nearest pixels have
+to be equal, blends within 1e-5, integers equal (with antialias within 1). tests/engines/compiler/test_resize.py does
+this in short.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.engines.compiler.resize_cases import FAMILIES, by_kernels, by_reference, fault, onnx_runtime, sampled
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000, help="of each family")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--dtypes", default="float32", help="names of NumPy types, with commas")
+    parser.add_argument("--kernels", action="store_true", help="by an engine for this CPU instead of the reference")
+    parser.add_argument("--show", type=int, default=5, help="of each family: cases that differ")
+    options = parser.parse_args()
+    total = 0
+    for family in FAMILIES:
+        refused, faults = 0, []
+        for seed in range(options.seed, options.seed + options.cases):
+            case = sampled(seed, family, options.dtypes.split(","))
+            if (right := onnx_runtime(case)) is None:
+                refused += 1
+            elif found := fault(case, (by_kernels if options.kernels else by_reference)(case), right):
+                faults.append(found)
+        print(*faults[:options.show], sep="\n", end="\n" * bool(faults))
+        print(f"{family}: {options.cases} cases, {refused} refused by ONNX Runtime, {len(faults)} differ")
+        total += len(faults)
+    return int(total > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
