@@ -1,7 +1,6 @@
 """Channels on libnghttp2 over blocking sockets: each call in flight has a connection, which is then kept for others."""
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import time
@@ -110,7 +109,8 @@ class BlockingConnection:
             deadline = time.monotonic() + secs
             self._send(deadline)
             while not self._http2.is_ready:
-                if not self._receive(deadline):
+                self._receive(deadline)
+                if not self._http2.takes_calls:
                     raise ConnectionError("the server ended the connection before it spoke HTTP/2")
         except BaseException:
             self.close()
@@ -123,15 +123,15 @@ class BlockingConnection:
 
     def is_alive(self) -> bool:
         """True unless the server has ended the connection since the last call."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        with suppress(StatusError):                 # a part of a TLS record has arrived
-            try:
-                while self._http2.takes_calls and poller.poll(0) and self._receive(time.monotonic()):
-                    self._send(None)
-            except OSError:
-                return False
-        return self._http2.takes_calls
+        try:
+            self._socket.settimeout(0.0)
+            while self._http2.takes_calls:
+                self._take()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True                             # nothing has come, or a part of a TLS record
+        except OSError:
+            return False
+        return False
 
     def check_health(self, encoder: RequestEncoder, secs: float) -> None:
         """Raise StatusError if the server has to be asked for its health, and it is not serving."""
@@ -179,22 +179,22 @@ class BlockingConnection:
                 self._http2.lose("the server does not read")
                 raise deadline_exceeded() from None
 
-    def _receive(self, deadline: float | None) -> bool:
-        """Take what the server sends next. Return False if it has ended the connection. Raises StatusError, OSError."""
+    def _receive(self, deadline: float | None) -> None:
+        """Take what the server sends next. Raises StatusError, OSError."""
         check = self._http2.next_check()
         self._send(deadline)
         self._limit(deadline, check)
         try:
-            count = self._socket.recv_into(self._buffer)
+            self._take()
         except TimeoutError:
             if deadline is not None and time.monotonic() >= deadline:
                 raise deadline_exceeded() from None
-            return True
-        if count:
+
+    def _take(self) -> None:
+        if count := self._socket.recv_into(self._buffer):
             self._http2.receive(self._view[:count])
         else:
             self._http2.lose("the server closed the connection")
-        return count > 0
 
     def _limit(self, deadline: float | None, secs: float | None = None) -> None:
         """Let the socket wait until the deadline, and for at most so many seconds."""
@@ -207,15 +207,20 @@ class BlockingConnection:
 
 def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socket.socket:
     """Raises OSError."""
-    if address.path:
-        connected = socket.socket(socket.AF_UNIX)
-        connected.settimeout(secs)
-        connected.connect(address.path)
-    else:
+    if not address.path:
         connected = socket.create_connection((address.host, address.port), timeout=secs)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if tls is None:
+    else:
+        connected = socket.socket(socket.AF_UNIX)
+    try:
+        if address.path:
+            connected.settimeout(secs)
+            connected.connect(address.path)
+        else:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls:
+            connected = tls.wrap_socket(connected, server_hostname=address.host)
+            require_http2(connected.selected_alpn_protocol())
         return connected
-    encrypted = tls.wrap_socket(connected, server_hostname=address.host)
-    require_http2(encrypted.selected_alpn_protocol())
-    return encrypted
+    except BaseException:
+        connected.close()
+        raise

@@ -122,6 +122,9 @@ def test_a_unix_socket_is_an_address(tmp_path: Path, kind: str) -> None:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(ready, stop),))
     thread.start()
     assert ready.wait(TIMEOUT_SECS)
+    with client_of(kind, f"unix:{tmp_path}/nothing") as client, pytest.raises(
+            ServerUnavailableError, match="No such file"):
+        client.is_server_live()
     for url in (f"unix:{tmp_path}/s", f"unix://{tmp_path}/s"):
         with client_of(kind, url) as client:
             assert client.is_server_live()
