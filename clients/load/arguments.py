@@ -43,8 +43,7 @@ class Options:
         return [self.url, *filter(None, [self.against])]
 
 
-def parse(arguments: list[str] | None = None) -> Options:
-    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,6 +77,12 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--csv", type=_output, metavar="FILE", help="write a row a load")
     parser.add_argument("--plot", type=_output, metavar="FILE", help="write a PNG of latency and throughput by load")
     _add_scenario(parser, load)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+    parser = make_parser()
     parsed = parser.parse_args(arguments)
     _refuse_more_in_flight_than_can_be(parser, parsed)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     0: all accepted requests answered; 1: not, or a port taken, a model failed under --exit-on-error, or --check found
     what will not be served; 2: bad options.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed = make_parser().parse_args(arguments)
     try:
         handler = LogStream(parsed.log_file)
     except OSError as error:
@@ -219,7 +219,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         forwarded=forwarded_of(parsed), **ports_of(parsed), **access_of(parsed))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infer-server",
         description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "
@@ -253,7 +253,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                                                                                    "(default %(default)s)")
     parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write answers, beside the one that executes models "
-                             "where there is more than one; see docs/serving.md (default %(default)s)")
+                             "where there is more than one (default %(default)s)")
     parser.add_argument("--grpc-front", choices=FRONTS, default=NGHTTP2,
                         help="the library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",
