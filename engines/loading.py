@@ -33,7 +33,7 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
     (seconds; needs llvmlite), "refuse" raises PlanTargetError.
     specialise: of a plan with open extents, what happens at shapes that it has not met (see OpenEngine): "wait",
     "background" or "off". Not said ("") it is "wait", and for the segments of a program "background", where a shape is
-    specialised the second time it comes (docs/programs.md).
+    specialised the second time it comes (docs/internals/programs.md).
     specialisations: how many are kept in memory at most; cache: and on the disk, in the user's engine cache, the one in
     a folder, or none (False).
     gpu: the number of the GPU that a plan for one runs on. retune: of a plan for a GPU that was built without one,

@@ -11,11 +11,12 @@ import pytest
 
 from tests.test_layering import PACKAGES, ROOT, sources
 
-DOCUMENTS = sorted(path.name if path.parent == ROOT else f"docs/{path.name}"
-                   for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in
+                   (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")))
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s#]+)(?:#[^)]*)?\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PICTURE = re.compile(r"^ {4}.*$", re.MULTILINE)
-PATH = re.compile(r"(?<![\w./<-])((?:engines|calibration|infer_server|protos|clients|benchmarks|tests|scripts|docs)"
+PATH = re.compile(r"(?<![\w./<-])((?:engines|calibration|infer_server|protos|clients|benchmarks|tests|scripts|docs|examples)"
                   r"(?:/[\w.-]+)+)")
 COMMAND = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(r"(?<![\w./$-])([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
@@ -89,7 +90,7 @@ def dotted_faults(text: str) -> Iterator[str]:
 def architecture_faults(text: str) -> Iterator[str]:
     """As `faults`; and everything that pictures name, and classes in backticks."""
     yield from faults(text)
-    pictures = "\n".join(PICTURE.findall(text.split("## Modules")[0]))
+    pictures = "\n".join(PICTURE.findall(text))
     yield from dotted_faults(pictures)
     words = CAMEL.findall("\n".join([pictures, *SPAN.findall(text)]))
     yield from (name for name in words if name not in FOREIGN and not known(name))
