@@ -188,8 +188,8 @@ def metrics_page() -> str:
     return f"""# Metrics
 
 Families on `http://HOST:8002/metrics`, in Prometheus's text format, under Triton's names where Triton has them. Metrics
-of a model have the labels `model` and `version`, and those of its `metric_tags`. [Metrics to watch](../howto/metrics.md)
-says which to scale and alert on.
+of a model have the labels `model` and `version`, and those of its `metric_tags`. [Metrics to
+watch](../howto/metrics.md) says which to scale and alert on.
 
 {table(["metric", "type", "meaning"], rows)}"""
 

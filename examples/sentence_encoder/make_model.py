@@ -36,14 +36,15 @@ def make() -> onnx.ModelProto:
 
     node("Gather", ["table", "ids"], "x")
     node("Cast", ["mask"], "kept", to=onnx.TensorProto.FLOAT)
-    scores = node("Mul", [node("MatMul", [heads("query", [0, 2, 1, 3]), heads("key", [0, 2, 3, 1])], "products"), "root"],
-                  "scores")
+    products = node("MatMul", [heads("query", [0, 2, 1, 3]), heads("key", [0, 2, 3, 1])], "products")
+    scores = node("Mul", [products, "root"], "scores")
     hidden = node("Mul", [node("Sub", ["one", "kept"], "gone"), "far"], "hidden")
     shares = node("Softmax", [node("Add", [scores, node("Unsqueeze", [hidden, "keys"], "hidden_keys")], "masked")],
                   "shares", axis=-1)
     mixed = node("Transpose", [node("MatMul", [shares, heads("value", [0, 2, 1, 3])], "mixed")], "mixed_back",
                  perm=[0, 2, 1, 3])
-    sums = node("Add", ["x", node("MatMul", [node("Reshape", [mixed, "merged"], "together"), "merge"], "change")], "sums")
+    change = node("MatMul", [node("Reshape", [mixed, "merged"], "together"), "merge"], "change")
+    sums = node("Add", ["x", change], "sums")
     states = node("LayerNormalization", [sums, "scale", "shift"], "states", axis=-1)
     kept = node("Mul", [states, node("Unsqueeze", ["kept", "last"], "kept_last")], "kept_states")
     total = node("ReduceSum", [kept, "words"], "total", keepdims=0)

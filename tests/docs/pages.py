@@ -1,8 +1,8 @@
-"""Run the blocks of a page in order, as a reader would: shell commands, servers in the background, Python as in a notebook.
+"""Run the blocks of a page in order, as a reader would: commands, servers in the background, Python as in a notebook.
 
-A fenced block is run by its language: `bash`, `python`. A comment before the block, <!-- not run: reason -->, says why a
-block is not. A bash block that begins with `infer-server` starts the server of the blocks behind it, in place of the one
-before; its ports are free ones, and the usual ports in later blocks stand for these.
+A fenced block is run by its language: `bash`, `python`. A comment before the block, <!-- not run: reason -->, keeps it
+from being run. A bash block that begins with `infer-server` starts the server for the blocks behind it, in place of the
+one before. The server gets free ports, which replace the usual ones in later blocks.
 """
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Reader:
         if self._server:
             self._server.send_signal(signal.SIGINT)
             try:
-                assert self._server.wait(60) == 0
+                status = self._server.wait(60)
+                assert status == 0, f"the server exited with {status}:\n{(self._folder / '.server.log').read_text()}"
             finally:
                 self._server.kill()
                 self._server.wait()

@@ -40,16 +40,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if own.name.startswith("popen-") else own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_guide_run_in_order(page: Path, tmp_path: Path, base: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"
-    shutil.copytree(DEMO, folder)
-    for path in (ROOT / "examples" / "detector").glob("*.py"):
-        shutil.copy(path, folder)
+    folder.mkdir()
+    for path in (*DEMO.iterdir(), *(ROOT / "examples" / "detector").glob("*.py")):
+        (folder / path.name).symlink_to(path)       # what is built of the same files is built once
     run(page, folder, base, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.parent.name)
 def test_an_example_builds_serves_and_answers(page: Path, tmp_path: Path, base: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
