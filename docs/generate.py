@@ -47,7 +47,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def cli_page(command: str) -> str:
     """Return the options of one command, as its parser describes them."""
     parser = parser_of(command)
-    usage = parser.format_usage().strip()
+    names = [str(action.metavar or action.dest) for action in parser._positionals._group_actions
+             if not action.option_strings]
+    usage = " ".join([command, "[options]", *names])
     parts = [f"# {command}\n", f"{(parser.description or '').strip()}\n", f"```text\n{usage}\n```\n"]
     for group in parser._action_groups:
         if rows := [_option(parser, action) for action in group._group_actions if action.help is not argparse.SUPPRESS]:
