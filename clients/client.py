@@ -62,16 +62,9 @@ class InferenceClient:
 
     def infer(self, model: str, inputs: Mapping[str, Array], version: str = "", *, timeout: float | None = None,
               priority: int = 0, request_id: str = "") -> dict[str, Array]:
-        """Run a model on {input name: array} and return {output name: array}; the batch is the leading axis.
+        """{output name: array} for {input name: array}; shapes carry the batch in front.
 
-        Parameters
-        ----------
-        version
-            "" is the server's choice.
-        timeout
-            Seconds; None waits.
-        priority
-            1 is the most urgent level; 0 the model's default.
+        version "" is the server's choice; `timeout` is in seconds, None waits; `priority` 1 is the most urgent level.
         """
         request = infer_request(model, inputs, version=version, request_id=request_id, priority=priority)
         return infer_outputs(self._call(pb.ModelInferResponse, request, timeout))

@@ -24,9 +24,12 @@ from engines.ops import OPS, Op, Stored  # noqa: E402
 from infer_server.config.fields import LIMITS, TREATMENTS, Verdict, treatment  # noqa: E402
 
 PACKAGES = ("engines", "calibration", "infer_server", "protos", "clients")
-COMMANDS = {"build-engine": "infer_server.cli.build_engine", "inspect-engine": "infer_server.cli.inspect_engine",
-            "run-engine": "infer_server.cli.run_engine", "infer-server": "infer_server.cli.serve",
-            "load-test": "clients.load.arguments"}
+# Command -> module and function that make its parser.
+COMMANDS = {"build-engine": ("infer_server.cli.build_engine", "make_parser"),
+            "inspect-engine": ("infer_server.cli.inspect_engine", "make_parser"),
+            "run-engine": ("infer_server.cli.run_engine", "make_parser"),
+            "infer-server": ("infer_server.cli.serve", "_parser"),
+            "load-test": ("clients.load.arguments", "make_parser")}
 STORED = {Stored.FLOAT: "as in the model", Stored.ALIKE: "any, as its input",
           Stored.CONVERTED: "float32, 16 bits, INT8"}
 
@@ -58,7 +61,8 @@ def cli_page(command: str) -> str:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    make: Callable[[], argparse.ArgumentParser] = import_module(COMMANDS[command]).make_parser
+    module, function = COMMANDS[command]
+    make: Callable[[], argparse.ArgumentParser] = getattr(import_module(module), function)
     return make()
 
 

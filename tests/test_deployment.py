@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from infer_server.cli.serve import make_parser
+from infer_server.cli.serve import _parser
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
@@ -24,7 +24,7 @@ def test_the_commands_are_accepted() -> None:
     service = re.search(r"^ExecStart=(.*)$", (DEPLOY / "infer-server.service").read_text(), re.M)
     assert arguments and service
     for command in ([*entry(), *json.loads(arguments[1])], shlex.split(service[1])):
-        parsed = make_parser().parse_args(command[1:])
+        parsed = _parser().parse_args(command[1:])
         assert parsed.cache_dir
 
 

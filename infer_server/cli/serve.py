@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None, load_engine: EngineLoader = load_pl
     0: all accepted requests answered; 1: not, or a port taken, a model failed under --exit-on-error, or --check found
     what will not be served; 2: bad options.
     """
-    parsed = make_parser().parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     try:
         handler = LogStream(parsed.log_file)
     except OSError as error:
@@ -219,7 +219,7 @@ def _options(parsed: argparse.Namespace) -> ServerOptions:
         forwarded=forwarded_of(parsed), **ports_of(parsed), **access_of(parsed))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infer-server",
         description="Serves a repository of models over Triton's protocols, gRPC and HTTP/REST, with dynamic "

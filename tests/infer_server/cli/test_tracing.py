@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infer_server.cli.serve import make_parser
+from infer_server.cli.serve import _parser
 from infer_server.cli.tracing import parsed, tracing_of
 from infer_server.errors import InvalidRequestError
 from infer_server.observing import spans
@@ -23,7 +23,7 @@ def test_traces_go_into_files_by_triton_s_documented_command_line(tmp_path: Path
 
 
 def test_older_options_say_the_same(tmp_path: Path) -> None:
-    given = make_parser().parse_args([f"--trace-file={tmp_path}/t", "--trace-level", "MAX", "--trace-level=tensors",
+    given = _parser().parse_args([f"--trace-file={tmp_path}/t", "--trace-level", "MAX", "--trace-level=tensors",
                                   "--trace-rate=5", "--trace-count=7", "--trace-log-frequency=3"])
     assert tracing_of(given) == TraceSettings(f"{tmp_path}/t", ("TIMESTAMPS", "TENSORS"), 5, 7, 3)
 

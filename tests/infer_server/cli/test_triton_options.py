@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infer_server.cli.serve import _options, make_parser
+from infer_server.cli.serve import _options, _parser
 from infer_server.cli.triton_options import log_level, without_effect
 from tests.infer_server.cli.test_serve import process
 from tests.infer_server.numpy_engine import TIMEOUT_SECS
@@ -48,7 +48,7 @@ TRITONS = {
 
 
 def test_every_option_of_tritons_is_taken() -> None:
-    parser = make_parser()
+    parser = _parser()
     for name, value in TRITONS.items():
         parser.parse_args([f"--{name}" if value is None else f"--{name}={value}"])
 
@@ -56,12 +56,12 @@ def test_every_option_of_tritons_is_taken() -> None:
 @pytest.mark.parametrize("given", ["allow-sagemaker", "allow-vertex-ai=true", "model-namespacing=1"])
 def test_what_is_not_here_is_refused_where_it_is_asked_for(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args([f"--{given}"])
+        _parser().parse_args([f"--{given}"])
     assert re.search(r"is not served: \w+", capsys.readouterr().err)
 
 
 def test_options_under_tritons_names_are_those_of_ours() -> None:
-    parser = make_parser()
+    parser = _parser()
     given = parser.parse_args(["--model-store=/a", "--response-cache-byte-size=7", "--http-address=[::1]", "--id=x",
                                "--allow-metrics=false", "--model-control-mode=POLL", "--log-format=x"])
     options = _options(given)
@@ -86,10 +86,10 @@ def test_ports_may_be_closed_and_lie_elsewhere(tmp_path: Path) -> None:
 
 def test_headers_are_found_in_whatever_case_unless_the_pattern_says_otherwise(
         capsys: pytest.CaptureFixture[str]) -> None:
-    forwarded = _options(make_parser().parse_args(["--model-store=/a", "--http-header-forward-pattern=X_",
+    forwarded = _options(_parser().parse_args(["--model-store=/a", "--http-header-forward-pattern=X_",
                                                "--grpc-header-forward-pattern=(?-i)X_"])).forwarded
     assert {name: bool(pattern.search("my_x_1")) for name, pattern in forwarded.items()} == {
         "HTTP": True, "gRPC": False}
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["--http-header-forward-pattern=("])
+        _parser().parse_args(["--http-header-forward-pattern=("])
     assert "'(' is no regular expression" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from infer_server.cli.serve import _options, make_parser
+from infer_server.cli.serve import _options, _parser
 from tests.infer_server.numpy_engine import TIMEOUT_SECS, write_model
 from tests.infer_server.serving import FRONTS, WORKERS, RunningServer, serving
 
@@ -233,7 +233,7 @@ def test_answers_are_compressed_where_that_is_asked_for(tmp_path: Path, front: s
     write_model(tmp_path, "affine", shape=[1000])
     request = request_of(shape=(1, 1000), raw=np.zeros(1000, np.float32).tobytes())
     only_plain = {"options": [("grpc.compression_enabled_algorithms_bitset", 1)]}
-    channel = _options(make_parser().parse_args(["--grpc-infer-response-compression-level=low"])).grpc_channel
+    channel = _options(_parser().parse_args(["--grpc-infer-response-compression-level=low"])).grpc_channel
     with (serving(tmp_path, grpc_front=front, grpc_channel=channel) as server,
           grpc.insecure_channel(server.address) as usual, grpc.insecure_channel(server.address, **only_plain) as plain):
         answer = service_pb2_grpc.GRPCInferenceServiceStub(usual).ModelInfer(request, timeout=TIMEOUT_SECS)

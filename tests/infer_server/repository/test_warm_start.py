@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, save
 
 from infer_server.backend import load_plan
-from infer_server.cli.serve import _options, make_parser
+from infer_server.cli.serve import _options, _parser
 from infer_server.repository.building import Compiler, request_key
 from infer_server.repository.folders import Source, read_model
 from tests.infer_server.serving import serving
@@ -73,4 +73,4 @@ def test_what_a_build_follows_from_is_in_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "loads"), [
     (["--cores", "1"], 2), (["--cores", "9"], 9), (["--cores", "500"], 16), (["--model-load-thread-count", "1"], 1)])
 def test_so_many_models_are_loaded_at_a_time(arguments: list[str], loads: int) -> None:
-    assert _options(make_parser().parse_args(["--model-repository", "m", *arguments])).load_threads == loads
+    assert _options(_parser().parse_args(["--model-repository", "m", *arguments])).load_threads == loads
