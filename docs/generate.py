@@ -81,8 +81,9 @@ def _code(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Keep <placeholders>, *patterns* and [indices] of a text from being read as HTML or Markdown."""
-    return re.sub(r"([<*_\[])", r"\\\1", " ".join(text.split()))
+    """Keep <placeholders>, *patterns* and [indices] of a text from being read as HTML or Markdown; `code` stays."""
+    parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else re.sub(r"([<*_\[])", r"\\\1", part) for part in parts)
 
 
 # ---- config.pbtxt

@@ -93,6 +93,10 @@ def test_the_first_sentence_ends_at_its_full_stop(text: str, sentence: str) -> N
     assert generate.first_sentence(text) == sentence
 
 
+def test_what_markdown_would_read_is_escaped_outside_of_code() -> None:
+    assert generate._escaped("a_b <c> `d_e[0]`\n*f* g[0]") == r"a\_b \<c> `d_e[0]` \*f\* g\[0]"
+
+
 def test_links_of_a_root_document_hold_on_its_page() -> None:
     page = PAGES["internals/architecture.md"]
     assert "](../concepts.md)" in page and "](shapes.md)" in page and "](docs/" not in page
