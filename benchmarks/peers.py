@@ -28,7 +28,7 @@ from benchmarks.models import Model, random_pictures, source_of
 from benchmarks.reports.chart import write_chart
 from benchmarks.reports.document import PAGES, write_section
 from benchmarks.reports.picture import write_summary
-from benchmarks.reports.report import every_build, report
+from benchmarks.reports.report import every_build, overview, report
 from benchmarks.runtimes.builds import Workshop
 
 PRECISIONS = tuple(LEAST_COSINE)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> None:
         write_chart(cases, chart)
         command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         earlier = ", and what earlier runs added to the same results" if options.results else ""
-        write_section(options.write, f"`{command}`{earlier}\n\n![{chart.stem}]({chart.name})\n\n{text}")
+        write_section(options.write, f"`{command}`{earlier}\n\n![{chart.stem}]({chart.name})\n\n{overview(cases)}")
         write_section(f"{options.write}-builds", every_build(cases), PAGES / f"{options.write}-builds.md")
         write_summary(cases, command, PAGES / "results" / f"{options.write}.json")
         write_section(peaks.SECTION + options.write.removeprefix("peers"), roof)

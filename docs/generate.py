@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -305,6 +306,35 @@ def modules_page() -> str:
     return "\n".join(["# Modules\n", "The first sentence of each module's docstring, by folder.\n", *parts])
 
 
+# ---- results of benchmarks
+def cases_page() -> str:
+    """Return the ratios of every case in docs/benchmarks/results, a table for each file."""
+    parts = ["""# Every case
+
+Costs are medians over turns. A ratio is the time of the peer's fastest build over ours, turn by turn: median and
+quartiles; above 1, ours is faster. From the files in `docs/benchmarks/results`; how they were measured:
+[One inference](one-inference.md).
+"""]
+    for path in sorted((ROOT / "docs" / "benchmarks" / "results").glob("*.json")):
+        results = json.loads(path.read_text())
+        peers = sorted({name for case in results["cases"] for name in case["peers"]}, reverse=True)
+        header = ["model", "precision", "batch", "ours", "unit",
+                  *(cell for name in peers for cell in (name, "its build", "ratio"))]
+        rows = [[case["model"], case["precision"], str(case["batch"]), f"{case['cost']:.3g}", case["unit"],
+                 *(cell for name in peers for cell in _ratio_cells(case["peers"].get(name)))]
+                for case in results["cases"]]
+        parts += [f"## {path.stem}\n", f"`{results['command']}`, on {results['machine']}; {results['versions']}.\n",
+                  table(header, rows)]
+    return "\n".join(parts)
+
+
+def _ratio_cells(peer: Mapping[str, float | str] | None) -> tuple[str, str, str]:
+    if peer is None:
+        return "failed", "", ""
+    return (f"{peer['cost']:.3g}", str(peer["build"]),
+            f"{peer['ratio']:.2f} ({peer['low']:.2f} to {peer['high']:.2f})")
+
+
 # ---- documents at the root
 def root_page(document: str) -> str:
     """Return a document of the repository's root with links that hold on its page."""
@@ -327,7 +357,7 @@ def pages() -> dict[str, str]:
     made = {f"reference/cli/{command}.md": cli_page(command) for command in COMMANDS}
     made |= {"reference/config-fields.md": config_page(), "reference/operators.md": operators_page(),
              "reference/metrics.md": metrics_page(), "reference/routes.md": routes_page(),
-             "internals/modules.md": modules_page()}
+             "internals/modules.md": modules_page(), "benchmarks/every-case.md": cases_page()}
     return made | {page: root_page(document) for document, page in ROOT_PAGES.items() if (ROOT / document).exists()}
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_every_module_is_on_the_page_of_modules_with_a_sentence() -> None:
     ("As i.e. this. Next", "As i.e. this."), ("y = x[0] + ... + x[i]. Then", "y = x[0] + ... + x[i].")])
 def test_the_first_sentence_ends_at_its_full_stop(text: str, sentence: str) -> None:
     assert generate.first_sentence(text) == sentence
+
+
+def test_every_case_of_the_results_has_a_line() -> None:
+    page = PAGES["benchmarks/every-case.md"]
+    assert "| nanodet_g | int8 | 1 | 8 | ms of CPU time | 13.2 | our Q/DQ | 1.65 (1.64 to 1.69) | 15.6 | " in page
+    files = [json.loads(path.read_text()) for path in (DOCS / "benchmarks" / "results").glob("*.json")]
+    assert page.count(" ms of CPU time ") == sum(len(results["cases"]) for results in files) == 80
 
 
 def test_what_markdown_would_read_is_escaped_outside_of_code() -> None:
