@@ -1,1 +1,1 @@
-"""Measurements that stand in docs/benchmarks.md, each with the command that repeats it."""
+"""Measurements that stand in docs/benchmarks, each with the command that repeats it."""

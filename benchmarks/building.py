@@ -1,7 +1,7 @@
 """What building costs and what a plan takes: times with an empty and a full timing cache, bytes, loading, memory.
 
     python -m benchmarks.building resnet50 mobilenet_v2                 # of the zoo, INT8
-    python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks.md
+    python -m benchmarks.building m.onnx --precision bf16 --write       # also into docs/benchmarks
 
 Calibration is not in the times: ranges are made first, and read from their cache by the builds that are measured. Each
 build and each load is a process of its own. Beside the time on the clock stands the processors' time, which a busy
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a model of the zoo, or an ONNX file")
     parser.add_argument("--precision", default="int8", choices=("int8", "bf16", "fp16", "fp32"))
     parser.add_argument("--max-batch", type=int, default=8)
-    parser.add_argument("--write", action="store_true", help="also write the table to docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="also write the table to docs/benchmarks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(model, options.precision, options.max_batch, Path(folder)) for model in options.models]

@@ -24,12 +24,12 @@ from benchmarks.measure.cases import Bench
 from benchmarks.measure.cycles import Counter
 from benchmarks.measure.results import Case, read_results, write_results
 from benchmarks.models import Model
-from benchmarks.reports.document import DOCUMENT, write_section
+from benchmarks.reports.document import PAGES, write_section
 from benchmarks.reports.ops_report import every_case, report, worklist
 from benchmarks.runtimes.builds import Workshop
 
 FEWEST_TURNS = 3        # of calls that may take many seconds each
-EVERY_CASE = DOCUMENT.with_name("ops.md")
+EVERY_CASE = PAGES / "operators.md"
 
 
 def say(text: str) -> None:
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, skip what they have")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what was built, some 80 GB of all problems")
     parser.add_argument("--list", action="store_true", help="the names of the chosen problems, nothing else")
-    parser.add_argument("--write", action="store_true", help="the report into docs/benchmarks.md and docs/ops.md")
+    parser.add_argument("--write", action="store_true", help="the report into docs/benchmarks")
     return parser.parse_args(arguments)
 
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.write:
         write_section("ops", f"`python -m benchmarks.ops --write`\n\n{text}")
         write_section("slower", worklist(cases), EVERY_CASE)
-        write_section("ops", every_case(cases), EVERY_CASE)
+        write_section("ops-cases", every_case(cases), EVERY_CASE)
 
 
 if __name__ == "__main__":

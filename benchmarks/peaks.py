@@ -20,7 +20,7 @@ SECTION = "peaks"
 
 
 def section(counter: Counter) -> str:
-    """The measured peaks as a section of docs/benchmarks.md."""
+    """The measured peaks as a section of docs/benchmarks."""
     return table(measure_peaks(), measure_peaks(counter.read) if counter.unit == "cycles" else None)
 
 
@@ -49,7 +49,7 @@ def _rates(peaks: Peaks) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("benchmarks.peaks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     text = section(Counter())
     print(text)

@@ -26,8 +26,9 @@ from benchmarks.measure.cycles import Counter
 from benchmarks.measure.results import Case, write_results
 from benchmarks.models import Model, random_pictures, source_of
 from benchmarks.reports.chart import write_chart
-from benchmarks.reports.document import DOCUMENT, write_section
-from benchmarks.reports.report import every_build, report
+from benchmarks.reports.document import PAGES, write_section
+from benchmarks.reports.picture import write_summary
+from benchmarks.reports.report import every_build, overview, report
 from benchmarks.runtimes.builds import Workshop
 
 PRECISIONS = tuple(LEAST_COSINE)
@@ -63,8 +64,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="of taking turns, for each case")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add to these results, report them all")
     parser.add_argument("--write", nargs="?", const="peers", metavar="NAME",
-                        help="the report into docs/benchmarks.md as a section of that name (peers), with a chart "
-                             "NAME.png, and every build into NAME.md; peers-OTHER for another machine's")
+                        help="the report into docs/benchmarks/one-inference.md as a section of that name, with "
+                             "a chart NAME.png, every build into NAME-builds.md, the ratios into results/NAME.json; "
+                             "peers-OTHER for another machine's")
     options = parser.parse_args(arguments)
     if options.prepare and not options.cache:
         parser.error("--prepare needs --cache: what is built into a temporary folder goes with it")
@@ -116,12 +118,13 @@ def main(arguments: Sequence[str]) -> None:
     text, roof = report(cases), peaks.section(counter)
     print(f"{text}\n\n{roof}")
     if options.write:
-        chart, every = (DOCUMENT.with_name(options.write + suffix) for suffix in (".png", ".md"))
+        chart = PAGES / f"{options.write}.png"
         write_chart(cases, chart)
         command = " ".join(["python -m benchmarks.peers", *(FOLDERS.sub("", argument) for argument in arguments)])
         earlier = ", and what earlier runs added to the same results" if options.results else ""
-        write_section(options.write, f"`{command}`{earlier}\n\n![{chart.stem}]({chart.name})\n\n{text}")
-        write_section(options.write, every_build(cases), every)
+        write_section(options.write, f"`{command}`{earlier}\n\n![{chart.stem}]({chart.name})\n\n{overview(cases)}")
+        write_section(f"{options.write}-builds", every_build(cases), PAGES / f"{options.write}-builds.md")
+        write_summary(cases, command, PAGES / "results" / f"{options.write}.json")
         write_section(peaks.SECTION + options.write.removeprefix("peers"), roof)
 
 

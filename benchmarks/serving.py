@@ -132,7 +132,7 @@ def measure(plan: Path, options: argparse.Namespace, folder: Path) -> list[Point
 
 
 def section(points: list[Point], options: argparse.Namespace) -> str:
-    """The result as a section of docs/benchmarks.md."""
+    """The result as a section of docs/benchmarks."""
     header = ["concurrency", "served, infer/s", "p50, ms", "p99, ms", "mean batch", "run-engine, infer/s", "ratio"]
     rows: list[list[Cell]] = [[p.concurrency, p.served, p.p50_ms, p.p99_ms, p.mean_batch, p.engine,
                                f"{median(p.ratios):.0%} ({p.ratios[0]:.0%} to {p.ratios[-1]:.0%})"] for p in points]
@@ -160,7 +160,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         metavar="CLIENT,SERVER", help="cores, and the bare client instead of load-test")
     parser.add_argument("--way", choices=bare.WAYS, default="grpc", help="of the bare client's inputs")
     parser.add_argument("--grpc-front", default="grpcio", help="as infer-server's")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     options.arguments, options.machine = arguments, machine()
     return options

@@ -161,7 +161,7 @@ def chunk_counts(context: ExecutionContext) -> tuple[int, int]:
 
 
 def speed_section(options: argparse.Namespace, plan: Plan) -> str:
-    """Speed-up and throughput as a section of docs/benchmarks.md."""
+    """Speed-up and throughput as a section of docs/benchmarks."""
     one = Engine(plan)
     alone, together = ready(one), ready(Engine(plan, options.threads))
     rows: list[list[Cell]] = [[s.condition, s.one_ms, s.several_ms, f"{s.ratio:.2f}", s.p99_ms]
@@ -171,17 +171,17 @@ def speed_section(options: argparse.Namespace, plan: Plan) -> str:
     together.close()
     header = ["beside", "1 thread, ms", f"{options.threads} threads, ms", "times faster", "p99, ms"]
     return (
-        f"### Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"
+        f"## Threads: {plan.name}, {plan.precision}\n\n`{options.command}`\n\nOn {machine()}; medians, batch 1.\n\n"
         f"{markdown_table(header, rows)}\n\n"
         f"Requests a second when they queue: one context of one thread {each[0]:.1f}, {options.threads} of them "
         f"{each[1]:.1f},\none context of {options.threads} threads {each[2]:.1f}.")
 
 
 def check_section(options: argparse.Namespace, plan: Plan) -> str:
-    """The check's result as a section of docs/benchmarks.md."""
+    """The check's result as a section of docs/benchmarks."""
     found = check(Engine(plan), Engine(plan, options.threads), options.requests, options.batch)
     return (
-        f"### Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
+        f"## Every byte: {plan.name}, {plan.precision}, {options.threads} threads\n\n`{options.command}`\n\n"
         f"{found.requests} requests of 1 to {options.batch} items, a process on each core computing in bursts: "
         f"{found.wrong} differed\nfrom one thread's answer in any byte. Helpers ran {found.by_helpers} chunks, "
         f"{found.repeated} were late and run again.")
@@ -195,7 +195,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="for each condition (default 5)")
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="of the check (default 5000)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="items of its requests, at most (default 1)")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     shown = [Path(argument).name if argument == str(options.plan) else argument for argument in arguments]
     options.command = " ".join(["python -m benchmarks.threads", *shown])

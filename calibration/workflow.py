@@ -42,14 +42,25 @@ WATCHED_BYTES = 2 << 30     # of the tensors that a pass over the data looks at,
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where an INT8 build takes its ranges from: what build_engine's `calibration` is.
+    """The source of an INT8 build's ranges: `build_engine(..., calibration=Calibration(data))`.
 
-    data        a folder, a file or script.py:function (see calibration.open_data); or feeds, {input: array of one item
-                or of many}: in an iterable, or yielded by a function that is called for each pass over the data. What
-                can be iterated only once, a generator for instance, is kept in memory. None: the cache has the ranges
-    calibrator  its name; "" chooses by measured error
-    cache       a file of ranges: read if it exists and fits, else written
-    preprocess  how images become inputs: a preset's name, a TOML file, or a Preprocess; "" is a preset by the input
+    Attributes
+    ----------
+    data
+        A folder, a file or "script.py:function" (see calibration.open_data). Or feeds, {input: array of one item or of
+        many}: in an iterable, or yielded by a function that is called for each pass over the data. A generator's feeds
+        are kept in memory. None: the cache has the ranges.
+    calibrator
+        "entropy", "percentile", "minmax" or "mse"; "" chooses by measured error.
+    cache
+        A file of ranges: read if it exists and fits, else written.
+    preprocess
+        How images become inputs: a preset's name, a TOML file, or a Preprocess; "" chooses a preset by the input.
+
+    Raises
+    ------
+    ConfigError
+        There are neither data nor a cache, or a value is unknown.
     """
     data: str | Path | Callable[[], Iterable[Any]] | Iterable[Any] | None = None
     calibrator: str = ""

@@ -25,20 +25,34 @@ def load_engine(path: str | os.PathLike[str], threads: int = 1, on_target_mismat
                 cpus: Sequence[int] | None = None, specialise: str = "",
                 specialisations: int = 64, cache: str | os.PathLike[str] | bool = True, gpu: int = 0,
                 retune: bool = False) -> AnyEngine:
-    """The engine of a plan file.
+    """Load a plan file into an engine.
 
-    threads: that work on one request. For many requests at a time, one thread and several contexts give more.
-    cpus: pins the threads of every context, one CPU for each; see Engine.create_context, which takes its own.
-    on_target_mismatch: if this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one
-    (seconds; needs llvmlite), "refuse" raises PlanTargetError.
-    specialise: what happens at shapes that a plan with open extents has not met: "background" (the default), "wait" or
-    "off"; see OpenEngine. Segments of programs are specialised for shapes that come again (docs/programs.md).
-    specialisations: how many are kept in memory at most; cache: and on the disk, in the user's engine cache, the one in
-    a folder, or none (False).
-    gpu: the number of the GPU that a plan for one runs on. retune: of a plan for a GPU that was built without one,
-    choose the tactics anew by timing them here (minutes), once for each cache: what is found is kept there.
+    Parameters
+    ----------
+    path
+        The plan file. It may be replaced or removed afterwards.
+    threads
+        Threads that share one request. For many requests at a time, one thread and several contexts give more.
+    on_target_mismatch
+        If this CPU lacks what the code needs, "relower" compiles the plan's graph again for this one (seconds; needs
+        llvmlite), "refuse" raises PlanTargetError.
+    cpus
+        CPUs to which the threads of every context are pinned, one for each thread.
+    specialise
+        What happens at shapes that a plan with open extents has not met: "background" (the default), "wait" or "off";
+        see OpenEngine. Segments of programs are specialised for shapes that come again (docs/internals/programs.md).
+    specialisations
+        The most that are kept in memory.
+    cache
+        Where specialisations are kept on disk: the user's engine cache (True), a folder, or nowhere (False).
+    gpu
+        The number of the GPU that a plan for GPUs runs on.
+    retune
+        Time the tactics of a plan for a GPU that was built without one (minutes, once per cache).
 
-    Raises PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError.
+    Raises
+    ------
+    PlanCorruptError, PlanVersionError, PlanTargetError, ConfigError, OSError
     """
     if on_target_mismatch not in ("relower", "refuse"):
         raise ConfigError(f"on_target_mismatch='{on_target_mismatch}': choose 'relower' or 'refuse'")

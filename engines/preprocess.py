@@ -234,9 +234,12 @@ PRESETS: Mapping[str, Preprocess] = MappingProxyType({
 
 
 def load_preprocess(source: str | Path) -> Preprocess:
-    """The preset of that name, or what the TOML file of that path declares.
+    """Return the preprocessing of a preset's name or of a TOML file.
 
-    Raises ConfigError: neither a preset nor a file; broken TOML; an unknown option, with the nearest known one.
+    Raises
+    ------
+    ConfigError
+        The source is neither a preset nor a file, the TOML is broken, or an option is unknown.
     """
     if str(source) in PRESETS:
         return PRESETS[str(source)]

@@ -33,13 +33,6 @@ def local_addresses(text: str) -> list[str]:
     return [found.group() for pattern in (MACHINE_PATH, REGISTRY) for found in pattern.finditer(text)]
 
 
-def listed(architecture: str) -> dict[str, str]:
-    """{path: what is said of it} from the lines 'path/of/module.py   text' under '## Modules'."""
-    section = architecture.split("## Modules", 1)[1].split("\n## ", 1)[0]
-    lines = re.findall(r"^\s*`?([\w/]+\.py)`?[ ]+(\S.*)$", section, re.MULTILINE)
-    return dict(lines)
-
-
 def test_no_file_holds_an_address_of_one_machine_or_registry() -> None:
     found = {}
     for path in files():
@@ -68,15 +61,3 @@ def test_every_module_says_what_it_holds() -> None:
     silent = [str(path.relative_to(ROOT)) for path in modules()
               if not path.name.startswith("_") and not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
-
-
-def test_the_architecture_names_every_module_and_no_other() -> None:
-    said = set(listed((ROOT / "ARCHITECTURE.md").read_text()))
-    there = {str(path.relative_to(ROOT)) for path in modules()}
-    assert not there - said, f"no line in ARCHITECTURE.md: {sorted(there - said)}"
-    assert not said - there, f"in ARCHITECTURE.md, but not there: {sorted(said - there)}"
-
-
-def test_a_line_of_the_module_list_needs_a_path_and_a_text() -> None:
-    text = "# A\n## Modules\n    engines/ir.py   the graph\n    engines/bare.py\n\n## Next\n    engines/later.py   no\n"
-    assert listed(text) == {"engines/ir.py": "the graph"}

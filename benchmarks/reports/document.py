@@ -1,4 +1,4 @@
-"""Sections of docs/benchmarks.md that programs write, between a pair of comments that name the section."""
+"""Sections of the pages in docs/benchmarks that programs write, between a pair of comments that name the section."""
 from __future__ import annotations
 
 import os
@@ -6,12 +6,19 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 Cell = str | int | float
 
 
-def write_section(name: str, text: str, document: Path = DOCUMENT) -> None:
-    """Replaces the section `name`, or appends it."""
+def page_of(name: str, pages: Path = PAGES) -> Path:
+    """Return the page that has the section `name`; machines.md if none has."""
+    mark = f"<!-- {name}: begin -->"
+    return next((page for page in sorted(pages.glob("*.md")) if mark in page.read_text()), pages / "machines.md")
+
+
+def write_section(name: str, text: str, document: Path | None = None) -> None:
+    """Replace the section `name`, or append it to the document (default: `page_of` the name)."""
+    document = document or page_of(name)
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     section = f"{begin}\n{text.strip()}\n{end}\n"
     old = document.read_text() if document.exists() else "# Benchmarks\n"

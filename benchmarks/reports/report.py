@@ -11,12 +11,17 @@ PEERS = ((OPENVINO,), (ORT,), (OPENVINO, ORT))
 
 
 def report(cases: Sequence[Case]) -> str:
+    """Return the overview and a table of each case, as Markdown."""
+    return "\n\n".join([overview(cases), "Each case, by the fastest builds:", summary(cases)])
+
+
+def overview(cases: Sequence[Case]) -> str:
     """Markdown. A ratio is peer / ours, of the peer's fastest build: above 1, ours is faster."""
     packages = ", ".join(f"{package} {version}" for package, version in versions().items())
     return "\n\n".join([
         f"On {machine()}; {packages}. Costs are medians over turns, in the case's unit; ratios are those of the peer's "
         "fastest\nbuild to ours, turn by turn: median and quartiles. Above 1, ours is faster.",
-        "Geometric means of the ratios:", means(cases), "Each case, by the fastest builds:", summary(cases)])
+        "Geometric means of the ratios:", means(cases)])
 
 
 def every_build(cases: Sequence[Case]) -> str:

@@ -83,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
     parser.add_argument("--cores", type=lambda text: tuple(map(int, text.split(","))), default=(0, 1),
                         metavar="CLIENT,SERVER")
-    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     options.arguments = arguments
     return options

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=FEWEST_TURNS, metavar="N", help="at least, whatever --seconds is")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS",
                         help="of a build, and of timing one build of a peer")
-    parser.add_argument("--write", action="store_true", help="the table into docs/benchmarks.md, row by row")
+    parser.add_argument("--write", action="store_true", help="the table into docs/benchmarks, row by row")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in WORKLOADS]:
         parser.error(f"there is no workload '{unknown[0]}'{did_you_mean(unknown[0], WORKLOADS)}")

@@ -92,31 +92,32 @@ def verify(plan: str | os.PathLike[str], model: str | os.PathLike[str], data: Ca
            shapes: Mapping[str, Sequence[Dim | None]] | None = None, constants: Mapping[str, Value] | None = None,
            pixels: Pixels | None = None,
            progress: Callable[[Iterable[Feed], bool], Iterable[Feed]] | None = None) -> Verification:
-    """Run the plan file, and the ONNX file it was built from, on the same inputs: one item, and batches of three.
+    """Compare a plan file with the ONNX file that it was built from: one item, and batches of three.
 
-    data        items (calibration.open_calibration_data); None generates them, seeded
-    shapes      what --shape gave the build
-    constants   what --constant gave it
-    pixels      what --uint8-input made of the image input
-    progress    called with the feeds and whether they take seconds each; yields the feeds
+    The model runs on ONNX Runtime if that is installed, else on the NumPy reference. On generated inputs an INT8 plan
+    is compared with its own quantised graph: it was not calibrated on such data.
 
-    The model is run by ONNX Runtime where it is installed, else by the NumPy reference. Generated inputs look like
-    nothing that an INT8 plan was calibrated on, so it is then compared with its own quantised graph.
-    Raises EngineErrors about the plan, the model or the data.
+    Parameters
+    ----------
+    plan, model
+        The files.
+    data
+        Items (calibration.open_calibration_data); None generates them, seeded.
+    shapes, constants
+        What --shape and --constant gave the build.
+    pixels
+        What --uint8-input made of the image input.
+    progress
+        Called with the feeds and whether each takes seconds; yields the feeds.
+
+    Returns
+    -------
+    Verification
+        `faults` is empty if all outputs are within their limits.
     """
     engine = load_engine(plan)
     if isinstance(engine, ProgramEngine):
-        context = engine.create_context()
-        feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
-        oracle = oracle_of(Path(model), shapes, constants, plan=engine.plan)
-        try:
-            return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
-                                 _precision_of_program(engine.plan), structure_of_program(Path(model)))
-        except PlanError as error:
-            if data:
-                raise
-            raise InputError("the model takes none of the inputs that could be generated, so nothing is verified; give "
-                             f"some, --calib: {error}") from error
+        return _verify_program(engine, Path(model), oracle_of(Path(model), shapes, constants, plan=engine.plan), data)
     graph = graph_at(engine.plan)
     precision = precision_of(engine.plan, graph)
     structure = structure_of(engine.plan, graph, tensor_names(Path(model)))
@@ -163,6 +164,20 @@ def tested_inputs(engine: Engine | OpenEngine) -> list[tuple[IoTensor, ...]]:
 def usual_values(engine: AnyEngine) -> dict[str, Array]:
     """Of inputs whose values decide what is computed, those that the plan was built for."""
     return engine.usual_values() if isinstance(engine, OpenEngine) else {}
+
+
+def _verify_program(engine: ProgramEngine, model: Path, oracle: Oracle, data: CalibrationData | None) -> Verification:
+    """Verify a program, on likely inputs if there are no data."""
+    context = engine.create_context()
+    feed = {tensor.name: context.input(tensor.name) for tensor in engine.inputs}
+    try:
+        return verify_engine(engine, oracle, list(data.limit(BATCHES)) if data else [feed],
+                             _precision_of_program(engine.plan), structure_of_program(model))
+    except PlanError as error:
+        if data:
+            raise
+        raise InputError("the model takes none of the inputs that could be generated, so nothing is verified; give "
+                         f"some, --calib: {error}") from error
 
 
 def verify_engine(engine: AnyEngine, oracle: Oracle, feeds: Iterable[Feed], precision: str,

@@ -45,8 +45,7 @@ class Options:
         return [self.url, *filter(None, [self.against])]
 
 
-def parse(arguments: list[str] | None = None) -> Options:
-    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "load-test", description="Measures how fast a model answers, behind a server that speaks KServe v2.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,6 +77,12 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--allow-errors", action="store_true", help="failed requests are reported, but no failure")
     _add_report(parser)
     _add_scenario(parser, load)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Options of sys.argv, or of `arguments`; exits with status 2 and a usage message when they make no sense."""
+    parser = make_parser()
     parsed = parser.parse_args(arguments)
     _refuse_what_a_way_cannot(parser, parsed)
     loads: tuple[Load, ...] = (tuple(map(Open, parsed.rate)) if parsed.rate else tuple(map(Closed, parsed.concurrency)))

@@ -41,14 +41,20 @@ MOST_ITEMS = 32         # on which a program runs to be calibrated: each may hav
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """What build_engine gives.
+    """The result of `build_engine`.
 
-    plan        the plan; what was chosen is in its metadata: "calibrator", "calibrators" (the errors of each that was
-                tried), "calibration_items", "preprocess", ...
-    notices     what its user should know, a line each
-    notes       what the passes did and refused (they print as lines); none of a plan from the cache
-    cached      the file of the engine cache that the plan was taken from; None if it was built
-    entry       the file of the engine cache that has the plan now, if it is kept
+    Attributes
+    ----------
+    plan
+        The plan. Its `metadata` records the choices: "calibrator", "calibrators" (the error of each), "preprocess", ...
+    notices
+        Lines that the user should read.
+    notes
+        What the passes did and refused, printable as lines; empty for a plan from the cache.
+    cached
+        The file of the engine cache that the plan was taken from; None if it was built.
+    entry
+        The file of the engine cache that holds the plan now; None if it is not kept.
     """
     plan: Plan
     notices: tuple[str, ...] = ()
@@ -82,17 +88,28 @@ def build_engine(model: Model, *, calibration: RangeSource | None = None,
                  notify: Notify = _ignore, **options: Any) -> EngineBuild:
     """Compile an ONNX model for this machine, or for the `target` among the options.
 
-    model        an ONNX file; or what is in one, as bytes or as an onnx.ModelProto
-    calibration  for precision "int8" (unless the model is quantised already), and for "best" if it may choose int8:
-                 calibration.Calibration(...). For "fp16" its items tell whether tensors exceed float16's range
-    cache        the engine cache: the user's, the one in a folder, or none (False)
-    progress     called with (stage, done, of, what): "calibrating" counts items, "searching" trials of ranges,
-                 "compiling" kernels; `of` is 0 where their number is not known
-    notify       called with each notice when it comes; all are in the result
-    options      fields of BuildConfig: precision, max_batch, opt_batch, target, shapes, keep_float, timing, ...
+    Parameters
+    ----------
+    model
+        Path of an ONNX file, its bytes, or an `onnx.ModelProto`.
+    calibration
+        A `calibration.Calibration`, for precision "int8" (unless the model is quantised already) and "best". For "fp16"
+        its items tell which tensors exceed float16's range.
+    cache
+        True: the user's engine cache. A path or an EngineCache: that one. False: build in any case.
+    progress
+        Called with (stage, done, of, what). The stage is "calibrating", "searching" or "compiling"; `of` is 0 where
+        the total is unknown.
+    notify
+        Called with each notice when it comes; the result has all of them.
+    **options
+        Fields of `BuildConfig`: precision, max_batch, opt_batch, target, shapes, keep_float, timing, ...
 
-    Raises EngineError that says what is wrong with the model, the options or the data, and what to do about it. What
-    the caller's own data or callbacks raise comes through as it is.
+    Raises
+    ------
+    EngineError
+        The model, the options or the data are at fault; the message says what to do. Exceptions of the caller's own
+        data and callbacks come through unchanged.
     """
     config = BuildConfig.of(options)
     _check(model, config, calibration)

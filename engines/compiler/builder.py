@@ -48,23 +48,53 @@ Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]    # 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a user decides about a build; all of it but the timing cache is part of the engine cache's key."""
+    """The options of a build; all but the timing cache are part of the engine cache's key.
+
+    Attributes
+    ----------
+    precision
+        "fp32", "fp16", "bf16", "int8", or "best".
+    max_batch
+        The most items of one run. None: 32 if the model has a batch axis (see usual_max_batch).
+    opt_batch
+        Items with which tactics are timed. None: one, and more where several items share a tile.
+    target
+        Name of an instruction set or GPU; "" is this machine's best.
+    shapes
+        Fixed shapes of inputs that the model leaves open.
+    profiles
+        Least, usual and largest shapes of inputs that stay open; the usual ones are compiled at the build.
+    constants
+        Inputs that always have this value and are inputs no more.
+    ragged
+        Inputs that hold the elements of several items, one behind the other.
+    optional
+        Inputs with a value in the model that a run may leave out.
+    pixels
+        The image input takes uint8 [N, H, W, C] and normalises it in this way.
+    keep_float
+        ONNX nodes that an INT8 build leaves in float: names, patterns ("head/*"), "NODE..." for all that follows.
+    timing
+        Time the tactics; False takes the cheapest by its cost.
+    timing_cache
+        A file of times; "" keeps times for this build only.
+    threads
+        Threads that run-engine takes by default.
+    """
     precision: str = "fp32"
-    max_batch: int | None = None            # None: 32 where the model has a batch axis; see usual_max_batch
-    opt_batch: int | None = None            # tactics are timed with so many items; None: with one, and with more
-                                            # where several items share a tile
-    target: str = ""                        # name of an instruction set; "" is this machine's best
-    shapes: Shapes = field(default_factory=dict)    # of symbolic inputs
-    profiles: tuple[Profile, ...] = ()      # shapes for which a model with open extents is compiled at once, and bounds
-    constants: Mapping[str, Value] = field(default_factory=dict)    # inputs that always have this value
-    ragged: tuple[str, ...] = ()            # inputs that hold what several items have, one behind the other
-    optional: tuple[str, ...] = ()          # inputs with a value in the model that a run may leave out
-    pixels: Pixels | None = None            # the image input takes uint8 [N, H, W, C], and normalises it so
-    keep_float: tuple[str, ...] = ()        # ONNX nodes that an int8 build leaves in float: names, patterns ("head/*"),
-                                            # "..." behind either for all that follows
-    timing: bool = True                     # time the tactics; without it the cheapest by its cost is taken
-    timing_cache: str = ""                  # a file; "" keeps times for this build only
-    threads: int = 1                        # that run-engine takes for the plan where it is not told
+    max_batch: int | None = None
+    opt_batch: int | None = None
+    target: str = ""
+    shapes: Shapes = field(default_factory=dict)
+    profiles: tuple[Profile, ...] = ()
+    constants: Mapping[str, Value] = field(default_factory=dict)
+    ragged: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    pixels: Pixels | None = None
+    keep_float: tuple[str, ...] = ()
+    timing: bool = True
+    timing_cache: str = ""
+    threads: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

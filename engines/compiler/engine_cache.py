@@ -61,15 +61,14 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCache:
-    """Plans by key. Processes may share the folder: entries appear whole, and are never changed.
+    """A folder of plans by key, which processes may share: entries appear whole and never change.
 
-    The plans that were used longest ago are dropped when together they are larger than the cache may be: `gib`, by
-    default $INFER_CACHE_GIB or 10, and never more than half of what it has and the disk has left. `objects` keeps the
-    compiled kernels of builds in a folder inside; they count, and take at most a tenth.
+    The least recently used plans are dropped when all together exceed `gib` (default $INFER_CACHE_GIB, or 10), or half
+    of what the disk has for them. The folder `objects` inside keeps compiled kernels in at most a tenth of that.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "", gib: float | None = None) -> None:
-        """folder: "" is the user's, usual_folder(). Raises ConfigError: what is named is no folder, or no size."""
+        """Use a folder; "" is the user's, usual_folder(). Raise ConfigError for a file, or a size that is none."""
         self.folder = Path(folder or usual_folder())
         self.limit = int((_usual_gib() if gib is None else gib) * (1 << 30))
         self.objects = ObjectCache(self.folder / "objects", int(self.limit * OBJECTS_SHARE))

@@ -22,7 +22,7 @@ ITEM_BYTES = 1 << 16        # of an item that is: each is lent by itself
 
 
 class ExecutionContext:
-    """The memory of one run, and what carries it out. One owner thread at a time."""
+    """The memory of one run at a time, for one owner thread at a time."""
 
     def __init__(self, plan: Plan, execution: Execution) -> None:
         self.plan, self.execution = plan, execution
@@ -39,18 +39,18 @@ class ExecutionContext:
                                and math.prod(view.shape) * memory_dtype(view.dtype).itemsize >= LENT_BYTES]
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> ExecutionContext:
-        """The context itself: a plan without open extents is for one set of shapes. See OpenContext."""
+        """Return the context for these shapes: this one, for a plan without open extents. See OpenContext."""
         return self
 
     def input(self, name: str, batch: int = 1) -> Array:
-        """The slots of an input, to be written: [batch, ...], or the whole if the tensor has no batch axis.
+        """Return the memory of an input, to be written: [batch, ...], or the whole tensor if it has no batch axis.
 
-        What is in them stays there until it is overwritten.
+        Its values stay until they are overwritten.
         """
         return self._array("input", name, batch)
 
     def execute(self, batch: int = 1) -> None:
-        """Run the network on the first `batch` slots. The GIL is released for all but fallback steps."""
+        """Run the network on the first `batch` items. The GIL is released for all but fallback steps."""
         self._check(batch)
         self.execution.run(batch)
 
@@ -61,7 +61,7 @@ class ExecutionContext:
         self.execution.show(batch, show)
 
     def output(self, name: str, batch: int = 1) -> Array:
-        """An output of the last execute: a view, valid until the next one."""
+        """Return an output of the last execute: a view, valid until the next one."""
         return self._array("output", name, batch)
 
     def run(self, arrays: Mapping[str, Array], batch: int) -> dict[str, Array]:
@@ -124,12 +124,23 @@ class ExecutionContext:
             self._inputs[name], first, array)
 
     def bind(self, name: str, array: Any) -> None:
-        """Take an input from an array on the plan's GPU, or put an output there, at each execute from now on; None: the
-        host's slots again.
+        """Read an input from, or write an output to, an array on the plan's GPU at each execute from now on.
 
-        array: dense, of as many items as are executed or more, with __cuda_array_interface__ or DLPack (torch, cupy,
-        pycuda, numba, jax). What writes it must be done by then, if the array does not say on which stream it works.
-        Raises InputError: it does not fit; ConfigError: the plan is for a CPU.
+        Parameters
+        ----------
+        name
+            An input or output.
+        array
+            A dense array of at least as many items as are executed, with __cuda_array_interface__ or DLPack (torch,
+            cupy, pycuda, numba, jax). Work that writes it must be done, unless it names its stream. None: the host's
+            memory again.
+
+        Raises
+        ------
+        InputError
+            The array does not fit.
+        ConfigError
+            The plan is for a CPU.
         """
         self._binds().bind(self._view(name), array)
 
@@ -139,12 +150,17 @@ class ExecutionContext:
         return self._binder is not None
 
     def execute_with(self, batch: int, placed: Mapping[str, Sequence[Any]]) -> None:
-        """Execute, and this once take the items of inputs from the arrays that stand under their names, side by side.
-        A number in the place of an array: so many items are in the slots, as all are behind the last.
+        """Execute a batch whose items lie in several arrays.
 
-        On a GPU these are arrays there, for inputs and for outputs, and it raises as `bind` does. On a CPU they are
-        arrays of the host's, for inputs, of whole items in the dtype of the slots. What of them cannot be read where it
-        lies (see `takes`) is copied. They must stay as they are until it returns.
+        Parameters
+        ----------
+        batch
+            Items of the batch.
+        placed
+            {input name: arrays of whole items, in order}. A number in place of an array means so many items of `input`,
+            as are all behind the last array. On a GPU they are arrays there, of inputs and of outputs, and errors are
+            those of `bind`. On a CPU they have the dtype of `input`; what cannot be read in place (see `takes`) is
+            copied. They must not change until the call returns.
         """
         self._check(batch)
         if self._binder:
@@ -185,7 +201,7 @@ class ExecutionContext:
         return view
 
     def profile(self, batch: int = 1, repeats: int = 5) -> list[tuple[Step, float]]:
-        """(step, seconds) for each step, run alone on one thread: the least of `repeats` passes over the network."""
+        """Return (step, seconds) for each step, run alone on one thread: the least of `repeats` passes."""
         self._check(batch)
         if repeats < 1:
             raise ConfigError(f"profile: repeats={repeats}, at least 1")

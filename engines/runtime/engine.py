@@ -98,7 +98,7 @@ class Lent:
 
 
 class Engine(OfPlan):
-    """Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
+    """A loaded plan. Thread-safe: `run` takes a context from a pool, or makes one if all are in use."""
 
     def __init__(self, plan: Plan, threads: int = 1, cpus: Sequence[int] | None = None,
                  beside: Engine | None = None, gpu: int = 0) -> None:
@@ -140,21 +140,41 @@ class Engine(OfPlan):
         """Nothing: a plan without open extents is for one set of shapes. See OpenEngine."""
 
     def create_context(self, cpus: Sequence[int] | None = None) -> ExecutionContext:
-        """A context of its own memory, for one owner thread at a time.
+        """Make a context with memory of its own, for one owner thread at a time.
 
-        cpus: where its threads stay, a CPU for each; without it, or load_engine's, helpers go to any CPU but the
-        caller's. The first is the caller's own: that thread is not ours to move, pin it with os.sched_setaffinity.
-        Raises ConfigError: not as many as threads, or none of ours.
+        Parameters
+        ----------
+        cpus
+            The CPUs of its threads, one for each; by default those of load_engine, else any but the caller's. The first
+            one is the caller's own, whose thread is not moved: pin it with os.sched_setaffinity.
+
+        Raises
+        ------
+        ConfigError
+            There are not as many CPUs as threads, or the process may not use one of them.
         """
         cpus = _checked_cpus(cpus, self.threads) or self._cpus
         return ExecutionContext(self.plan, self._loaded.execution(cpus))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """{output name: array} for {input name: array}, in the dtypes and shapes of the ONNX model; what numpy lacks
-        comes back as its bits (bfloat16 as uint16, float8 and int4 as uint8), and is taken so or in ml_dtypes' dtype.
+        """Run the model; callable from any thread.
 
-        Any number of items on the batch axis: more than max_batch run in slices, if the items are independent; else the
-        plan is compiled for so many, where it can be. InputError says what does not fit.
+        Parameters
+        ----------
+        feeds
+            {input name: array}, in the dtypes and shapes of the ONNX model, with any number of items on the batch axis.
+            More than max_batch run in slices if the items are independent; else the plan is compiled for so many.
+            bfloat16 is taken in ml_dtypes' dtype, or as its bits (uint16); so are float8 and int4 (uint8).
+
+        Returns
+        -------
+        dict
+            {output name: array}; dtypes that numpy lacks come back as their bits.
+
+        Raises
+        ------
+        InputError
+            A name, dtype or shape does not fit.
         """
         again = self.rerun(feeds)
         if again is not None:

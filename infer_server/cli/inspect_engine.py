@@ -158,7 +158,7 @@ def _command(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("inspect-engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", help="plan file written by build-engine")
@@ -166,7 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="run the plan and show how far each kernel is from the roofline of this core or GPU")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="batch size of --profile (default 1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    return guarded(_command, parser, arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return guarded(_command, make_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _command(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("run-engine", description=__doc__)
     parser.add_argument("plan", help="plan file written by build-engine")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="batch size (default 1)")
@@ -205,7 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true",
                         help="print the time of each kernel, compared with this core's measured peaks")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return guarded(_command, parser, arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return guarded(_command, make_parser(), arguments)
 
 
 if __name__ == "__main__":

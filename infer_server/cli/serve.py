@@ -255,7 +255,7 @@ def _add_ports(parser: argparse.ArgumentParser) -> None:
                         help="port of gRPC; 0 is any free port (default %(default)s)")
     parser.add_argument("--workers", type=up_to(_MOST_WORKERS), default=1, metavar="N",
                         help="processes that read requests and write responses; with more than one, models execute in "
-                             "a separate process; see docs/serving.md (default %(default)s)")
+                             "a separate process (default %(default)s)")
     parser.add_argument("--grpc-front", choices=FRONTS, default=NGHTTP2,
                         help="library that serves gRPC; grpcio costs more for each request (default %(default)s)")
     parser.add_argument("--http-port", type=_port, default=8000, metavar="N",

@@ -2,7 +2,7 @@
 
     python -m scripts.interop                           # all that is installed here
     python -m scripts.interop --only nginx --only curl
-    python -m scripts.interop --write docs/interop.md   # puts the table into the document
+    python -m scripts.interop --write docs/reference/interop.md   # puts the table into the document
 
 Servers run in processes of their own, with engines of this project and models in Python. A peer that is not installed
 is left out, and the table says so; @grpc/grpc-js is installed by npm, if that is there, into the user's cache.

@@ -2,18 +2,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks.measure.accuracy import compare, load_judge
 from benchmarks.measure.measuring import FEWEST_TURNS, interleaved
 from benchmarks.measure.results import Case, Row, mean_ratio, read_results, write_results
 from benchmarks.peers import chosen
 from benchmarks.reports.chart import write_chart
+from benchmarks.reports.document import PAGES, page_of, write_section
+from benchmarks.reports.picture import HEIGHT, PICTURE, RESULTS, WIDTH, write_picture, write_summary
 from benchmarks.reports.report import details, every_build, means, report, summary
 from benchmarks.runtimes.quantisers import load_items, save_items
 from benchmarks.runtimes.runtimes import OPENVINO, ORT, OURS
@@ -67,6 +71,36 @@ def test_the_chart_shows_the_cases_that_can_be_compared(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_chart([case(), case("n", ROWS[:1])], tmp_path / "docs" / "chart.png")
     assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_picture(RESULTS, tmp_path / "picture.png")
+    with Image.open(tmp_path / "picture.png") as drawn, Image.open(PICTURE) as kept:
+        assert drawn.size == kept.size == (WIDTH, HEIGHT) and HEIGHT <= 400
+
+
+def test_a_summary_has_the_ratio_of_each_peers_fastest_build(tmp_path: Path) -> None:
+    write_summary([case()], "python -m benchmarks.peers m.onnx", tmp_path / "results" / "peers.json")
+    (row,) = json.loads((tmp_path / "results" / "peers.json").read_text())["cases"]
+    assert row["cost"] == 1.0 and list(row["peers"]) == [OPENVINO]
+    assert row["peers"][OPENVINO] == {"cost": 3.0, "build": "fast", "ratio": 2.0, "low": 2.0, "high": 2.5}
+
+
+def test_a_section_is_replaced_on_the_page_that_has_it(tmp_path: Path) -> None:
+    for name, section in (("a.md", "first"), ("b.md", "second")):
+        (tmp_path / name).write_text(f"# Page\n\n<!-- {section}: begin -->\nold\n<!-- {section}: end -->\n\nafter\n")
+    page = page_of("second", tmp_path)
+    write_section("second", "new", page)
+    assert page.read_text() == "# Page\n\n<!-- second: begin -->\nnew\n<!-- second: end -->\nafter\n"
+    assert "old" in (tmp_path / "a.md").read_text()
+    assert page_of("gone", tmp_path).name == "machines.md"
+
+
+@pytest.mark.parametrize("section", ["peers", "peers-builds", "peers-avx512", "ops", "ops-cases", "slower",
+                                     "conformance", "transport", "peaks", "building int8", "zoo avx2"])
+def test_every_section_that_programs_write_has_a_page(section: str) -> None:
+    assert f"<!-- {section}: begin -->" in page_of(section).read_text() and page_of(section).parent == PAGES
 
 
 def test_results_replace_those_of_the_same_case(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.conformance.census                          # counts, and what runs by reference, by operator
     python -m tests.conformance.census --match "test_reduce*"
-    python -m tests.conformance.census --write                  # the counts into docs/ops.md
+    python -m tests.conformance.census --write                  # the counts into docs/benchmarks/operators.md
     python -m tests.conformance.census --target sm_80           # on the emulated GPU, where nothing runs by reference
 """
 import argparse
@@ -18,7 +18,7 @@ from engines.errors import CompilerFault, EngineError
 from tests.conformance.cases import cases, close, is_about_tensors, listed, model_of, run
 from tests.gpu.emulated import EmulatedGpu, install
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "operators.md"
 COMPILED, REFERENCE, RANDOM, REFUSED, WRONG = (
     "compiled whole", "with steps by reference", "random: right in type and shape", "refused", "wrong")
 PASSING = (COMPILED, REFERENCE, RANDOM)
@@ -62,7 +62,7 @@ def census(match: str = "*", target: str = "") -> dict[str, Verdict]:
 
 
 def counts(verdicts: dict[str, Verdict]) -> str:
-    """What docs/ops.md has: the counts, and the families that do not pass."""
+    """What docs/benchmarks/operators.md has: the counts, and the families that do not pass."""
     found, total = Counter(verdict.outcome for verdict in verdicts.values()), len(verdicts)
     passing = sum(found[outcome] for outcome in PASSING)
     rows = [("pass", passing), *((f"... {outcome}", found[outcome]) for outcome in PASSING),
@@ -90,7 +90,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="*", metavar="PATTERN", help="only tests of such names")
     parser.add_argument("--target", default="", metavar="SM", help="an architecture of GPUs, which is emulated")
-    parser.add_argument("--write", action="store_true", help="the counts into docs/ops.md")
+    parser.add_argument("--write", action="store_true", help="the counts into docs/benchmarks/operators.md")
     options = parser.parse_args()
     verdicts = census(options.match, options.target)
     print(counts(verdicts), by_operator(verdicts), sep="\n\n")

@@ -1,4 +1,4 @@
-"""docs/clients.md: its blocks run against a server, one after the other."""
+"""docs/howto/clients.md: its blocks run against a server, one after the other."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,24 +7,25 @@ import pytest
 
 from clients import errors
 from clients.channels.options import ChannelOptions
-from tests.docs.test_python_page import blocks
+from tests.docs.pages import blocks
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import serving
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md"
 
 
 def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "resnet50", shape=[3, 224, 224])
     names: dict[str, object] = {"__name__": "notebook"}
-    found = blocks(PAGE.read_text())
+    found = [block for block in blocks(PAGE) if block.language == "python"]
     assert len(found) == 6
     with serving(tmp_path) as server:
         renamed = {":8001": f":{server.ports.grpc}", '"input"': '"x"', '"output"': '"y"'}     # as the test's model has
-        for line, code in found:
+        for block in found:
+            code = block.code
             for old, new in renamed.items():
                 code = code.replace(old, new)
-            exec(compile("\n" * line + code, str(PAGE), "exec"), names)
+            exec(compile("\n" * block.line + code, str(PAGE), "exec"), names)
     assert "resnet51" in capsys.readouterr().out and len(names["answers"]) == 16        # type: ignore[arg-type]
     for name in ("client", "careful", "encrypted", "patient", "spread"):
         names[name].close()                                                             # type: ignore[attr-defined]

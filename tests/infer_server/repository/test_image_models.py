@@ -28,7 +28,7 @@ from tests.infer_server.endpoints.test_serving import eventually, statistics
 from tests.infer_server.numpy_engine import GATES, TIMEOUT_SECS, load_numpy_engine, write_model
 from tests.infer_server.serving import RunningServer, serving
 
-PICTURE = Path(__file__).parents[3] / "docs" / "peers.png"
+PICTURE = Path(__file__).parents[3] / "docs" / "benchmarks" / "peers.png"
 SHAPE = ("batch", 3, 24, 32)
 FILES = 'parameters { key: "image_input" value { string_value: "x" } }'
 GRAY = FILES + ' parameters { key: "preprocess" value { string_value: "gray" } }'

@@ -1,0 +1,32 @@
+"""Compare sentences by the cosine of their embeddings: python client.py localhost:8001"""
+import sys
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+
+from clients import InferenceClient
+
+SENTENCES = ("the cat sat on the mat", "a cat sat on a mat", "prices of oil rose sharply in march")
+
+
+def encoded(sentences: Sequence[str]) -> dict[str, np.ndarray]:
+    """ids and mask int64 [N, T], padded to the longest sentence. A word's number is a hash of it."""
+    words = [[crc32(word.encode()) % 999 + 1 for word in sentence.split()] for sentence in sentences]
+    longest = max(map(len, words))
+    return {"ids": np.array([numbers + [0] * (longest - len(numbers)) for numbers in words]),
+            "mask": np.array([[1] * len(numbers) + [0] * (longest - len(numbers)) for numbers in words])}
+
+
+def main(address: str) -> None:
+    with InferenceClient(address) as client:
+        together = client.infer("encoder", encoded(SENTENCES))["embedding"]
+        alone = np.concatenate([client.infer("encoder", encoded([sentence]))["embedding"] for sentence in SENTENCES])
+    near, far = (float(together[0] @ together[other]) for other in (1, 2))
+    print(f"{SENTENCES[0]} | {SENTENCES[1]}: {near:.2f}\n{SENTENCES[0]} | {SENTENCES[2]}: {far:.2f}")
+    if near < far + 0.3 or np.abs(together - alone).max() > 1e-3:
+        sys.exit("similar sentences are not near each other, or padding changes an embedding")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

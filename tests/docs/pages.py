@@ -1,0 +1,125 @@
+"""Run the blocks of a page in order, as a reader would: commands, servers in the background, Python as in a notebook.
+
+A fenced block is run by its language: `bash`, `python`. A comment before the block, <!-- not run: reason -->, keeps it
+from being run. A bash block that begins with `infer-server` starts the server for the blocks behind it, in place of the
+one before. The server gets free ports, which replace the usual ones in later blocks.
+"""
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
+                   re.MULTILINE | re.DOTALL)
+COMMANDS = {"build-engine": "infer_server.cli.build_engine", "inspect-engine": "infer_server.cli.inspect_engine",
+            "run-engine": "infer_server.cli.run_engine", "infer-server": "infer_server.cli.serve",
+            "load-test": "clients.load.cli"}
+PORTS = (8001, 8000, 8002)      # gRPC, HTTP, metrics
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    line: int           # of the page, before the code
+    reason: str         # why it is not run; "": it is
+
+    @property
+    def is_server(self) -> bool:
+        return self.language == "bash" and self.code.startswith("infer-server") and "--check" not in self.code
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [Block(found["language"], found["code"], text.count("\n", 0, found.start("code")), found["reason"] or "")
+            for found in BLOCK.finditer(text)]
+
+
+class Reader:
+    """Runs blocks in a folder. Commands are those of this checkout, whether it is installed or not."""
+
+    def __init__(self, page: Path, folder: Path, cache: Path) -> None:
+        self._page, self._folder = page, folder
+        self._names: dict[str, Any] = {"__name__": "notebook"}
+        self._ports: tuple[int, ...] = PORTS
+        self._server: subprocess.Popen[bytes] | None = None
+        programs = folder / ".programs"
+        programs.mkdir()
+        modules = {name: f'"{sys.executable}" -m {module}' for name, module in COMMANDS.items()}
+        for name, call in {**modules, "python": f'"{sys.executable}"'}.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
+            (programs / name).chmod(0o755)
+        self._environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(cache),
+                             "PYTHONPATH": str(ROOT)}
+
+    def run(self, block: Block) -> None:
+        code = block.code
+        for usual, port in zip(PORTS, self._ports, strict=True):
+            code = code.replace(f"localhost:{usual}", f"localhost:{port}")
+        if block.language == "python":
+            exec(compile("\n" * block.line + code, str(self._page), "exec"), self._names)
+        elif block.is_server:
+            self._start(code)
+        else:
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=self._folder, env=self._environment,
+                                  capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, f"{self._page}:{block.line + 1}:\n{code}\n{done.stdout}\n{done.stderr}"
+
+    def _start(self, code: str) -> None:
+        self.stop()
+        self._ports = tuple(free_port() for _ in PORTS)
+        options = [f"--{name}-port={port}" for name, port in zip(("grpc", "http", "metrics"), self._ports, strict=True)]
+        command = shlex.split(code.replace("\\\n", " "), comments=True)
+        log = self._folder / ".server.log"
+        with log.open("w") as output:
+            self._server = subprocess.Popen([*command, *options], cwd=self._folder, env=self._environment,
+                                            stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self._server.poll() is None:
+            try:
+                with urlopen(f"http://localhost:{self._ports[1]}/v2/health/ready", timeout=5):
+                    return
+            except (URLError, OSError):
+                time.sleep(0.1)
+        raise AssertionError(f"{self._page}: the server did not become ready:\n{log.read_text()}")
+
+    def stop(self) -> None:
+        """Stop the server, if there is one; it drains and exits with 0."""
+        if self._server:
+            self._server.send_signal(signal.SIGINT)
+            try:
+                status = self._server.wait(60)
+                assert status == 0, f"the server exited with {status}:\n{(self._folder / '.server.log').read_text()}"
+            finally:
+                self._server.kill()
+                self._server.wait()
+                self._server = None
+
+
+@contextmanager
+def reader(page: Path, folder: Path, cache: Path) -> Iterator[Reader]:
+    found = Reader(page, folder, cache)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
