@@ -10,7 +10,7 @@ from typing import cast
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
-from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
@@ -116,7 +116,7 @@ class AioChannel(ChannelBase):
         loop = asyncio.get_running_loop()
 
         def protocol() -> AioConnection:
-            connection = AioConnection(self._options, self._config.health_service)
+            connection = AioConnection(self._keepalive, self._config.health_service)
             self._open.add(connection)
             connection.ended.add_done_callback(lambda _: self._open.discard(connection))
             return connection
@@ -138,10 +138,11 @@ class AioChannel(ChannelBase):
 class AioConnection(asyncio.BufferedProtocol):
     """A connection for any number of calls."""
 
-    def __init__(self, options: ChannelOptions, health_service: str | None) -> None:
+    def __init__(self, keepalive: Keepalive, health_service: str | None) -> None:
         self.health = HealthCheck(health_service)
         self._loop = asyncio.get_running_loop()
-        self._http2 = ClientConnection(options)
+        self._keepalive = keepalive
+        self._http2 = ClientConnection(keepalive)
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -164,7 +165,7 @@ class AioConnection(asyncio.BufferedProtocol):
         self._flush_soon()
         if deadline is not None:
             call.deadline = deadline
-        self._check_before(min(call.deadline, time.monotonic() + self._http2.keepalive_secs))
+        self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
         try:
             await ended
         except asyncio.CancelledError:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
-from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
@@ -71,7 +71,7 @@ class BlockingChannel(ChannelBase):
             secs = self._options.connect_secs if remaining is None else min(remaining, self._options.connect_secs)
             try:
                 if connection is None:
-                    connection = BlockingConnection(address, self._options, self._tls, self._config.health_service,
+                    connection = BlockingConnection(address, self._keepalive, self._tls, self._config.health_service,
                                                     secs)
                 connection.check_health(self._encoder, secs)
             except (OSError, StatusError) as error:
@@ -98,11 +98,11 @@ class BlockingChannel(ChannelBase):
 class BlockingConnection:
     """A connection for one call at a time."""
 
-    def __init__(self, address: Address, options: ChannelOptions, tls: ssl.SSLContext | None,
+    def __init__(self, address: Address, keepalive: Keepalive, tls: ssl.SSLContext | None,
                  health_service: str | None, secs: float) -> None:
         """Connect within `secs`. Raises OSError, StatusError."""
         self._socket = _connect(address, tls, secs)
-        self._http2 = ClientConnection(options)
+        self._http2 = ClientConnection(keepalive)
         self._health = HealthCheck(health_service)
         self._buffer = uninitialised(_RECEIVE_BYTES)
         self._view = memoryview(self._buffer)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 from clients.channels.call import Call, Request
-from clients.channels.options import ChannelOptions
 from clients.channels.status import StatusError, deadline_exceeded
 from protos.http2 import (
     ConnectionClosed,
@@ -27,13 +27,19 @@ _WINDOW_BYTES = 4 << 20             # of a stream: what a server may send ahead
 _SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
 
 
+@dataclass
+class Keepalive:
+    """The keepalive of a channel: seconds of silence before a ping, and after it. Servers may ask for fewer pings."""
+    secs: float
+    timeout_secs: float
+
+
 class ClientConnection:
     """The calls on a connection. Those that are open end with UNAVAILABLE when it is lost."""
 
-    def __init__(self, options: ChannelOptions) -> None:
+    def __init__(self, keepalive: Keepalive) -> None:
         self._http2 = client_connection(_WINDOW_BYTES)
-        self.keepalive_secs = math.inf if options.keepalive_secs is None else options.keepalive_secs
-        self._keepalive_timeout_secs = options.keepalive_timeout_secs
+        self._keepalive = keepalive
         self._received_at = time.monotonic()
         self._pinged_at: float | None = None
         self.calls: dict[int, Call] = {}            # by stream
@@ -115,12 +121,12 @@ class ClientConnection:
         if not self.calls:
             return math.inf
         if self._pinged_at is None:
-            if (due := self._received_at + self.keepalive_secs) > now:
+            if (due := self._received_at + self._keepalive.secs) > now:
                 return due
             self._http2.ping()
             self._pinged_at = now
-        if (due := self._pinged_at + self._keepalive_timeout_secs) <= now:
-            self.lose(f"the server did not answer a keepalive ping for {self._keepalive_timeout_secs:g} s")
+        if (due := self._pinged_at + self._keepalive.timeout_secs) <= now:
+            self.lose(f"the server did not answer a keepalive ping for {self._keepalive.timeout_secs:g} s")
             return math.inf
         return due
 
@@ -147,6 +153,8 @@ class ClientConnection:
             elif isinstance(event, GoAwayReceived):
                 self.takes_calls = False
                 if event.error_code:
+                    if event.debug_data == b"too_many_pings":
+                        self._keepalive.secs *= 2
                     self._farewell = f" [HTTP/2 error {event.error_code}: {_text(event.debug_data)}]"
             elif isinstance(event, ConnectionClosed):
                 self.lose(f"the connection ended with HTTP/2 error {event.error_code}: {_text(event.debug_data)}")
