@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from functools import partial
 from typing import cast
 
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
-from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
@@ -17,6 +19,7 @@ from protos.buffers import uninitialised
 
 _RECEIVE_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10            # that the transport keeps at most
+_TIMER_SECS = 1e-3                  # the resolution of an event loop's timers
 _CLOSE_SECS = 1.0                   # for a connection to be closed in order, over TLS
 
 
@@ -39,7 +42,7 @@ class AioChannel(ChannelBase):
                 request = self._encoder.encode(path, message, secs, metadata, attempts.retries)
                 address = attempts.address = self._addresses.next(attempts.address)
                 connection = self._ready(address) or await self._connect_any(address, attempts)
-                answer = await connection.call(request, self._options.max_message_bytes, attempts.remaining())
+                answer = await connection.call(request, self._options.max_message_bytes, attempts.deadline)
                 self._throttle.succeeded()
                 return answer
             except StatusError as error:
@@ -113,7 +116,7 @@ class AioChannel(ChannelBase):
         loop = asyncio.get_running_loop()
 
         def protocol() -> AioConnection:
-            connection = AioConnection(self._options, self._config.health_service)
+            connection = AioConnection(self._keepalive, self._config.health_service)
             self._open.add(connection)
             connection.ended.add_done_callback(lambda _: self._open.discard(connection))
             return connection
@@ -135,10 +138,11 @@ class AioChannel(ChannelBase):
 class AioConnection(asyncio.BufferedProtocol):
     """A connection for any number of calls."""
 
-    def __init__(self, options: ChannelOptions, health_service: str | None) -> None:
+    def __init__(self, keepalive: Keepalive, health_service: str | None) -> None:
         self.health = HealthCheck(health_service)
         self._loop = asyncio.get_running_loop()
-        self._http2 = ClientConnection(options)
+        self._keepalive = keepalive
+        self._http2 = ClientConnection(keepalive)
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -146,33 +150,34 @@ class AioConnection(asyncio.BufferedProtocol):
         self._has_room = True                       # in the transport
         self._flushing = False                      # a flush is scheduled
         self._check: asyncio.TimerHandle | None = None
+        self._check_at = math.inf
 
     @property
     def takes_calls(self) -> bool:
         """True if another call may be made."""
         return self._http2.takes_calls
 
-    async def call(self, request: Request, max_message_bytes: int, timeout: float | None) -> bytes:
+    async def call(self, request: Request, max_message_bytes: int, deadline: float | None) -> bytes:
         """Return the serialised response. Raises StatusError."""
         ended = self._loop.create_future()
         call = Call(max_message_bytes, partial(_set_done, ended))
         self._http2.open(request, call)
         self._flush_soon()
-        timer = None if timeout is None else self._loop.call_later(timeout, self._expire, call)
+        if deadline is not None:
+            call.deadline = deadline
+        self._check_before(min(call.deadline, time.monotonic() + self._keepalive.secs))
         try:
             await ended
         except asyncio.CancelledError:
-            self._cancel(call)
+            self._http2.cancel(call)
+            self._flush_soon()
             raise
-        finally:
-            if timer:
-                timer.cancel()
         return call.result()
 
     async def check_health(self, encoder: RequestEncoder, secs: float) -> None:
         """Raise StatusError if the server does not serve."""
         try:
-            require_healthy(await self.call(self.health.request(encoder, secs), -1, secs))
+            require_healthy(await self.call(self.health.request(encoder, secs), -1, time.monotonic() + secs))
         except StatusError as error:
             require_healthy(error)
 
@@ -240,30 +245,23 @@ class AioConnection(asyncio.BufferedProtocol):
         http2, transport = self._http2, self._transport
         if transport is None:
             return
-        if self._check is None:
-            self._watch()
         while self._has_room and (data := http2.data_to_send()):
             transport.write(data)
         if not http2.takes_calls and not http2.calls:
             transport.close()
 
-    def _watch(self) -> None:
-        """Ping a silent server, and look again when this is due."""
-        self._check = None
-        if (secs := self._http2.next_check()) is not None:
-            self._check = self._loop.call_later(secs, self._look)
+    def _check_before(self, moment: float) -> None:
+        """Check deadlines and the server's silence at that moment at the latest: one timer serves all calls."""
+        if moment < self._check_at:
+            if self._check:
+                self._check.cancel()
+            self._check_at = moment
+            self._check = self._loop.call_later(max(_TIMER_SECS, moment - time.monotonic()), self._check_now)
 
-    def _look(self) -> None:
-        self._watch()
+    def _check_now(self) -> None:
+        self._check_at = math.inf
+        self._check_before(self._http2.check())
         self._flush_soon()
-
-    def _cancel(self, call: Call) -> None:
-        self._http2.cancel(call)
-        self._flush_soon()
-
-    def _expire(self, call: Call) -> None:
-        self._cancel(call)
-        call.end(deadline_exceeded())
 
 
 def _set_done(ended: asyncio.Future[None], _: Call) -> None:

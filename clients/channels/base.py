@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from clients.channels.addresses import RoundRobin, parse_url
 from clients.channels.call import RequestEncoder
+from clients.channels.connection import Keepalive
 from clients.channels.options import ChannelOptions
 from clients.channels.retry import Attempts, Throttle
 
@@ -19,6 +21,8 @@ class ChannelBase:
         self._throttle = Throttle(self._config)
         self._tls = options.tls_context()
         self._encoder = RequestEncoder(self._addresses.addresses[0].name, options)
+        self._keepalive = Keepalive(math.inf if options.keepalive_secs is None else options.keepalive_secs,
+                                    options.keepalive_timeout_secs)
         self._method = functools.cache(self._config.method)
         self._is_closed = False
 

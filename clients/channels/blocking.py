@@ -1,6 +1,7 @@
 """Channels on libnghttp2 over blocking sockets: each call in flight has a connection, which is then kept for others."""
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 import time
@@ -10,7 +11,7 @@ from contextlib import suppress
 from clients.channels.addresses import Address
 from clients.channels.base import ChannelBase
 from clients.channels.call import Call, Request, RequestEncoder
-from clients.channels.connection import ClientConnection, require_http2
+from clients.channels.connection import ClientConnection, Keepalive, require_http2
 from clients.channels.health import HealthCheck, require_healthy
 from clients.channels.options import ChannelOptions, Message, Metadata
 from clients.channels.retry import Attempts
@@ -70,7 +71,7 @@ class BlockingChannel(ChannelBase):
             secs = self._options.connect_secs if remaining is None else min(remaining, self._options.connect_secs)
             try:
                 if connection is None:
-                    connection = BlockingConnection(address, self._options, self._tls, self._config.health_service,
+                    connection = BlockingConnection(address, self._keepalive, self._tls, self._config.health_service,
                                                     secs)
                 connection.check_health(self._encoder, secs)
             except (OSError, StatusError) as error:
@@ -97,11 +98,11 @@ class BlockingChannel(ChannelBase):
 class BlockingConnection:
     """A connection for one call at a time."""
 
-    def __init__(self, address: Address, options: ChannelOptions, tls: ssl.SSLContext | None,
+    def __init__(self, address: Address, keepalive: Keepalive, tls: ssl.SSLContext | None,
                  health_service: str | None, secs: float) -> None:
         """Connect within `secs`. Raises OSError, StatusError."""
         self._socket = _connect(address, tls, secs)
-        self._http2 = ClientConnection(options)
+        self._http2 = ClientConnection(keepalive)
         self._health = HealthCheck(health_service)
         self._buffer = uninitialised(_RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
@@ -181,9 +182,9 @@ class BlockingConnection:
 
     def _receive(self, deadline: float | None) -> None:
         """Take what the server sends next. Raises StatusError, OSError."""
-        check = self._http2.next_check()
+        check = self._http2.check()
         self._send(deadline)
-        self._limit(deadline, check)
+        self._limit(check if deadline is None else min(deadline, check))
         try:
             self._take()
         except TimeoutError:
@@ -196,13 +197,12 @@ class BlockingConnection:
         else:
             self._http2.lose("the server closed the connection")
 
-    def _limit(self, deadline: float | None, secs: float | None = None) -> None:
-        """Let the socket wait until the deadline, and for at most so many seconds."""
-        if deadline is not None:
-            left = max(_LEAST_WAIT_SECS, deadline - time.monotonic())
-            secs = left if secs is None else min(left, secs)
-        if secs is not None or self._socket.gettimeout() is not None:
-            self._socket.settimeout(secs)
+    def _limit(self, moment: float | None) -> None:
+        """Let the socket wait until a moment; None and infinity: for ever."""
+        if moment is not None and moment < math.inf:
+            self._socket.settimeout(max(_LEAST_WAIT_SECS, moment - time.monotonic()))
+        elif self._socket.gettimeout() is not None:
+            self._socket.settimeout(None)
 
 
 def _connect(address: Address, tls: ssl.SSLContext | None, secs: float) -> socket.socket:

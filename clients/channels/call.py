@@ -8,6 +8,7 @@ https://github.com/grpc/grpc/blob/master/doc/compression.md
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -100,11 +101,12 @@ class Call:
     max_bytes : the largest message that is taken, decompressed; NO_LIMIT takes any.
     done : called with this call when it has ended.
     """
-    __slots__ = ("stream", "is_ended", "_error", "_message", "_reader", "_max_bytes", "_done", "_coding",
+    __slots__ = ("stream", "deadline", "is_ended", "_error", "_message", "_reader", "_max_bytes", "_done", "_coding",
                  "_has_status")
 
     def __init__(self, max_bytes: int, done: Callable[[Call], object] | None = None) -> None:
         self.stream = 0
+        self.deadline = math.inf                    # at which the connection ends the call, on time.monotonic()
         self.is_ended = False
         self._error: StatusError | None = None
         self._message: bytes | bytearray | None = None

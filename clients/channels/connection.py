@@ -4,11 +4,12 @@ A blocking socket (clients/channels/blocking.py) or an asyncio transport (client
 """
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
 
 from clients.channels.call import Call, Request
-from clients.channels.options import ChannelOptions
-from clients.channels.status import StatusError
+from clients.channels.status import StatusError, deadline_exceeded
 from protos.http2 import (
     ConnectionClosed,
     DataReceived,
@@ -26,12 +27,19 @@ _WINDOW_BYTES = 4 << 20             # of a stream: what a server may send ahead
 _SEND_BYTES = 256 << 10             # taken from libnghttp2 at a time
 
 
+@dataclass
+class Keepalive:
+    """The keepalive of a channel: seconds of silence before a ping, and after it. Servers may ask for fewer pings."""
+    secs: float
+    timeout_secs: float
+
+
 class ClientConnection:
     """The calls on a connection. Those that are open end with UNAVAILABLE when it is lost."""
 
-    def __init__(self, options: ChannelOptions) -> None:
+    def __init__(self, keepalive: Keepalive) -> None:
         self._http2 = client_connection(_WINDOW_BYTES)
-        self._keepalive_secs, self._keepalive_timeout_secs = options.keepalive_secs, options.keepalive_timeout_secs
+        self._keepalive = keepalive
         self._received_at = time.monotonic()
         self._pinged_at: float | None = None
         self.calls: dict[int, Call] = {}            # by stream
@@ -51,7 +59,7 @@ class ClientConnection:
         for part in first:
             http2.send_data(stream, part)
         http2.send_data(stream, last, end_stream=True)
-        if self._keepalive_secs is not None and not self.calls:
+        if not self.calls:
             self._received_at = time.monotonic()    # silence counts while calls are open
         self.calls[stream] = call
 
@@ -67,8 +75,7 @@ class ClientConnection:
             self._handle_events()
         except NGH2Error as error:
             self.lose(f"the server does not speak HTTP/2: {error}")
-        if self._keepalive_secs is not None:
-            self._received_at, self._pinged_at = time.monotonic(), None
+        self._received_at, self._pinged_at = time.monotonic(), None
 
     def data_to_send(self) -> bytes:
         """Return the next of the data that the windows have room for; empty if there are none."""
@@ -95,23 +102,33 @@ class ClientConnection:
         for call in calls.values():
             call.end(StatusError("UNAVAILABLE", reason + self._farewell))
 
-    def next_check(self) -> float | None:
-        """Ping a server that has been silent. Return the seconds until this is due again; None: it is not.
+    def check(self) -> float:
+        """End calls whose deadlines have passed, and ping a server that has been silent.
 
-        Calls end with UNAVAILABLE if a ping has not been answered in time.
+        Calls end with UNAVAILABLE if a ping has not been answered in time. Return the moment of time.monotonic() at
+        which this is due again; infinity: it is not.
         """
-        if self._keepalive_secs is None or not self.calls:
-            return None
-        now = time.monotonic()
+        now, following = time.monotonic(), math.inf
+        for call in list(self.calls.values()):
+            if call.deadline <= now:
+                self.cancel(call)
+                call.end(deadline_exceeded())
+            else:
+                following = min(following, call.deadline)
+        return min(following, self._check_silence(now))
+
+    def _check_silence(self, now: float) -> float:
+        if not self.calls:
+            return math.inf
         if self._pinged_at is None:
-            if (left := self._received_at + self._keepalive_secs - now) > 0:
-                return left
+            if (due := self._received_at + self._keepalive.secs) > now:
+                return due
             self._http2.ping()
             self._pinged_at = now
-        if (left := self._pinged_at + self._keepalive_timeout_secs - now) <= 0:
-            self.lose(f"the server did not answer a keepalive ping for {self._keepalive_timeout_secs:g} s")
-            return None
-        return left
+        if (due := self._pinged_at + self._keepalive.timeout_secs) <= now:
+            self.lose(f"the server did not answer a keepalive ping for {self._keepalive.timeout_secs:g} s")
+            return math.inf
+        return due
 
     def _handle_events(self) -> None:
         calls = self.calls
@@ -136,6 +153,8 @@ class ClientConnection:
             elif isinstance(event, GoAwayReceived):
                 self.takes_calls = False
                 if event.error_code:
+                    if event.debug_data == b"too_many_pings":
+                        self._keepalive.secs *= 2
                     self._farewell = f" [HTTP/2 error {event.error_code}: {_text(event.debug_data)}]"
             elif isinstance(event, ConnectionClosed):
                 self.lose(f"the connection ended with HTTP/2 error {event.error_code}: {_text(event.debug_data)}")

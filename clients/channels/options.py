@@ -50,7 +50,7 @@ class ChannelOptions:
     compression : "gzip" compresses requests. Responses may always be compressed.
     connect_secs : seconds for a connection to be made.
     keepalive_secs : seconds without a byte, while a call is open, after which the server is pinged; None: never.
-        Servers end connections that ping more often than they allow (by default every 300 s).
+        Servers end connections that ping more often than they allow (by default every 300 s); the time then doubles.
     keepalive_timeout_secs : seconds after a ping without a byte after which the connection is lost.
     transport : "nghttp2" or "grpcio"; None: nghttp2 where ngh2 is installed.
 

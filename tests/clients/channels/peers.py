@@ -65,6 +65,12 @@ def client_of(kind: str, url: str, **options: Any) -> Iterator[Any]:
         loop.close()
 
 
+def keepalive_secs(client: Any) -> float:
+    """The silence after which a client pings, as its servers have changed it."""
+    channel = (client._client if isinstance(client, _Awaited) else client)._channel
+    return float(channel._keepalive.secs)
+
+
 class Peer:
     """A connection of the scripted server."""
 

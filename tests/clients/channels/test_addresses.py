@@ -16,7 +16,7 @@ from clients.channels import health as health_checks
 from clients.channels.addresses import Address, parse_url
 from clients.errors import ServerUnavailableError
 from protos import health, http2
-from tests.clients.channels.peers import KINDS, Peer, client_of, listening, proxy_to, scripted
+from tests.clients.channels.peers import KINDS, Peer, client_of, keepalive_secs, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler, serving
 from tests.infer_server.numpy_engine import write_model
 from tests.infer_server.serving import FRONTS
@@ -185,6 +185,19 @@ def test_a_peer_that_answers_no_ping_is_lost_and_one_that_does_is_waited_for(kin
             kind, url, keepalive_secs=0.02, keepalive_timeout_secs=TIMEOUT_SECS) as client:
         assert client.is_server_live(timeout=TIMEOUT_SECS)
         assert any(isinstance(event, http2.PingReceived) for event in server.peers[0].events)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_pinged_too_often_is_pinged_half_as_often(kind: str) -> None:
+    def handle(peer: Peer, stream: int, headers: dict[bytes, bytes]) -> None:
+        if peer.number < 2:
+            peer.http2.send_goaway(11, last_stream_id=0, debug_data=b"too_many_pings")
+        else:
+            peer.answer(stream)
+
+    with scripted(handle) as (url, _), client_of(kind, url, keepalive_secs=40.0) as client:
+        assert client.is_server_live(timeout=TIMEOUT_SECS)
+        assert keepalive_secs(client) == 160.0
 
 
 def answering_late(secs: float) -> Any:

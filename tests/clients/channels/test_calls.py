@@ -30,6 +30,7 @@ from clients.errors import (
 )
 from protos import http2
 from protos import inference as pb
+from protos.grpc_framing import prefix_of
 from tests.clients.channels.peers import KINDS, LIVE, Peer, client_of, listening, proxy_to, scripted
 from tests.clients.server import TIMEOUT_SECS, Doubler
 from tests.clients.server import serving as serving_doubler
@@ -222,6 +223,14 @@ def test_a_call_that_is_cancelled_resets_its_stream() -> None:
         asyncio.run(cancels(url))
 
 
+def send_twice(peer: Peer, stream: int) -> None:
+    peer.http2.send_response(stream, ((b":status", b"200"), (b"content-type", b"application/grpc")))
+    for _ in range(2):
+        peer.http2.send_data(stream, prefix_of(len(LIVE)) + LIVE)
+        peer.socket.sendall(peer.http2.data_to_send())
+    peer.http2.send_trailers(stream, ((b"grpc-status", b"0"),))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("script", "error", "message"), [
     (lambda peer, stream: peer.fail(stream, 5, (b"grpc-message", b"no %c3%a9tage")), ClientError, "no étage"),
@@ -229,6 +238,7 @@ def test_a_call_that_is_cancelled_resets_its_stream() -> None:
     (lambda peer, stream: peer.fail(stream, 0), ServerError, "OK without a message"),
     (lambda peer, stream: peer.fail(stream, 99), ServerError, "no gRPC status: b'99'"),
     (lambda peer, stream: peer.answer(stream, LIVE + b"\0" * 5 + LIVE), ClientError, "not a ServerLiveResponse"),
+    (lambda peer, stream: send_twice(peer, stream), ServerError, "several messages"),
     (lambda peer, stream: peer.http2.reset_stream(stream, 2), ServerError, "reset with HTTP/2 error 2"),
     (lambda peer, stream: peer.http2.reset_stream(stream, 11), InvalidRequestError, "HTTP/2 error 11"),
     (lambda peer, stream: peer.http2.send_response(stream, ((b":status", b"503"),), end_stream=True),
