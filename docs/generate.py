@@ -269,7 +269,7 @@ the reflection service.
 
 def http_routes() -> list[tuple[str, str, str]]:
     """(method, path, category) of each route, from the table in infer_server/endpoints/http/routes.py."""
-    from infer_server.endpoints.http.status_page import status_pages
+    from infer_server.endpoints.http.server_pages import status_pages
 
     from infer_server.endpoints.http import routes
     tree = ast.parse(Path(routes.__file__).read_text())
