@@ -269,9 +269,8 @@ the reflection service.
 
 def http_routes() -> list[tuple[str, str, str]]:
     """(method, path, category) of each route, from the table in infer_server/endpoints/http/routes.py."""
-    from infer_server.endpoints.http.server_pages import status_pages
-
     from infer_server.endpoints.http import routes
+    from infer_server.endpoints.http.server_pages import status_pages
     tree = ast.parse(Path(routes.__file__).read_text())
     found = [("POST", readable(f"{routes._MODEL}/{how}"), "inference")
              for how in ("infer", "generate", "generate_stream")]
