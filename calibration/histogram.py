@@ -60,8 +60,7 @@ class Histogram:
         scaled = flat * np.float32(BINS_PER_SIDE * 2.0 ** -self.exponent)
         bins = np.floor(scaled, out=scaled)
         bins += np.float32(BINS_PER_SIDE)       # exact: whole numbers below 2**24
-        # bincount's own type: of any other it takes three times as long
-        self.counts += np.bincount(bins.astype(np.intp), minlength=self.counts.size)
+        self.counts += np.bincount(bins.astype(np.int32), minlength=self.counts.size)
 
     def _widen(self, exponent: int) -> None:
         """Merge neighbours, pair by pair, until the range is at least 2**exponent to either side of zero."""
