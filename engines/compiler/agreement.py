@@ -1,6 +1,7 @@
 """Whether two plans of a model compute the same: what a template makes is tried beside what its extents alone make."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,6 +11,8 @@ from engines.ir.dtypes import dtype_named
 from engines.ir.graph import Array
 from engines.plan.plan import IoTensor, Plan
 from engines.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
 
 # Of the largest number of an output: two plans sum in other orders, and what is stored in fewer bits rounds otherwise.
 CLOSE: Mapping[str, float] = {"fp32": 1e-3}
@@ -24,15 +27,29 @@ def agree(plan: Plan, other: Plan, first: Engine, precision: str) -> bool:
     feeds = {io.name: _drawn(random, io, min(plan.max_batch, 2)) for io in plan.inputs}
     try:
         ours, theirs = (Engine(one, beside=first if one.machine.shared else None).run(feeds) for one in (plan, other))
-    except EngineError:         # such numbers are none for this model
+    except EngineError as error:        # the model may not take such numbers
+        log.warning("%s: random numbers cannot be run: %s", plan.name, error)
         return False
-    return all(_alike(ours[name], array, CLOSE.get(precision, ROUNDED)) for name, array in theirs.items())
+    unlike = [name for name, array in theirs.items() if not _alike(ours[name], array, CLOSE.get(precision, ROUNDED))]
+    if unlike:
+        log.warning("%s: %d outputs differ: '%s' %s", plan.name, len(unlike), unlike[0],
+                    _difference(ours[unlike[0]], theirs[unlike[0]]))
+    return not unlike
 
 
 def _drawn(random: np.random.Generator, io: IoTensor, items: int) -> Array:
     shape, dtype = io.shape_of(items), dtype_named(io.dtype)
     drawn = random.integers(0, 2, shape) if dtype.kind in "iub" else random.normal(size=shape)
     return drawn.astype(dtype)
+
+
+def _difference(a: Array, b: Array) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"is {a.dtype}{list(a.shape)}, and {b.dtype}{list(b.shape)}"
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    both = np.isfinite(x) & np.isfinite(y)
+    return (f"by up to {np.max(np.abs(x - y), initial=0.0, where=both):g} of {np.max(np.abs(y), initial=0.0, where=both):g}"
+            f", {int((np.isfinite(x) != np.isfinite(y)).sum())} elements are finite in one of them alone")
 
 
 def _alike(a: Array, b: Array, close: float) -> bool:
