@@ -48,8 +48,9 @@ def _difference(a: Array, b: Array) -> str:
         return f"is {a.dtype}{list(a.shape)}, and {b.dtype}{list(b.shape)}"
     x, y = a.astype(np.float64), b.astype(np.float64)
     both = np.isfinite(x) & np.isfinite(y)
-    return (f"by up to {np.max(np.abs(x - y), initial=0.0, where=both):g} of {np.max(np.abs(y), initial=0.0, where=both):g}"
-            f", {int((np.isfinite(x) != np.isfinite(y)).sum())} elements are finite in one of them alone")
+    largest, of = (np.max(np.abs(array), initial=0.0, where=both) for array in (x - y, y))
+    alone = int((np.isfinite(x) != np.isfinite(y)).sum())
+    return f"by up to {largest:g} of {of:g}, {alone} elements are finite in one of them alone"
 
 
 def _alike(a: Array, b: Array, close: float) -> bool:
