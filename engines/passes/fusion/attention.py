@@ -1,18 +1,18 @@
-"""Attention written as products becomes one node, whose kernel never stores the scores.
+"""Fuse attention that is written as products into one node, whose kernel never stores the scores.
 
     MatMul(Softmax(MatMul(q, k') * scale + mask), v) = ScaledDotProductAttention(q, k, v, mask)
 
-The scale may be a Mul anywhere between q or k and the Softmax; the mask an Add, or a Where that puts a constant of
--1e4 or less in place of scores, before or after the scale. A Where is an Add of HIDDEN, in which float32 loses the
-score:
+The scale may be a Mul anywhere between q or k and the Softmax. The mask may be an Add, or a Where that replaces scores
+by a constant of -1e4 or less, before or after the scale. A Where becomes an Add of HIDDEN, which is so large that the
+sum in float32 does not depend on the score:
 
-    Where(hidden, c, s) = s + (HIDDEN if hidden else 0)         after a softmax
+    softmax(Where(hidden, c, s)) = softmax(s + (HIDDEN if hidden else 0))
 
-Keys that are hidden have a weight of 0 where a query sees others, and equal weights where it sees none: the query then
-has the mean of the values, whatever c and its scores are. This holds for visible scores above c + 104, whose
-exponential float32 tells from 0. What is added to hidden scores later would be lost, so such a pattern is no attention.
+Hidden keys have a weight of 0 if the query sees other keys, and equal weights if it sees none: the result is then the
+mean of the values, whatever c and the scores are. The two sides are equal for visible scores above c + 104, since
+exp(-104) is 0 in float32. Numbers added to hidden scores later would be lost, so such a pattern is refused.
 
-Transposes that split heads stay nodes of their own: a backend sees through them.
+Transposes that split heads stay separate nodes: a backend reads through them with strides.
 """
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from engines.passes.rewriting.editor import GraphEditor, merged_origin
 from engines.passes.rewriting.facts import ATTENTION, reader, scalar
 from engines.passes.rewriting.notes import Note, note
 
-MOST_BYTES = 2 << 20        # of one head's keys and values as float32: they are packed on a thread's stack
-MASKING = -1e4              # what a Where puts in place of a score hides it if it is no greater than this
-ABSORBING = -1e31           # plus a usual score, or the number of another mask, is itself in float32
+MOST_BYTES = 2 << 20        # limit of one head's keys and values in float32: they are packed on a thread's stack
+MASKING = -1e4              # a Where hides a score if it replaces it by this or less
+ABSORBING = -1e31           # in float32, adding a usual score or another mask's number to it changes nothing
 HIDDEN = float(np.finfo(np.float32).min)
 
 
 class _Refused(Exception):
-    """Why a pattern that looks like attention stays as it is."""
+    """Raised, with the reason, for a pattern that looks like attention and cannot be fused."""
 
 
 @dataclass
 class _Scores:
-    """What was found on the way up from a Softmax to the product of q and k'."""
+    """Nodes, scale factor and masks between the product of q and k' and its Softmax."""
     nodes: list[Node] = field(default_factory=list)
     factor: float = 1.0
     masks: list[_Mask] = field(default_factory=list)
@@ -53,24 +53,24 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is added to scores of a shape, `factor` times; or a condition that puts `value` in place of scores."""
+    """Mask of scores of a shape: a tensor to add `factor` times, or a condition under which `value` replaces scores."""
     name: str
     shape: tuple[Dim, ...]
     factor: float = 1.0
     value: float | None = None
-    holds: bool = True                  # whether the value is put where the condition is true
+    holds: bool = True                  # whether scores are replaced where the condition is true
 
     @property
     def hidden(self) -> float:
-        """The number that is added to a score in place of putting the value there."""
+        """The number that is added to a score in place of replacing it by the value."""
         assert self.value is not None
         if self.value > ABSORBING:
             return HIDDEN
-        return self.value if self.value >= HIDDEN else -math.inf        # float32 ends there
+        return self.value if self.value >= HIDDEN else -math.inf        # below the range of float32
 
 
 def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
-    """The graph with each attention that a kernel can run as one node; a note says why another one cannot."""
+    """Return the graph with each attention that a kernel can run as one node; `log` says why others are not fused."""
     fusion = _AttentionFusion(graph)
     for node in graph.nodes:
         softmax = graph.producer.get(node.inputs[0]) if node.op == "MatMul" else None
@@ -118,10 +118,10 @@ class _AttentionFusion(GraphEditor):
         return self.add(f"{base}.keys", "Transpose", [name], {"perm": (*range(rank - 2), rank - 1, rank - 2)})
 
     def _unscaled(self, name: str, base: str) -> tuple[str, float]:
-        """The tensor without the numbers that it was multiplied by on its way here, and their product."""
+        """Return the tensor without its multiplications by scalars, keeping views, and the product of the scalars."""
         graph, factor, source = self.graph, 1.0, name
-        views: list[Node] = []              # on the way, the nearest to `name` first
-        top, below = name, 0                # above the last number, and how many of the views are below it
+        views: list[Node] = []              # Transposes and Reshapes passed on the way up, nearest to `name` first
+        top, below = name, 0                # the tensor above the topmost factor, and the number of views below that
         while (node := graph.producer.get(source)) is not None:
             if (number := _number(graph, node)) is not None:
                 source, factor = number[0], factor * number[1]
@@ -137,7 +137,7 @@ class _AttentionFusion(GraphEditor):
 
     # ---- masks
     def _mask(self, found: _Scores, base: str) -> list[str]:
-        """Return the name of what is added to the scores, or [] if nothing is. Raises _Refused."""
+        """Return [name of the mask to add to the scores], or []. Raise _Refused if masks cannot be combined."""
         _check_masks(found.masks)
         scores = self.graph.shape(found.nodes[-1].outputs[0])
         total = ""
@@ -150,14 +150,14 @@ class _AttentionFusion(GraphEditor):
         return [total] if total else []
 
     def _sum(self, total: str, part: str, base: str) -> str:
-        """The sum of two masks."""
+        """Return the name of the sum of two masks."""
         a, b = self.constant(total), self.constant(part)
         if a is not None and b is not None:
             return self.add_constant(f"{base}.mask", a + b)
         return self.add(f"{base}.mask", "Add", [total, part])
 
     def _hidden(self, mask: _Mask, number: float, total: str, scores: tuple[Dim, ...], base: str) -> str:
-        """The mask `total`, or no mask yet, with the number in place of it where the condition hides a score."""
+        """Return the mask `total` ("": none yet) with `number` wherever the condition hides a score."""
         condition, before = self.graph.constants.get(mask.name), self.constant(total)
         if not total or condition is not None and before is not None:
             part = self._fitted(self._where(mask, number, base), mask.shape, scores, base)
@@ -170,7 +170,7 @@ class _AttentionFusion(GraphEditor):
         return self.add(f"{base}.mask", "Where", [mask.name, *(parts if mask.holds else parts[::-1])])
 
     def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
-        """The mask of scores of one shape as it is for another: their leading axes were merged or split between."""
+        """Reshape a mask of scores of shape `beside` for scores whose leading axes are merged or split otherwise."""
         if beside == scores:
             return name
         array, groups = self.constant(name), axis_groups(beside, scores)
@@ -196,7 +196,7 @@ class _AttentionFusion(GraphEditor):
         return self.add(f"{base}.mask", "Mul", [number, mask.name])
 
     def _where(self, mask: _Mask, value: float, base: str) -> str:
-        """0 where a score is seen, the value where it is hidden."""
+        """Return the name of a mask to add: 0 where a score is visible, the value where it is hidden."""
         array = self.graph.constants.get(mask.name)
         if array is not None:
             added = elementwise(partial(_added, mask.holds, value), array, FLOAT)
@@ -207,17 +207,17 @@ class _AttentionFusion(GraphEditor):
 
 
 def _added(holds: bool, value: float, mask: Array) -> Array:
-    """The value where the mask is that, else 0."""
+    """Return `value` where the mask equals `holds`, else 0, in float32."""
     return np.where(mask.astype(bool) == holds, value, 0).astype(np.float32)
 
 
 def _in_place(hidden: Array, mask: Array) -> Array:
-    """The first where it is not 0, else the second."""
+    """Return `hidden` where it is not 0, else `mask`."""
     return np.where(hidden != 0, hidden, mask)
 
 
 def _check_masks(masks: Sequence[_Mask]) -> None:
-    """Raises _Refused if masks, the last applied first, do not amount to one number that is added to each score."""
+    """Raise _Refused if the masks, the last applied first, cannot be combined into one that is added to the scores."""
     values = [mask.value for mask in masks if mask.value is not None and mask.value > -math.inf]
     if len(set(values)) > 1:
         raise _Refused("it puts different numbers in place of scores")
@@ -229,7 +229,7 @@ def _check_masks(masks: Sequence[_Mask]) -> None:
 
 
 def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
-    """From the Softmax up to the product; `nodes` in this order. What they make is read by nobody else."""
+    """Collect the nodes from the Softmax up to the product. Raise _Refused if one of them has other readers."""
     found = _Scores()
     name, below = softmax.inputs[0], softmax
     if reader(graph, softmax.outputs[0]) is not node:
@@ -245,7 +245,7 @@ def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
 
 
 def _above(graph: Graph, node: Node, found: _Scores) -> str:
-    """The scores that the node reads; what it does to them is noted."""
+    """Return the scores that the node reads, and record its factor or mask."""
     number = _number(graph, node)
     if number is not None:
         found.factor *= number[1]
@@ -284,7 +284,7 @@ def _leads_to_product(graph: Graph, name: str) -> Walk[bool]:
 
 
 def _number(graph: Graph, node: Node) -> tuple[str, float] | None:
-    """(tensor, number) of a product of the two that keeps the tensor's shape."""
+    """Return (tensor, scalar) of a Mul by a finite constant scalar that keeps the tensor's shape, else None."""
     if node.op != "Mul":
         return None
     for x, factor in (node.inputs, node.inputs[::-1]):

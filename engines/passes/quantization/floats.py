@@ -1,9 +1,9 @@
 """Tensors that an INT8 build leaves in float32 whatever their ranges are.
 
-    results         no convolution or matrix product can be reached from them: 8 bits would save a little memory
-                    traffic and cost the outputs their precision (boxes and scores behind a detector's last layers)
+    results         tensors that lead to no convolution or matrix product: 8 bits would save little memory traffic and
+                    lose precision of the outputs (boxes and scores after a detector's last layers)
     norms           x - mean(x) and its square: the quantised square of a small deviation is 0
-    kept nodes      what the user keeps in float (kept.py)
+    kept nodes      results, and inputs, of the nodes that the user keeps in float (kept.py)
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.ops import Stored, op_of
 from engines.passes.quantization.storage import computes_by, float_edges, stored_by
 from engines.passes.rewriting.facts import ATTENTION, is_pointwise, is_weighted, scalar
 
-SELECTIONS = ("Split", "Slice", "Gather")       # results that hold a part of their input only
+SELECTIONS = ("Split", "Slice", "Gather")       # operators whose outputs hold a part of their input
 _MEANS = ("GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum")
 
 

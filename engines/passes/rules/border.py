@@ -1,4 +1,4 @@
-"""A padded 1x1 convolution computes nothing in its padding: around what it makes of x lies its bias.
+"""Replace a padded 1x1 convolution by an unpadded one: its outputs in the padding equal its bias.
 
     Conv(x, w, b, pads=p, strides=s) = Pad(Conv(x[first:last + 1], w, strides=s), q) + b
 """
@@ -15,7 +15,7 @@ from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 @dataclass(frozen=True)
 class _Axis:
-    """Outputs of one axis: `before` and `after` that read padding, `count` that read x from `first` to `last`."""
+    """Outputs along one axis: `before` and `after` of them read padding, `count` read x from `first` to `last`."""
     before: int
     count: int
     after: int

@@ -1,9 +1,9 @@
-"""Matrix products by constants in one form: Gemm(x, W [N, K], b [N]) = x W' + b.
+"""Rewrite matrix products by constants in one form: Gemm(x, W [N, K], b [N]) = x W' + b.
 
     alpha * x B + beta * C = x (alpha B')' + beta C
     MatMul(x [M, K], B [K, N]) = Gemm(x, B')
 
-and those of two computed factors by Transposes, which a product's kernels read as views, and MatMul:
+A Gemm of two computed factors becomes a MatMul of Transposes, which its kernels read with strides:
 
     alpha * A' B' + beta * C = alpha (A' B') + beta C
 """
@@ -46,7 +46,7 @@ class CanonicalGemm(Rule):
 
 
 class GemmOfComputed(Rule):
-    """Without a batch in what is transposed: its items stay where they are."""
+    """Rewrite a Gemm of computed factors, unless it transposes the batch axis."""
     pattern = P("Gemm", Value("a"), Value("b"))
 
     def check(self, match: Match) -> bool | No:
@@ -89,7 +89,7 @@ def _factor(match: Match, draft: Draft, factor: float) -> str:
 
 
 class MatMulToGemm(Rule):
-    """Only for a matrix on the left: with more axes it stays a MatMul."""
+    """Rewrite a MatMul of two matrices as a Gemm; with more axes on the left it stays a MatMul."""
     pattern = P("MatMul", Value("x"), Constant("weight"))
 
     def check(self, match: Match) -> bool:

@@ -1,9 +1,9 @@
-"""Masks of attention as exporters make them, in as few nodes and as small as they are.
+"""Simplify exported attention masks: fewer nodes on smaller tensors.
 
     a & true = a | false = a
-    f(expand(x), y) = f(x, y)                       if the result is as large without
-    f(expand(x), number) = expand(f(x, number))     so that the step above meets it further down
-    where(isnan(softmax(x)), 0, softmax(x)) = softmax(x)        ours gives zeros where there is nothing to see
+    f(expand(x), y) = f(x, y)                       if the result has the same shape
+    f(expand(x), number) = expand(f(x, number))     so that the rule above applies further down
+    where(isnan(softmax(x)), 0, softmax(x)) = softmax(x)        our softmax gives zeros for a fully masked row
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POINTWISE = P(" ".join(name for name, op in OPS.items() if op.pointwise))
 
 
 class NeutralLogic(Rule):
-    """And with nothing but true, Or with nothing but false"""
+    """Remove an And with all true, or an Or with all false."""
     pattern = P("And Or", Value("other"), Constant("neutral"))
 
     def check(self, match: Match) -> bool:
@@ -31,7 +31,7 @@ class NeutralLogic(Rule):
 
 
 class NeedlessExpand(Rule):
-    """A pointwise node whose result is as large without the Expand of an operand"""
+    """Remove Expands of a pointwise node's operands if broadcasting gives the same shape."""
     pattern = _POINTWISE
 
     def check(self, match: Match) -> bool:
@@ -44,7 +44,7 @@ class NeedlessExpand(Rule):
 
 
 class LaterExpand(Rule):
-    """A pointwise node of one Expand and numbers"""
+    """Move an Expand past a pointwise node whose other operands are scalars."""
     pattern = _POINTWISE
 
     def check(self, match: Match) -> bool:
@@ -56,7 +56,7 @@ class LaterExpand(Rule):
 
 
 def _sources(match: Match) -> list[str]:
-    """The node's inputs, with what was expanded in place of what it was expanded to."""
+    """Return the root's inputs, with the inputs of Expands in place of their outputs."""
     nodes = [match.graph.producer.get(name) for name in match.root.inputs]
     return [node.inputs[0] if node is not None and node.op == "Expand" else name
             for node, name in zip(nodes, match.root.inputs, strict=True)]

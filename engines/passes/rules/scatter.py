@@ -1,4 +1,4 @@
-"""Assignments to a part of a tensor are joints of what stays and what is new.
+"""Replace ScatterND to consecutive rows or columns by a Concat of kept and new parts.
 
     ScatterND(x, rows i, i + 1, ... j - 1, new) = Concat(x[:i], new, x[j:])         along the first axis
     ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 likewise along the second one
@@ -27,7 +27,7 @@ class ScatterOfRows(Rule):
 
 
 class ScatterOfColumns(Rule):
-    """As PyTorch writes x[:, i:j] = new: by a number for each item beside those of the columns."""
+    """Replace PyTorch's export of x[:, i:j] = new: a ScatterND to pairs (item, column)."""
     pattern = P("ScatterND", Value("x"), Value("places"), Value("new"))
 
     def check(self, match: Match) -> bool | No:
@@ -43,7 +43,7 @@ class ScatterOfColumns(Rule):
 
     @staticmethod
     def _columns(match: Match) -> Array | None:
-        """Those that are assigned to, of every item."""
+        """Return the columns that are assigned to, if they are equal for all items, else None."""
         graph, places, items = match.graph, match.value("places"), match.shape(match.value("x"))[0]
         if match.shape(places)[-1] != 2:
             return None
@@ -63,7 +63,7 @@ class ScatterOfColumns(Rule):
 
 
 def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
-    """Whether an assignment is to places that follow each other along an axis of that extent."""
+    """Return True if a ScatterND overwrites consecutive indices of an axis of this extent."""
     if match.root.attrs.get("reduction", "none") != "none":
         return No("it adds to what is there")
     if not isinstance(extent, int) or not places.size:
@@ -74,7 +74,7 @@ def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
 
 
 def _join(match: Match, draft: Draft, places: Array, axis: int) -> None:
-    """Finishes with what stays before and behind these places along an axis, and what is new between."""
+    """Finish with a Concat of the parts before, at and after the indices `places` of an axis."""
     x, new = match.value("x"), match.value("new")
     shape = match.shape(x)
     extent, first = as_int(shape[axis]), int(places[0]) % as_int(shape[axis])

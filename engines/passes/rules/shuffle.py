@@ -1,4 +1,4 @@
-"""ShuffleNet's channel shuffle is one gather of channels.
+"""Replace ShuffleNet's channel shuffle by one Gather of channels.
 
     Reshape(Transpose(Reshape(x [N, a*b, ...], [N, a, b, ...]), swap a and b), [N, b*a, ...])
     = Gather(x, indices, axis=1)        indices[j * a + i] = i * b + j
