@@ -1,4 +1,4 @@
-"""Classifiers of classes that have names: a segment tells the place of the class, the host its name.
+"""Split classifiers of named classes: a segment computes the index of the class, the host looks up its name.
 
     label = Classifier(x; names)        ->      label = Gather(names, Classifier(x; 0, 1, ...))
 """
@@ -16,7 +16,7 @@ _NAMES = "classlabels_strings"
 
 
 def tell_places(graph: onnx.GraphProto) -> None:
-    """Changes the graph: its classifiers tell places, which Gathers behind them read."""
+    """Let the graph's classifiers output indices, followed by Gathers of the class names. Changes the graph."""
     nodes = list(graph.node)
     taken = {*made_in(graph), *(name for node in nodes for name in reads(node))}
     del graph.node[:]
@@ -36,7 +36,7 @@ def tell_places(graph: onnx.GraphProto) -> None:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, or one that nothing has."""
+    """Reserve and return the name, with apostrophes appended while it is taken."""
     while name in taken:
         name += "'"
     taken.add(name)

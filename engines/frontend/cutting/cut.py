@@ -1,15 +1,15 @@
-"""An ONNX model as a program: segments, which are compiled, between what the host evaluates.
+"""Partition an ONNX model into a program: segments, which are compiled, and nodes that the host evaluates.
 
-Nodes have a *phase*. A node stands in the phase of the latest of what it reads, so that the nodes of one phase make one
-segment; behind what the host makes, and where it must know by value what its own phase computes, the next one begins:
+Nodes have a *phase*, the latest one of their inputs, and the nodes of one phase are one segment. The next phase begins
+after a node of the host, and at a node that needs the value of a tensor of its own phase:
 
     phase 0   segment   x -> Conv -> ReduceSum -> n, scores
               host      scores -> NonZero -> where
     phase 1   segment   where, n -> Gather, Range(n) -> ...
 
-Not every value that shapes follow from needs a cut. What follows from extents is known when a segment is specialised;
-and small values may be deciding inputs of it. In the body of a Loop the latter would mean a specialisation for every
-step, so that the host runs a node there that needs one.
+Not every value that shapes depend on needs a cut. Values that follow from extents are known when a segment is
+specialised, and small values may be its deciding inputs. In the body of a Loop these would need a specialisation for
+every step, so there the host runs the node instead.
 """
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from engines.ops.fallback import RANDOM, as_onnx
 from engines.plan.plan import IoTensor, SegmentPart
 from engines.plan.program import Instruction, Kind, Region, Text
 
-_HOST = -2          # as a phase: no segment can have the node
+_HOST = -2          # the phase of nodes that only the host can run
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A program without its options. Weights and texts: constants, by name."""
+    """Program without its options. `weights` and `texts` are the numeric and string constants by name."""
     main: Region
     segments: tuple[SegmentPart, ...]
     weights: dict[str, Array]
@@ -62,13 +62,22 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is but one segment: the model is a graph like any other."""
+        """True if the program is a single segment, so that the model can be one graph."""
         return not self.main.instructions or len(self.main.instructions) == 1 and not self.main.instructions[0].op
 
 
 def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Cut:
-    """The program of a model. by_host: nodes, by their first output, that no segment can have. bounded: segments
-    compute what data select, as far as it may be."""
+    """Partition a model.
+
+    Parameters
+    ----------
+    source : OnnxModel
+        The model, which is not changed.
+    by_host : collection of str
+        The first outputs of nodes that only the host can run.
+    bounded : bool
+        Let segments compute data-dependent selections with an upper bound (bounded.py).
+    """
     model = in_one_scope(source.proto, source.weights)
     read_from_around(model.graph)
     tell_places(model.graph)
@@ -82,8 +91,19 @@ def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) 
 
 @dataclass(frozen=True)
 class _Value:
-    """phase: in which it is made, by the segment or by the host; -1: it is there before. known: it follows from
-    extents. easy: from these and from small values that are there before its phase, or it may be such a value."""
+    """Facts about a tensor.
+
+    Attributes
+    ----------
+    phase : int
+        The phase that computes it; -1 for inputs.
+    by_segment : bool
+        Whether the segment computes it, or the host.
+    known : bool
+        Whether its value follows from extents.
+    easy : bool
+        Whether its value follows from extents and deciding inputs, or it can be a deciding input.
+    """
     phase: int
     by_segment: bool
     known: bool
@@ -91,7 +111,7 @@ class _Value:
 
     @property
     def ready(self) -> int:
-        """The first phase whose segment may read it."""
+        """The first phase whose segment can read it."""
         return self.phase if self.by_segment else self.phase + 1
 
 
@@ -114,7 +134,7 @@ class _Cutter:
         self.texts = {name: array for name, array in self.source.weights.items() if name not in self.weights}
 
     def region(self, graph: onnx.GraphProto, inputs: Sequence[str], values: _Values, loop: bool) -> Region:
-        """values: of what it may read. loop: it is run many times, with other values each."""
+        """Partition a graph. `values`: facts about the tensors it may read; `loop`: it runs many times."""
         walk = _Walk(self, values, loop)
         for tensor in graph.initializer:
             self._constant(tensor.name, array_of(self.source.name, tensor))
@@ -149,7 +169,7 @@ class _Cutter:
             self.weights[name] = array
 
     def _segment(self, nodes: Sequence[onnx.NodeProto], wanted: Collection[str]) -> list[Instruction]:
-        """What runs these nodes; nothing if nobody wants what they make."""
+        """Add a segment of these nodes and return its instruction; [] if none of their outputs is `wanted`."""
         made = dict.fromkeys(name for node in nodes for name in node.output if name)
         outputs = tuple(name for name in made if name in wanted)
         if not outputs:
@@ -191,19 +211,19 @@ class _Cutter:
 
 @dataclass
 class _Walk:
-    """Finds the phases of the nodes of one graph, in order."""
+    """Assignment of phases to the nodes of one graph, in order."""
     cutter: _Cutter
     values: _Values
     loop: bool
 
     def keyable(self, name: str) -> bool:
-        """Whether the value may be a deciding input of a later segment than that which makes it."""
+        """Return True if the value can be a deciding input of a later segment than the one that computes it."""
         value = self.values[name]
         return is_small(self.cutter.kinds.get(name)) and (value.known or value.easy or value.by_segment
                                                           and not self.loop)
 
     def place(self, node: onnx.NodeProto, floor: int = 0) -> int:
-        """The phase of the segment that has the node, or _HOST."""
+        """Return the phase of the segment that runs the node, or _HOST."""
         read = [name for name in reads(node) if name in self.values]
         phase = max((self.values[name].ready for name in read), default=floor)
         phase = max(phase, floor)
@@ -223,7 +243,7 @@ class _Walk:
         return phase
 
     def by_host(self, node: onnx.NodeProto) -> int:
-        """The phase behind whose segment the host runs the node."""
+        """Return the phase after whose segment the host runs the node."""
         phase = max((self.values[name].phase for name in reads(node) if name in self.values), default=-1)
         for name in filter(None, node.output):
             self.values[name] = _Value(phase, False, False, not self.loop)
@@ -240,18 +260,18 @@ class _Walk:
             return not all(self.values[name].known and self._told(name, phase) for name in read)
         if self.loop and node.op_type == "Gather" and phase == 0 and not any(
                 self.values[name].by_segment or self.values[name].easy for name in node.input[1:] if name in read):
-            return True         # one row a step: a segment would take all rows in, to read one
+            return True         # reads one row a step: a segment would load all rows
         return node.op_type in NO_TENSORS or node.op_type in CONTROL and node.op_type != "If"
 
     def _told(self, name: str, phase: int) -> bool:
-        """Whether a segment of that phase knows the value, or may have it as a deciding input, without a cut."""
+        """Return True if a segment of this phase knows the value, or can take it as a deciding input, without a cut."""
         value = self.values[name]
         if value.by_segment and value.phase == phase:
             return value.known or value.easy
         return self.keyable(name)
 
     def _is_flat(self, graph: onnx.GraphProto, phase: int) -> bool:
-        """Whether the branch of an If may stand in a segment of that phase whole."""
+        """Return True if all of an If's branch fits a segment of this phase."""
         inner = _Walk(self.cutter, ChainMap({}, self.values), self.loop)
         for tensor in graph.initializer:
             if tensor.data_type == onnx.TensorProto.STRING:
@@ -274,7 +294,7 @@ def _used(instruction: Instruction) -> set[str]:
 
 
 def _in_order(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs of a node: of an If, then and else."""
+    """Return the subgraphs of a node, sorted by attribute, the then branch of an If first."""
     graphs = sorted(((a.name != "then_branch", a.name), a.g) for a in node.attribute if a.HasField("g"))
     return [graph for _, graph in graphs]
 
@@ -295,7 +315,7 @@ def _kind(name: str, kind: onnx.TypeProto | None) -> Kind:
 
 
 def inputs_of(source: OnnxModel, shapes: Mapping[str, Sequence[int | str | None]]) -> tuple[IoTensor, ...]:
-    """The inputs of a program; shapes: that a user gives."""
+    """Return the inputs of a program, with the extents that the user gives in `shapes`."""
     found = []
     for value in source.inputs:
         kind = _kind(value.name, value.type)

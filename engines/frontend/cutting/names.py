@@ -1,4 +1,4 @@
-"""One scope for a whole model: tensors of the graphs inside of it, and those that passes add, have their own names."""
+"""Make tensor names unique in a whole model, subgraphs and added tensors included."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from engines.frontend.names import graphs_in
 
 
 def in_one_scope(model: onnx.ModelProto, weights: Collection[str]) -> onnx.ModelProto:
-    """A copy in which no two tensors have one name, wherever they are. weights: the model's, which it lacks."""
+    """Return a copy with unique tensor names. `weights`: names of the initializers, which the model itself lacks."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     _separate(copy.graph, {*weights, *made_in(copy.graph)})
@@ -18,7 +18,7 @@ def in_one_scope(model: onnx.ModelProto, weights: Collection[str]) -> onnx.Model
 
 
 def names_in(graph: onnx.GraphProto) -> set[str]:
-    """Of all tensors that are made in a graph or in one inside of it."""
+    """Return the names of all tensors that a graph and its subgraphs define."""
     return made_in(graph).union(*(names_in(inner) for node in graph.node for inner in graphs_in(node)))
 
 
@@ -33,7 +33,7 @@ def _separate(graph: onnx.GraphProto, taken: set[str]) -> None:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, or the first like it that is not taken."""
+    """Return the name, with apostrophes appended while it is taken."""
     while name in taken:
         name += "'"
     return name
