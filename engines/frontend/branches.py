@@ -37,7 +37,7 @@ def branch_taken(node: onnx.NodeProto, condition: Array | None) -> onnx.GraphPro
     return branch
 
 
-def made_in(graph: onnx.GraphProto) -> set[str]:
+def defined_in(graph: onnx.GraphProto) -> set[str]:
     """Return the tensors that a graph defines itself: its initializers, inputs and node outputs."""
     return {*(tensor.name for tensor in graph.initializer), *(value.name for value in graph.input),
             *(name for node in graph.node for name in node.output if name)}

@@ -14,7 +14,7 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
     if not graph.output:
         raise ModelError(f"{model} has no outputs")
     made: dict[str, str] = {}
-    for name, maker in _made(graph):
+    for name, maker in _definitions(graph):
         if name in made:
             raise ModelError(f"{model}: tensor '{name}' is made twice: by {made[name]} and by {maker}")
         made[name] = maker
@@ -22,7 +22,7 @@ def check_names(model: str, graph: onnx.GraphProto) -> None:
 
 def check_branches(model: str, graph: onnx.GraphProto) -> None:
     """Raise ModelError if a subgraph reads a tensor that neither it nor a graph around it defines."""
-    _refuse_unmade(model, graph, {name for name, _ in _made(graph)})
+    _refuse_unmade(model, graph, {name for name, _ in _definitions(graph)})
 
 
 def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -45,19 +45,19 @@ def _refuse_unmade(model: str, graph: onnx.GraphProto, known: Set[str]) -> None:
     """Check the reads of all subgraphs, including branches never taken. The importer checks those of the main graph."""
     for node in graph.node:
         for inner in graphs_in(node):
-            inside = known | {name for name, _ in _made(inner)}
+            inside = known | {name for name, _ in _definitions(inner)}
             for reader in inner.node:
                 if missing := next((name for name in reader.input if name and name not in inside), None):
-                    raise ModelError(f"{model}: {_said(reader)} in graph '{inner.name}' of {_said(node)} reads "
+                    raise ModelError(f"{model}: {_describe(reader)} in graph '{inner.name}' of {_describe(node)} reads "
                                      f"'{missing}', which nothing produces")
             _refuse_unmade(model, inner, inside)
 
 
-def _said(node: onnx.NodeProto) -> str:
+def _describe(node: onnx.NodeProto) -> str:
     return f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
 
 
-def _made(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
+def _definitions(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
     """Yield (tensor, description of its producer); an initializer that is the default of an input is left out."""
     inputs = {value.name for value in graph.input}
     yield from ((value.name, "an input") for value in graph.input)

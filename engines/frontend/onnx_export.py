@@ -1,8 +1,8 @@
 """Export a graph as an ONNX model: Fused bodies unfolded, images channels first, Q/DQ pairs for quantised tensors.
 
-A channels-last graph is written channels first without moving data: `Writer.names` maps each tensor to the ONNX tensor
-that holds it and says if that one is channels first. A Transpose between the two layouts is then only another name.
-A Transpose is written only for an operator that cannot work on the other layout.
+A channels-last graph is written channels first without moving data: `OnnxWriter.names` maps each tensor to the ONNX
+tensor that holds it and says if that one is channels first. A Transpose between the two layouts is then only another
+name. A Transpose is written only for an operator that cannot work on the other layout.
 """
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def onnx_from_graph(graph: Graph) -> onnx.ModelProto:
         If ONNX cannot express a node, such as a Reshape with two symbolic extents.
     """
     graph = _by_floats(graph)
-    writer = Writer(graph)
+    writer = OnnxWriter(graph)
     for name in graph.inputs:
-        writer.names[name] = Position(name)
+        writer.names[name] = OnnxTensor(name)
         writer.requantise(name)
     for node in graph.nodes:
         for part in node.body or (node,):
@@ -104,18 +104,18 @@ def _value_info(name: str, kind: TensorType) -> onnx.ValueInfoProto:
 
 
 @dataclass(frozen=True)
-class Position:
+class OnnxTensor:
     """ONNX tensor that holds a tensor of the graph; `first`: channels first, while the graph's is channels last."""
     name: str
     first: bool = False
 
 
 @dataclass
-class Writer:
+class OnnxWriter:
     """Builder of the ONNX graph."""
     graph: Graph
-    names: dict[str, Position] = field(default_factory=dict)
-    integers: dict[str, Position] = field(default_factory=dict)        # quantised tensor -> its integers
+    names: dict[str, OnnxTensor] = field(default_factory=dict)
+    integers: dict[str, OnnxTensor] = field(default_factory=dict)        # quantised tensor -> its integers
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     named: set[str] = field(default_factory=set)        # names of nodes
     initialisers: dict[str, onnx.TensorProto] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Writer:
         perm = tuple(node.attrs.get("perm", ()))
         place = self.names.get(node.inputs[0]) if node.inputs else None
         if node.op == "Transpose" and place and perm == (_to_first if place.first else _to_last)(len(perm)):
-            self.names[node.outputs[0]] = Position(place.name, not place.first)
+            self.names[node.outputs[0]] = OnnxTensor(place.name, not place.first)
             return
         if self._joins_integers(node):
             self._write_joined(node)
@@ -156,7 +156,7 @@ class Writer:
             inputs = [self.tensor(name) for name in node.inputs]
         held = tuple(f"{name}.held" if name in self.graph.outputs else name for name in node.outputs)
         self._write_parts(node, inputs, held, first)
-        self.names.update((name, Position(other, first)) for name, other in zip(node.outputs, held, strict=True))
+        self.names.update((name, OnnxTensor(other, first)) for name, other in zip(node.outputs, held, strict=True))
 
     def _joins_integers(self, node: Node) -> bool:
         """Return True for a Concat of tensors with the quantisation of its output."""
@@ -170,11 +170,11 @@ class Writer:
         OpenVINO 2026.4 crashes on a Concat of dequantised tensors that is quantised again.
         """
         output, first = node.outputs[0], self._channels_first(node)
-        inputs = [self._turned(f"{name}.stored", self.integers[name], first) for name in node.inputs]
+        inputs = [self._transposed(f"{name}.stored", self.integers[name], first) for name in node.inputs]
         axis = node.attrs["axis"]
         axis = _to_last(len(self.graph.shape(output)))[axis] if first else axis
         stored = self.emit("Concat", inputs, [f"{output}.stored"], node.name, axis=axis)
-        self._dequantise(output, Position(stored, first))
+        self._dequantise(output, OnnxTensor(stored, first))
 
     def _write_parts(self, node: Node, inputs: list[str], held: tuple[str, ...], first: bool) -> None:
         output = node.outputs[0]
@@ -214,10 +214,10 @@ class Writer:
         if not name:
             return ""
         if name not in self.names:
-            self.names[name] = Position(self._constant(name))
-        return self._turned(name, self.names[name], first)
+            self.names[name] = OnnxTensor(self._constant(name))
+        return self._transposed(name, self.names[name], first)
 
-    def _turned(self, name: str, place: Position, first: bool) -> str:
+    def _transposed(self, name: str, place: OnnxTensor, first: bool) -> str:
         if place.first == first:
             return place.name
         turned = f"{name}.{'nchw' if first else 'nhwc'}"
@@ -248,15 +248,16 @@ class Writer:
         quant, place = self.graph.types[name].quant, self.names[name]
         if quant is None or name in self.integers:
             return
-        stored = self._convert("QuantizeLinear", place.name, name, self._placed(name, place), f"{name}.stored")
-        self._dequantise(name, Position(stored, place.first))
+        stored = self._convert("QuantizeLinear", place.name, name, self._quantisation(name, place), f"{name}.stored")
+        self._dequantise(name, OnnxTensor(stored, place.first))
 
-    def _dequantise(self, name: str, stored: Position) -> None:
+    def _dequantise(self, name: str, stored: OnnxTensor) -> None:
         """Write a DequantizeLinear of the integers, which readers of the tensor read."""
-        rounded = self._convert("DequantizeLinear", stored.name, name, self._placed(name, stored), f"{name}.rounded")
-        self.integers[name], self.names[name] = stored, Position(rounded, stored.first)
+        quant = self._quantisation(name, stored)
+        rounded = self._convert("DequantizeLinear", stored.name, name, quant, f"{name}.rounded")
+        self.integers[name], self.names[name] = stored, OnnxTensor(rounded, stored.first)
 
-    def _placed(self, name: str, place: Position) -> QParams:
+    def _quantisation(self, name: str, place: OnnxTensor) -> QParams:
         """Return the tensor's quantisation, its axis in the layout of the ONNX tensor."""
         quant, rank = self.graph.types[name].quant, len(self.graph.shape(name))
         assert quant is not None

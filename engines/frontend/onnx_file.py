@@ -248,7 +248,7 @@ def _load(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto,
     """Return the model and its name in errors and plans."""
     proto = _parsed(model)
     if isinstance(model, str | Path):
-        _load_weights_beside(str(model), proto)
+        _load_external_weights(str(model), proto)
         return proto, Path(model).stem
     return proto, proto.graph.name or "model"
 
@@ -280,7 +280,7 @@ def _start(model: str | Path | bytes | onnx.ModelProto) -> bytes:
     return model[:8] if isinstance(model, bytes) else b""
 
 
-def _load_weights_beside(path: str, proto: onnx.ModelProto) -> None:
+def _load_external_weights(path: str, proto: onnx.ModelProto) -> None:
     """Load the external weights of a model. Raise ModelError if a file is missing, too short or outside the folder."""
     try:
         onnx.load_external_data_for_model(proto, str(Path(path).parent))

@@ -14,7 +14,7 @@ from onnx import helper
 
 from engines.errors import EngineError, GraphError, ModelError, UnknownTensorError, UnknownValueError
 from engines.faults import faults_named
-from engines.frontend.branches import branch_taken, is_if, made_in, with_names
+from engines.frontend.branches import branch_taken, defined_in, is_if, with_names
 from engines.frontend.inputs import Value, constant_inputs, input_types
 from engines.frontend.names import check_names
 from engines.frontend.onnx_file import Model, OnnxModel, array_of, dense_of, in_order, read_model
@@ -88,7 +88,7 @@ def graph_from_onnx(model: Model, *,
         trace.constant(tensor_name, array)
     for tensor_name, kind in input_types(name, source.declared(), shapes or {}, keep_batch).items():
         trace.input(tensor_name, kind)
-    file = _File(name, opsets, made_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
+    file = _File(name, opsets, defined_in(source.proto.graph) | set(source.weights), [] if notices is None else notices)
     for proto, node in zip(source.proto.graph.node, nodes, strict=True):
         _add(file, trace, proto, node)
 
@@ -165,9 +165,9 @@ def _branch(file: _File, proto: onnx.NodeProto, node: Node, trace: Trace) -> onn
     branch = branch_taken(proto, trace.values.get(proto.input[0]))
     check_names(file.model, branch)
     refuse(file.model, branch, file.opsets)
-    taken = made_in(branch) & file.names
+    taken = defined_in(branch) & file.names
     branch = with_names(branch, {name: f"{node.name}.{name}" for name in taken})
-    file.names.update(made_in(branch))
+    file.names.update(defined_in(branch))
     return branch
 
 

@@ -40,7 +40,7 @@ def with_dependence(graph: Graph, log: list[Note] | None = None, known: str | No
     except Mixed as reason:
         if known is not None:
             return replace(graph, dependence=known)
-        differing = _tried(graph)
+        differing = _run_trial(graph)
         if log is not None:
             found = differing or f"{ITEMS} items gave the same one by one, so they are taken to be independent"
             log.append(Note(graph.name, "dependence", f"{reason}; {found}"))
@@ -80,7 +80,7 @@ def _through(graph: Graph, node: Node, axes: ItemAxes) -> ItemAxes:
 
 
 # ---- by trying
-def _tried(graph: Graph) -> str:
+def _run_trial(graph: Graph) -> str:
     """Run items as one batch and one by one; return a description of the first difference, or "" if there is none."""
     if one := next((name for name in graph.outputs if name in _read_from_items(graph)
                     and _axis_of(graph.types[name]) is None), ""):

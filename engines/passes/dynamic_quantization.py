@@ -39,10 +39,10 @@ def write_out_dynamic(graph: Graph, log: list[Note] | None = None) -> Graph:
     """
     if not any(node.op in (*_PRODUCTS, "DynamicQuantizeLinear") for node in graph.nodes):
         return graph
-    return _Writer(graph, log).run()
+    return _DynamicRewriter(graph, log).run()
 
 
-class _Writer(GraphEditor):
+class _DynamicRewriter(GraphEditor):
     """State of the pass. `real` maps an integer tensor to the float32 tensor that has its values."""
 
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:

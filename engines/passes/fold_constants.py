@@ -28,7 +28,7 @@ def fold_constants(graph: Graph) -> Graph:
     size = sum(array.size for array in constants.values())
     spare = {False: size // SPARE_SHARE, True: max(MOST_ELEMENTS - size, size // SPARE_SHARE)}     # key: is a weight
     kept: list[Node] = []
-    weights = _made_for_weights(graph)
+    weights = _weight_sources(graph)
     for node in graph.nodes:
         growth, weight = _growth(graph, node, constants), bool(weights.intersection(node.outputs))
         allowed = min(WEIGHT_ELEMENTS, spare[weight]) if weight else spare[weight]
@@ -47,7 +47,7 @@ def fold_constants(graph: Graph) -> Graph:
     return graph.rebuild(kept, constants=constants)
 
 
-def _made_for_weights(graph: Graph) -> set[str]:
+def _weight_sources(graph: Graph) -> set[str]:
     """Return the tensors, computed from constants alone, that weights are computed from, weights included."""
     known = {*graph.constants, ""}
     for node in graph.nodes:

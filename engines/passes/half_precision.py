@@ -51,11 +51,11 @@ class _Widener(GraphEditor):
             self.nodes.append(node)
         elif self._fits(node):
             inputs = [self._as_wide(name) for name in node.inputs]
-            self._emit(node, inputs, [self._made_wide(name) for name in node.outputs])
+            self._emit(node, inputs, [self._wide_name(name) for name in node.outputs])
         else:
             note(self.log, node, "widen", "it is computed in the model's 16-bit dtype, which its operator requires")
             inputs = [self._as_narrow(name) for name in node.inputs]
-            self._emit(node, inputs, [self._made_narrow(name) for name in node.outputs])
+            self._emit(node, inputs, [self._narrow_name(name) for name in node.outputs])
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
@@ -73,9 +73,9 @@ class _Widener(GraphEditor):
         """Add a Cast to 16 bits; one from the dtype that it casts to does not round."""
         source, output = node.inputs[0], node.outputs[0]
         if self.graph.types[source].dtype == self.graph.types[output].dtype:
-            self._emit(replace(node, attrs={"to": FLOAT.name}), [self._as_wide(source)], [self._made_wide(output)])
+            self._emit(replace(node, attrs={"to": FLOAT.name}), [self._as_wide(source)], [self._wide_name(output)])
         else:
-            self._emit(node, [self._as_wide(source)], [self._made_narrow(output)])
+            self._emit(node, [self._as_wide(source)], [self._narrow_name(output)])
 
     def _fits(self, node: Node) -> bool:
         """Return True if float32 inputs turn the node's 16-bit outputs into float32 and leave the others unchanged."""
@@ -96,7 +96,7 @@ class _Widener(GraphEditor):
         return is_narrow(self.graph.types[name])
 
     # ---- tensors
-    def _made_wide(self, name: str) -> str:
+    def _wide_name(self, name: str) -> str:
         """Return the name of a tensor's float32 version: the tensor's own, unless it is a graph input or output."""
         if name in self.wide:
             return name
@@ -105,7 +105,7 @@ class _Widener(GraphEditor):
         self.types[made] = self._widened(name)
         return made
 
-    def _made_narrow(self, name: str) -> str:
+    def _narrow_name(self, name: str) -> str:
         if not name or not self._is_narrow(name):
             return name
         own = name in self.graph.outputs
@@ -116,12 +116,12 @@ class _Widener(GraphEditor):
     def _as_wide(self, name: str) -> str:
         if not name or name in self.wide:
             return self.wide.get(name, "")
-        return self._converted(name, self._made_wide(name), self.narrow, FLOAT)
+        return self._converted(name, self._wide_name(name), self.narrow, FLOAT)
 
     def _as_narrow(self, name: str) -> str:
         if not name or not self._is_narrow(name) or name in self.narrow:
             return self.narrow.get(name, name)
-        return self._converted(name, self._made_narrow(name), self.wide, self.graph.types[name].dtype)
+        return self._converted(name, self._narrow_name(name), self.wide, self.graph.types[name].dtype)
 
     def _converted(self, name: str, made: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
         """Add the tensor `made`: a Cast of the other version of `name`, or a constant that is converted now."""

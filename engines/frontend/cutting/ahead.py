@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.cutting.facts import is_standard, kinds_of, reads
 from engines.frontend.names import graphs_in
 from engines.ir.graph import Array
@@ -47,14 +47,14 @@ def _rewrite(graph: onnx.GraphProto, ranks: _Ranks, weights: Collection[str]) ->
         if _is_repeated(node):
             (body,) = graphs_in(node)
             of_body = {tensor.name: len(tensor.dims) for tensor in body.initializer}
-            nodes += _Rows(node, body, {**ranks, **of_body}, weights).taken_out(graph)
+            nodes += _RowHoister(node, body, {**ranks, **of_body}, weights).taken_out(graph)
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 @dataclass(frozen=True)
-class _Row:
+class _SequenceRow:
     """Value of a step that is a row of the tensor `of`.
 
     `counter` is the tensor of the row's index; "" in a Scan, which reads rows in reverse if `backward`.
@@ -66,17 +66,17 @@ class _Row:
 
 
 @dataclass
-class _Rows:
+class _RowHoister:
     """The values of a body that are rows of what can be made before the first step."""
     node: onnx.NodeProto
     body: onnx.GraphProto
     ranks: _Ranks
     weights: Collection[str]
-    rows: dict[str, _Row] = field(default_factory=dict)
+    rows: dict[str, _SequenceRow] = field(default_factory=dict)
     made: dict[str, onnx.NodeProto] = field(default_factory=dict)       # by the output's name in the body
 
     def __post_init__(self) -> None:
-        self.own = made_in(self.body)
+        self.own = defined_in(self.body)
         self.fixed = {tensor.name for tensor in self.body.initializer} | {
             name for node in self.body.node if node.op_type == "Constant" for name in node.output}
 
@@ -111,7 +111,7 @@ class _Rows:
             for value, outer, axis, turned in zip(self.body.input[-count:], self.node.input[-count:], axes, backward,
                                                   strict=True):
                 if axis == 0 and outer in self.ranks:
-                    self.rows[value.name] = _Row(outer, self.ranks[outer] - 1, backward=turned)
+                    self.rows[value.name] = _SequenceRow(outer, self.ranks[outer] - 1, backward=turned)
             return
         counters = self._counters()
         for node in self.body.node:
@@ -119,7 +119,7 @@ class _Rows:
                     a.name == "axis" and a.i for a in node.attribute):
                 source, index = node.input
                 if index in counters and self._stays(source) and source not in self.weights and source in self.ranks:
-                    self.rows[node.output[0]] = _Row(source, self.ranks[source] - 1, index)
+                    self.rows[node.output[0]] = _SequenceRow(source, self.ranks[source] - 1, index)
 
     def _counters(self) -> set[str]:
         """Return the scalars that grow by a constant in each step."""

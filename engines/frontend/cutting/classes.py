@@ -7,7 +7,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.cutting.facts import reads
 
 _NUMBERS = {"LinearClassifier": "classlabels_ints", "SVMClassifier": "classlabels_ints",
@@ -15,10 +15,10 @@ _NUMBERS = {"LinearClassifier": "classlabels_ints", "SVMClassifier": "classlabel
 _NAMES = "classlabels_strings"
 
 
-def tell_places(graph: onnx.GraphProto) -> None:
+def output_class_indices(graph: onnx.GraphProto) -> None:
     """Let the graph's classifiers output indices, followed by Gathers of the class names. Changes the graph."""
     nodes = list(graph.node)
-    taken = {*made_in(graph), *(name for node in nodes for name in reads(node))}
+    taken = {*defined_in(graph), *(name for node in nodes for name in reads(node))}
     del graph.node[:]
     for node in nodes:
         graph.node.append(node)

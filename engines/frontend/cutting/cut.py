@@ -22,7 +22,7 @@ from onnx import helper
 
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.bounded import bound_selections
-from engines.frontend.cutting.classes import tell_places
+from engines.frontend.cutting.classes import output_class_indices
 from engines.frontend.cutting.facts import (
     BY_VALUE,
     CONTROL,
@@ -53,7 +53,7 @@ _HOST = -2          # the phase of nodes that only the host can run
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Program without its options. `weights` and `texts` are the numeric and string constants by name."""
     main: Region
     segments: tuple[SegmentPart, ...]
@@ -66,7 +66,7 @@ class Cut:
         return not self.main.instructions or len(self.main.instructions) == 1 and not self.main.instructions[0].op
 
 
-def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Cut:
+def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) -> Partition:
     """Partition a model.
 
     Parameters
@@ -80,17 +80,17 @@ def cut(source: OnnxModel, by_host: Collection[str] = (), bounded: bool = True) 
     """
     model = in_one_scope(source.proto, source.weights)
     read_from_around(model.graph)
-    tell_places(model.graph)
+    output_class_indices(model.graph)
     make_ahead(model, source.weights)
-    cutter = _Cutter(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
+    cutter = _Partitioner(source, model, frozenset([*by_host, *(bound_selections(model) if bounded else ())]))
     inputs = tuple(value.name for value in model.graph.input if value.name not in source.weights)
-    main = cutter.region(model.graph, inputs, {name: _Value(-1, False, False, True) for name in inputs}, loop=False)
+    main = cutter.region(model.graph, inputs, {name: _Fact(-1, False, False, True) for name in inputs}, loop=False)
     texts = {name: _text(array) for name, array in cutter.texts.items()}
-    return Cut(main, tuple(cutter.segments), cutter.weights, texts)
+    return Partition(main, tuple(cutter.segments), cutter.weights, texts)
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Fact:
     """Facts about a tensor.
 
     Attributes
@@ -115,11 +115,11 @@ class _Value:
         return self.phase if self.by_segment else self.phase + 1
 
 
-_Values = MutableMapping[str, _Value]
+_Facts = MutableMapping[str, _Fact]
 
 
 @dataclass
-class _Cutter:
+class _Partitioner:
     source: OnnxModel
     model: onnx.ModelProto
     by_host: frozenset[str]
@@ -133,7 +133,7 @@ class _Cutter:
         self.weights = {name: array for name, array in self.source.weights.items() if array.dtype.kind not in "OUS"}
         self.texts = {name: array for name, array in self.source.weights.items() if name not in self.weights}
 
-    def region(self, graph: onnx.GraphProto, inputs: Sequence[str], values: _Values, loop: bool) -> Region:
+    def region(self, graph: onnx.GraphProto, inputs: Sequence[str], values: _Facts, loop: bool) -> Region:
         """Partition a graph. `values`: facts about the tensors it may read; `loop`: it runs many times."""
         walk = _Walk(self, values, loop)
         for tensor in graph.initializer:
@@ -144,7 +144,7 @@ class _Cutter:
             if (array := constant_of(self.source.name, node)) is not None:
                 self._constant(node.output[0], array)
                 continue
-            phase = walk.place(node)
+            phase = walk.phase_of(node)
             if phase != _HOST:
                 plain[phase].append(node)
                 continue
@@ -185,7 +185,7 @@ class _Cutter:
                                          model.SerializeToString(deterministic=True)))
         return [Instruction("", name, inputs, outputs, len(self.segments) - 1)]
 
-    def _instruction(self, node: onnx.NodeProto, values: dict[str, _Value], loop: bool) -> Instruction:
+    def _instruction(self, node: onnx.NodeProto, values: dict[str, _Fact], loop: bool) -> Instruction:
         name = node.name or next(iter(node.output), node.op_type)
         control = is_standard(node) and node.op_type in CONTROL
         bare = onnx.NodeProto()
@@ -199,21 +199,21 @@ class _Cutter:
         regions = tuple(self._inner(node, graph, values, loop) for graph in _in_order(node)) if control else ()
         return Instruction(node.op_type, name, tuple(node.input), tuple(node.output), node=written, regions=regions)
 
-    def _inner(self, node: onnx.NodeProto, graph: onnx.GraphProto, values: dict[str, _Value], loop: bool) -> Region:
+    def _inner(self, node: onnx.NodeProto, graph: onnx.GraphProto, values: dict[str, _Fact], loop: bool) -> Region:
         repeated = node.op_type != "If"
         keyable = _Walk(self, values, loop).keyable
-        inner: dict[str, _Value] = {name: _Value(-1, False, False, keyable(name)) for name in captured(graph)
+        inner: dict[str, _Fact] = {name: _Fact(-1, False, False, keyable(name)) for name in captured(graph)
                                     if name not in self.weights and name in values}
         inputs = [value.name for value in graph.input]
-        inner.update({name: _Value(-1, False, False, not repeated) for name in inputs})
+        inner.update({name: _Fact(-1, False, False, not repeated) for name in inputs})
         return self.region(graph, inputs, inner, loop or repeated)
 
 
 @dataclass
 class _Walk:
     """Assignment of phases to the nodes of one graph, in order."""
-    cutter: _Cutter
-    values: _Values
+    cutter: _Partitioner
+    values: _Facts
     loop: bool
 
     def keyable(self, name: str) -> bool:
@@ -222,7 +222,7 @@ class _Walk:
         return is_small(self.cutter.kinds.get(name)) and (value.known or value.easy or value.by_segment
                                                           and not self.loop)
 
-    def place(self, node: onnx.NodeProto, floor: int = 0) -> int:
+    def phase_of(self, node: onnx.NodeProto, floor: int = 0) -> int:
         """Return the phase of the segment that runs the node, or _HOST."""
         read = [name for name in reads(node) if name in self.values]
         phase = max((self.values[name].ready for name in read), default=floor)
@@ -232,7 +232,7 @@ class _Walk:
         if is_standard(node):
             for index in BY_VALUE.get(node.op_type, ()):
                 name = node.input[index] if index < len(node.input) else ""
-                if name in self.values and not self._told(name, phase):
+                if name in self.values and not self._is_available(name, phase):
                     if not self.keyable(name):
                         return _HOST
                     phase = max(phase, self.values[name].phase + 1)
@@ -246,7 +246,7 @@ class _Walk:
         """Return the phase after whose segment the host runs the node."""
         phase = max((self.values[name].phase for name in reads(node) if name in self.values), default=-1)
         for name in filter(None, node.output):
-            self.values[name] = _Value(phase, False, False, not self.loop)
+            self.values[name] = _Fact(phase, False, False, not self.loop)
         return phase
 
     def _only_by_host(self, node: onnx.NodeProto, read: Sequence[str], phase: int) -> bool:
@@ -257,13 +257,13 @@ class _Walk:
         if any(name in self.cutter.texts for name in node.input) or not is_standard(node):
             return any(name in self.cutter.texts for name in node.input)
         if node.op_type in SELECTS:
-            return not all(self.values[name].known and self._told(name, phase) for name in read)
+            return not all(self.values[name].known and self._is_available(name, phase) for name in read)
         if self.loop and node.op_type == "Gather" and phase == 0 and not any(
                 self.values[name].by_segment or self.values[name].easy for name in node.input[1:] if name in read):
             return True         # reads one row a step: a segment would load all rows
         return node.op_type in NO_TENSORS or node.op_type in CONTROL and node.op_type != "If"
 
-    def _told(self, name: str, phase: int) -> bool:
+    def _is_available(self, name: str, phase: int) -> bool:
         """Return True if a segment of this phase knows the value, or can take it as a deciding input, without a cut."""
         value = self.values[name]
         if value.by_segment and value.phase == phase:
@@ -276,17 +276,17 @@ class _Walk:
         for tensor in graph.initializer:
             if tensor.data_type == onnx.TensorProto.STRING:
                 return False
-        return all(inner.place(node, phase) == phase for node in graph.node)
+        return all(inner.phase_of(node, phase) == phase for node in graph.node)
 
     def _make(self, node: onnx.NodeProto, read: Iterable[str], phase: int) -> None:
         read = list(read)
         by_shape = is_standard(node) and node.op_type in ("Shape", "Size")
         random = node.op_type in RANDOM
         known = by_shape or not random and all(
-            self.values[name].known and self._told(name, phase) for name in read)
-        easy = not random and all(self._told(name, phase) for name in read)
+            self.values[name].known and self._is_available(name, phase) for name in read)
+        easy = not random and all(self._is_available(name, phase) for name in read)
         for name in filter(None, node.output):
-            self.values[name] = _Value(phase, True, known, known or easy)
+            self.values[name] = _Fact(phase, True, known, known or easy)
 
 
 def _used(instruction: Instruction) -> set[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import made_in
+from engines.frontend.branches import defined_in
 from engines.frontend.names import graphs_in
 from engines.frontend.onnx_file import array_of
 from engines.ir.graph import Array
@@ -44,7 +44,7 @@ def reads(node: onnx.NodeProto) -> list[str]:
 
 def captured(graph: onnx.GraphProto) -> list[str]:
     """Return the tensors that a subgraph captures from the graphs around it."""
-    made = made_in(graph)
+    made = defined_in(graph)
     found = [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
     return [name for name in dict.fromkeys(found) if name not in made]
 
@@ -84,8 +84,10 @@ def kinds_of(model: onnx.ModelProto, weights: Mapping[str, Array]) -> dict[str, 
 
 
 def _with_weights(model: onnx.ModelProto, weights: Mapping[str, Array]) -> onnx.ModelProto:
-    """A copy that has small weights, which may be shapes, and the types of the others, as of inputs; and those of the
-    strings that operators make of which ONNX knows nothing."""
+    """Return a copy for shape inference, with small weights as initializers and the types of larger ones as inputs.
+
+    It also declares the strings that Tokenizers output, which ONNX does not know.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy.graph.value_info.extend(helper.make_tensor_value_info(name, onnx.TensorProto.STRING, None)

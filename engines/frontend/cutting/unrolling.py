@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from engines.frontend.branches import made_in, rename
+from engines.frontend.branches import defined_in, rename
 from engines.frontend.cutting.ahead import make_ahead
 from engines.frontend.cutting.facts import CONTROL, NO_TENSORS, SELECTS, Kinds, constant_of, is_standard, kinds_of
 from engines.frontend.cutting.loops import read_from_around
@@ -72,7 +72,7 @@ class _Repeated:
         """Return the unrolled nodes. `taken`: the names of all tensors, to which new ones are added."""
         self.taken = taken
         self.made = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in self.body.initializer]
-        own = made_in(self.body) - {tensor.name for tensor in self.body.initializer}
+        own = defined_in(self.body) - {tensor.name for tensor in self.body.initializer}
         stacked: list[list[str]] = [[] for _ in self.stacks]
         for step in range(self.steps):
             names = {name: self._free(f"{step}.{name}") for name in sorted(own)}

@@ -1,4 +1,4 @@
-"""Lower ONNX's Attention (opset 23 and later) to products around a softmax:
+"""Lower ONNX's Attention (opset 23 and later) to products around a softmax.
 
     scores = softcap(scale * q k') + mask;  y = softmax(scores) v       softcap(x) = c tanh(x / c)
 
@@ -132,7 +132,7 @@ def _masks(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, past: i
     """Return the tensors to add to the scores, which broadcast to them."""
     masks = []
     if call.has(MASK):
-        masks.append(_given(w, call, heads, seen))
+        masks.append(_mask_input(w, call, heads, seen))
     left, right = (int(call.attr(f"{side}_window_size", -1)) for side in ("left", "right"))
     if call.attr("is_causal", 0):
         right = 0
@@ -146,7 +146,7 @@ def _masks(w: Parts, call: Call, heads: _Heads, queries: int, seen: int, past: i
     return masks
 
 
-def _given(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
+def _mask_input(w: Parts, call: Call, heads: _Heads, seen: int) -> str:
     """Return the mask input as a tensor to add; keys beyond its extent are hidden."""
     name, kind = call.node.inputs[MASK], call.type(MASK)
     shape, dtype = kind.shape, call.type().dtype

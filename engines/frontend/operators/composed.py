@@ -169,7 +169,7 @@ def _one_hot(call: Call) -> list[Node]:
 
 @rule("RotaryEmbedding")
 def _rotary_embedding(call: Call) -> list[Node]:
-    """Lower RotaryEmbedding, which rotates pairs of elements by an angle that depends on the position:
+    """Lower RotaryEmbedding, which rotates pairs of elements by an angle that depends on the position.
 
         y1 = cos x1 - sin x2        x1, x2: the halves of the first `rotary_embedding_dim` elements of a head,
         y2 = sin x1 + cos x2        or, interleaved, its even and odd ones; the rest is copied

@@ -141,7 +141,7 @@ def _top_k(node: Node, types: Sequence[TensorType | None], constant: Constant) -
 
 
 def shuffled_groups(indices: Array) -> int:
-    """The number of groups if a Gather of these indices is a shuffle of channels between them, else 0."""
+    """Return the number of groups if a Gather of these indices is a channel shuffle, else 0."""
     count = indices.size
     groups = count // max(int(indices[1]), 1) if indices.ndim == 1 and count > 1 else 0
     if not 1 < groups < count or count % groups:

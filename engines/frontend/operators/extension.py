@@ -35,7 +35,7 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Input:
+class SignatureInput:
     """Input of a signature."""
     name: str
     variable: str
@@ -45,8 +45,8 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Attribute:
-    """Attribute of a signature. `kind`: int, float, string, ints, floats or strings; a default of None means none."""
+class SignatureAttribute:
+    """Attribute of a signature. `kind`: int, float, string, ints, floats or strings; `default` may be None."""
     name: str
     kind: str
     default: int | float | str | None
@@ -56,8 +56,8 @@ class Attribute:
 @dataclass(frozen=True)
 class Signature:
     """Schema of an operator that the onnx package does not know."""
-    inputs: Sequence[Input]
-    attributes: Sequence[Attribute]
+    inputs: Sequence[SignatureInput]
+    attributes: Sequence[SignatureAttribute]
     outputs: int                        # the most
 
 
@@ -88,21 +88,21 @@ def ml(op: str) -> Callable[[Rule], Rule]:
     return extension("ai.onnx.ml", op)
 
 
-def _input(text: str) -> Input:
+def _input(text: str) -> SignatureInput:
     name, variable, mark = re.fullmatch(r"(\w+):(\w+)(\?|\.\.\.|)", text).groups()  # type: ignore[union-attr]  # ours
-    return Input(name, variable, _TYPES[variable[0]], mark == "?", mark == "...")
+    return SignatureInput(name, variable, _TYPES[variable[0]], mark == "?", mark == "...")
 
 
-def _attribute(text: str) -> Attribute:
+def _attribute(text: str) -> SignatureAttribute:
     if ":" in text:
         name, _, kind = text.rstrip("!").partition(":")
-        return Attribute(name, kind, None, text.endswith("!"))
+        return SignatureAttribute(name, kind, None, text.endswith("!"))
     name, _, value = text.partition("=")
     if re.fullmatch(r"-?\d+", value):
-        return Attribute(name, "int", int(value), False)
+        return SignatureAttribute(name, "int", int(value), False)
     if re.fullmatch(r"-?\d.*", value):
-        return Attribute(name, "float", float(np.float32(value)), False)    # float32, as in files
-    return Attribute(name, "string", value, False)
+        return SignatureAttribute(name, "float", float(np.float32(value)), False)    # float32, as in files
+    return SignatureAttribute(name, "string", value, False)
 
 
 class StandardParts(Parts):

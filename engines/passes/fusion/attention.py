@@ -39,12 +39,12 @@ ABSORBING = -1e31           # in float32, adding a usual score or another mask's
 HIDDEN = float(np.finfo(np.float32).min)
 
 
-class _Refused(Exception):
+class _NotFusible(Exception):
     """Raised, with the reason, for a pattern that looks like attention and cannot be fused."""
 
 
 @dataclass
-class _Scores:
+class _ScorePath:
     """Nodes, scale factor and masks between the product of q and k' and its Softmax."""
     nodes: list[Node] = field(default_factory=list)
     factor: float = 1.0
@@ -78,7 +78,7 @@ def fuse_attention(graph: Graph, log: list[Note] | None = None) -> Graph:
             try:
                 fusion.attention(node, softmax)
                 continue
-            except _Refused as reason:
+            except _NotFusible as reason:
                 note(log, node, "fuse_attention", str(reason))
         fusion.nodes.append(node)
     return fusion.finish()
@@ -89,27 +89,27 @@ class _AttentionFusion(GraphEditor):
         graph = self.graph
         rank = len(graph.shape(softmax.outputs[0]))
         if softmax.attrs.get("axis", -1) % rank != rank - 1:
-            raise _Refused("its softmax is not along the keys")
-        found = _scores(graph, node, softmax)
-        q, k_turned, v = *found.nodes[-1].inputs, node.inputs[1]
+            raise _NotFusible("its softmax is not along the keys")
+        path = _scores(graph, node, softmax)
+        q, k_turned, v = *path.nodes[-1].inputs, node.inputs[1]
         ranks = {len(graph.shape(name)) for name in (q, k_turned, v)}
         if len(ranks) > 1 or min(ranks) < 3:
-            raise _Refused("its factors do not have equally many axes, at least three")
+            raise _NotFusible("its factors do not have equally many axes, at least three")
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
         if not all(isinstance(extent, int) for extent in extents):
-            raise _Refused("its tokens are as many as there are items")
+            raise _NotFusible("its tokens are as many as there are items")
         _, depth, keys, width = map(as_int, extents)
         if 4 * keys * (depth + width) > MOST_BYTES:
-            raise _Refused(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
-        scale = found.factor
+            raise _NotFusible(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
+        scale = path.factor
         base = node.outputs[0]
         factors = []
         for name, turn in ((q, False), (k_turned, True), (v, False)):
             name, factor = self._unscaled(name, base) if name != v else (name, 1.0)
             scale *= factor
             factors.append(self._turned(name, base) if turn else name)
-        origin = merged_origin([*reversed(found.nodes), softmax, node])
-        inputs = (*factors, *self._mask(found, base))
+        origin = merged_origin([*reversed(path.nodes), softmax, node])
+        inputs = (*factors, *self._mask(path, base))
         self.nodes.append(Node(ATTENTION, inputs, node.outputs, {"scale": scale}, node.name, origin))
 
     # ---- new nodes
@@ -136,12 +136,12 @@ class _AttentionFusion(GraphEditor):
         return top, factor
 
     # ---- masks
-    def _mask(self, found: _Scores, base: str) -> list[str]:
-        """Return [name of the mask to add to the scores], or []. Raise _Refused if masks cannot be combined."""
-        _check_masks(found.masks)
-        scores = self.graph.shape(found.nodes[-1].outputs[0])
+    def _mask(self, path: _ScorePath, base: str) -> list[str]:
+        """Return [name of the mask to add to the scores], or []. Raise _NotFusible if masks cannot be combined."""
+        _check_masks(path.masks)
+        scores = self.graph.shape(path.nodes[-1].outputs[0])
         total = ""
-        for mask in reversed(found.masks):          # from the product down to the softmax
+        for mask in reversed(path.masks):          # from the product down to the softmax
             if mask.value is None:
                 part = self._fitted(self._scaled(mask, base), mask.shape, scores, base)
                 total = self._sum(total, part, base) if total else part
@@ -165,23 +165,23 @@ class _AttentionFusion(GraphEditor):
                 return part
             return self.add_constant(f"{base}.mask", combined(_in_place, self.constant(part), before, FLOAT))
         if mask.shape != scores:
-            raise _Refused("its mask is made for scores of another shape")
+            raise _NotFusible("its mask is made for scores of another shape")
         parts = [self.add_constant(f"{base}.hidden", np.full(1, number, np.float32)), total]
         return self.add(f"{base}.mask", "Where", [mask.name, *(parts if mask.holds else parts[::-1])])
 
-    def _fitted(self, name: str, beside: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
-        """Reshape a mask of scores of shape `beside` for scores whose leading axes are merged or split otherwise."""
-        if beside == scores:
+    def _fitted(self, name: str, source_shape: tuple[Dim, ...], scores: tuple[Dim, ...], base: str) -> str:
+        """Reshape a mask of scores of one shape for scores whose leading axes are merged or split otherwise."""
+        if source_shape == scores:
             return name
-        array, groups = self.constant(name), axis_groups(beside, scores)
-        if array is None or groups is None or any(isinstance(extent, str) for extent in beside):
-            raise _Refused("its mask is made for scores of another shape")
-        array = array.reshape((*(1,) * (len(beside) - array.ndim), *array.shape))
+        array, groups = self.constant(name), axis_groups(source_shape, scores)
+        if array is None or groups is None or any(isinstance(extent, str) for extent in source_shape):
+            raise _NotFusible("its mask is made for scores of another shape")
+        array = array.reshape((*(1,) * (len(source_shape) - array.ndim), *array.shape))
         sizes, shape = list(array.shape), list(map(as_int, scores))
         for before, after in groups:
             alike = all(sizes[axis] == 1 for axis in before)
             for axis in before:
-                sizes[axis] = 1 if alike else as_int(beside[axis])
+                sizes[axis] = 1 if alike else as_int(source_shape[axis])
             for axis in after:
                 shape[axis] = 1 if alike else shape[axis]
         return self.add_constant(f"{base}.mask", np.broadcast_to(array, sizes).reshape(shape))
@@ -217,55 +217,55 @@ def _in_place(hidden: Array, mask: Array) -> Array:
 
 
 def _check_masks(masks: Sequence[_Mask]) -> None:
-    """Raise _Refused if the masks, the last applied first, cannot be combined into one that is added to the scores."""
+    """Raise _NotFusible if the masks, the last applied first, cannot be combined into one to add to the scores."""
     values = [mask.value for mask in masks if mask.value is not None and mask.value > -math.inf]
     if len(set(values)) > 1:
-        raise _Refused("it puts different numbers in place of scores")
+        raise _NotFusible("it puts different numbers in place of scores")
     added = False
     for mask in masks:
         if added and mask.value is not None and mask.value > ABSORBING:
-            raise _Refused("a mask is added to numbers that stand in place of scores")
+            raise _NotFusible("a mask is added to numbers that stand in place of scores")
         added |= mask.value is None
 
 
-def _scores(graph: Graph, node: Node, softmax: Node) -> _Scores:
-    """Collect the nodes from the Softmax up to the product. Raise _Refused if one of them has other readers."""
-    found = _Scores()
+def _scores(graph: Graph, node: Node, softmax: Node) -> _ScorePath:
+    """Collect the nodes from the Softmax up to the product. Raise _NotFusible if one of them has other readers."""
+    path = _ScorePath()
     name, below = softmax.inputs[0], softmax
     if reader(graph, softmax.outputs[0]) is not node:
-        raise _Refused("the weights are read by others too")
+        raise _NotFusible("the weights are read by others too")
     while True:
         here = graph.producer.get(name)
         if here is None or reader(graph, name) is not below:
-            raise _Refused("the scores are read by others too, or are no product")
-        found.nodes.append(here)
+            raise _NotFusible("the scores are read by others too, or are no product")
+        path.nodes.append(here)
         if here.op == "MatMul":
-            return found
-        name, below = _above(graph, here, found), here
+            return path
+        name, below = _above(graph, here, path), here
 
 
-def _above(graph: Graph, node: Node, found: _Scores) -> str:
+def _above(graph: Graph, node: Node, path: _ScorePath) -> str:
     """Return the scores that the node reads, and record its factor or mask."""
     number = _number(graph, node)
     if number is not None:
-        found.factor *= number[1]
+        path.factor *= number[1]
         return number[0]
     shape = graph.shape(node.outputs[0])
     if node.op == "Add":
         for scores, mask in (node.inputs, node.inputs[::-1]):
             if graph.shape(scores) == shape and _leads_to_product(graph, scores):
-                found.masks.append(_Mask(mask, shape, found.factor))
+                path.masks.append(_Mask(mask, shape, path.factor))
                 return scores
     if node.op == "Where":
         condition, a, b = node.inputs
         for scores, fill, holds in ((b, a, True), (a, b, False)):
             value = scalar(graph, fill)
-            if value is not None and value * found.factor <= MASKING and graph.shape(scores) == shape:
-                found.masks.append(_Mask(condition, shape, value=value * found.factor, holds=holds))
+            if value is not None and value * path.factor <= MASKING and graph.shape(scores) == shape:
+                path.masks.append(_Mask(condition, shape, value=value * path.factor, holds=holds))
                 return scores
     if node.op == "Reshape" and graph.shape(node.inputs[0])[-2:] == shape[-2:]:
         return node.inputs[0]
-    raise _Refused(f"{node.op} stands between its scores and its softmax")
+    raise _NotFusible(f"{node.op} stands between its scores and its softmax")
 
 
 @dataflow

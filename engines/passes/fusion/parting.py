@@ -50,10 +50,10 @@ def _part(editor: GraphEditor, split: Node) -> None:
     graph, sizes = editor.graph, split.attrs["split"]
     wide = graph.producer[split.inputs[0]]
     for output, (start, stop) in zip(split.outputs, pairwise((0, *accumulate(sizes))), strict=True):
-        editor.nodes.append(_Cut(editor, wide, output, slice(start, stop), sum(sizes)).layer())
+        editor.nodes.append(_PartialLayer(editor, wide, output, slice(start, stop), sum(sizes)).layer())
 
 
-class _Cut:
+class _PartialLayer:
     """Layer of some of the output channels of a wide layer."""
 
     def __init__(self, editor: GraphEditor, wide: Node, output: str, part: slice, channels: int) -> None:

@@ -29,7 +29,7 @@ _TIME_FIRST = (1, 0, 2)
 
 def split_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
     """Replace every LSTM, GRU and RNN of constant weights by a MatMul, an Add and a Recurrence."""
-    split = _Splitter(graph, log)
+    split = _RecurrentSplitter(graph, log)
     for node in graph.nodes:
         split.visit(node)
     return split.finish()
@@ -54,7 +54,7 @@ def filled_with(graph: Graph, name: str) -> Walk[float | None]:
     return value
 
 
-class _Splitter(GraphEditor):
+class _RecurrentSplitter(GraphEditor):
     def __init__(self, graph: Graph, log: list[Note] | None) -> None:
         super().__init__(graph)
         self.log = log

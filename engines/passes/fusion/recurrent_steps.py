@@ -33,7 +33,7 @@ def write_out_recurrent(graph: Graph, log: list[Note] | None = None) -> Graph:
             note(log, node, "write_out_recurrent", reason)
             editor.nodes.append(node)
         else:
-            _Layer(editor, node).write()
+            _UnrolledLayer(editor, node).write()
     return editor.finish()
 
 
@@ -55,7 +55,7 @@ def _steps(graph: Graph, node: Node) -> int:
     return as_int(graph.types[node.inputs[0]].shape[1 if node.attrs["layout"] else 0])
 
 
-class _Layer:
+class _UnrolledLayer:
     """Builder of one layer's nodes. Tensors of a step are [items, 1, ...], so that a Concat joins the steps."""
 
     def __init__(self, editor: GraphEditor, node: Node) -> None:

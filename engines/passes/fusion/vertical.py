@@ -26,7 +26,7 @@ REGION = 12         # most nodes between a value and the node that joins all its
 
 
 @dataclass
-class _Group:
+class _FusionGroup:
     """Nodes that become one Fused node; `last` is the index of the last of them in the graph."""
     nodes: list[Node]
     last: int
@@ -52,14 +52,14 @@ def fuse_pointwise(graph: Graph) -> Graph:
     return graph.rebuild(nodes)
 
 
-def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
-    groups: dict[str, _Group] = {}          # by result
+def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_FusionGroup]:
+    groups: dict[str, _FusionGroup] = {}          # by result
     seen: set[int] = set()
     for place, node in enumerate(graph.nodes):
         if id(node) in seen:
             continue
         if _is_heavy(graph, node):
-            groups[node.outputs[0]] = _Group([node], place, heavy=True)
+            groups[node.outputs[0]] = _FusionGroup([node], place, heavy=True)
         elif _is_epilogue(graph, node, heavy=False):
             group = _joined(graph, groups, node, places, seen)
             seen.update(id(part) for part in group.nodes[-1 - REGION:])     # earlier ones are in it already
@@ -67,20 +67,20 @@ def _grouped(graph: Graph, places: Mapping[int, int]) -> list[_Group]:
     return list(groups.values())
 
 
-def _joined(graph: Graph, groups: dict[str, _Group], node: Node, places: Mapping[int, int],
-            seen: Collection[int]) -> _Group:
+def _joined(graph: Graph, groups: dict[str, _FusionGroup], node: Node, places: Mapping[int, int],
+            seen: Collection[int]) -> _FusionGroup:
     """Return the group that `node` joins, and remove the groups that it absorbs from `groups`."""
     hosts = {name: region for name in dict.fromkeys(node.inputs)
              if name in groups and (region := _region(graph, name, places, seen, groups[name].heavy)) is not None}
     if not hosts:
-        return _Group([node], places[id(node)], heavy=False)
+        return _FusionGroup([node], places[id(node)], heavy=False)
     name = max(hosts, key=lambda name: (groups[name].heavy, groups[name].last))
     host, region = groups.pop(name), hosts[name]
     chains = [groups.pop(other) for other, alone in hosts.items()
               if other != name and len(alone) == 1 and not groups[other].heavy
               and all(_is_epilogue(graph, part, host.heavy) for part in groups[other].nodes)]
     nodes = [*host.nodes, *(part for chain in chains for part in chain.nodes), *region]
-    return _Group(nodes, places[id(region[-1])], host.heavy)
+    return _FusionGroup(nodes, places[id(region[-1])], host.heavy)
 
 
 def _region(graph: Graph, value: str, places: Mapping[int, int], seen: Collection[int],

@@ -50,7 +50,7 @@ def to_channels_last(graph: Graph) -> Graph:
 
     An inner tensor keeps its name in any layout; the channels-last copy of a graph input or output `x` is `x.nhwc`.
     """
-    return _Layout(graph).run()
+    return _LayoutPass(graph).run()
 
 
 def _is_sensitive(graph: Graph, node: Node) -> bool:
@@ -58,7 +58,7 @@ def _is_sensitive(graph: Graph, node: Node) -> bool:
             and len(graph.shape(node.inputs[0])) in (4, 5))
 
 
-class _Layout(GraphEditor):
+class _LayoutPass(GraphEditor):
     """State of the walk: `layouts` maps a tensor to its copies by layout, the one that its producer writes first."""
 
     def __init__(self, graph: Graph) -> None:
@@ -131,7 +131,7 @@ class _Layout(GraphEditor):
         self.nodes.append(_move(source, name, perm, permuted(self.shapes[tensor], self._producer_layout(tensor))))
         return name
 
-    def _made(self, tensor: str, perm: Perm) -> str:
+    def _output(self, tensor: str, perm: Perm) -> str:
         """Register that a node writes the tensor in this layout and return the output's name."""
         own = perm == identity(len(perm)) or tensor not in self.graph.outputs
         name = tensor if own else self._name(tensor, perm)
@@ -158,7 +158,7 @@ class _Layout(GraphEditor):
         image, *others = node.inputs
         layout = channels_last(self._rank(node))
         inputs = [self.read(image, layout), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], layout)], channels_last=1)
+        self._emit(node, inputs, [self._output(node.outputs[0], layout)], channels_last=1)
 
     def _stays_channels_first(self, node: Node) -> bool:
         """Add a node on channels-first images if it runs as well on these and no other node needs channels last.
@@ -177,18 +177,18 @@ class _Layout(GraphEditor):
         for op, attrs, made in steps[:-1]:
             name = self.fresh_name(f"{result}.{op.lower()}")
             self.shapes[name], self.dtypes[name] = made, self.dtypes[source]
-            source = self.make(self._made(name, identity(len(made))), op, [self._as_onnx(source)], attrs)
+            source = self.make(self._output(name, identity(len(made))), op, [self._as_onnx(source)], attrs)
         if steps:
             op, attrs, made = steps[-1]
             node = replace(node, op=op, inputs=(source,), attrs=attrs)
-            self._emit(node, [source], [self._made(result, identity(rank))])
+            self._emit(node, [source], [self._output(result, identity(rank))])
         return bool(steps)
 
     def _keep_onnx_layout(self, node: Node) -> None:
         inputs = [self._as_onnx(name) for name in node.inputs]
         if node.inputs and node.inputs[0] in self.column_order:
             inputs[1] = self._with_columns_in_order(node)
-        outputs = [self._made(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
+        outputs = [self._output(name, identity(len(self.shapes[name]))) if name else "" for name in node.outputs]
         self._emit(node, inputs, outputs)
 
     def _as_onnx(self, tensor: str) -> str:
@@ -223,7 +223,7 @@ class _Layout(GraphEditor):
             layout = reshaped(ahead, before, after)
             layout, name = (identity(len(after)), self._as_onnx(source)) if layout is None else (
                 layout, self.read(source, ahead))
-        self._emit(node, [name], [self._made(result, layout)], shape=permuted(after, layout))
+        self._emit(node, [name], [self._output(result, layout)], shape=permuted(after, layout))
 
     def _fold_into_readers(self, node: Node) -> bool:
         """Return True if a Reshape [N, C, H, W] -> [N, CHW] is read only by Gemms with constant weights.
@@ -261,7 +261,7 @@ class _Layout(GraphEditor):
         stored = (self._producer_layout(source), self._items_first(source))
         layout = next((layout for layout in stored if layout[-1] == last), identity(last + 1))
         inputs = [self.read(source, layout), *(self._as_onnx(name) for name in others)]
-        self._emit(node, inputs, [self._made(node.outputs[0], layout)])
+        self._emit(node, inputs, [self._output(node.outputs[0], layout)])
 
     def _any_layout(self, node: Node) -> None:
         """Add a layout-agnostic node, whose inputs and outputs have one rank, in the cheapest layout."""
@@ -274,7 +274,7 @@ class _Layout(GraphEditor):
         part = partial(self._operand, whole=not full) if is_pointwise(node) else self.read
         inputs = [self._as_onnx(name) if not name or keep and i else part(name, layout)
                   for i, name in enumerate(node.inputs)]
-        self._emit(node, inputs, [self._made(name, layout) if name else "" for name in node.outputs], **attrs)
+        self._emit(node, inputs, [self._output(name, layout) if name else "" for name in node.outputs], **attrs)
 
     def _cheapest_layout(self, node: Node, full: Sequence[str], rank: int) -> Perm:
         """Return the layout that moves the fewest elements; among equals channels last."""
@@ -311,7 +311,7 @@ class _Layout(GraphEditor):
             return self._as_onnx(tensor)
         wide = self.fresh_name(f"{tensor}.rank{len(layout)}")
         self.shapes[wide], self.dtypes[wide] = full, self.dtypes[tensor]
-        self.make(self._made(wide, identity(len(layout))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
+        self.make(self._output(wide, identity(len(layout))), "Reshape", [self._as_onnx(tensor)], {"shape": full})
         return self.read(wide, layout)
 
     def _constant_operand(self, tensor: str, full: tuple[Dim, ...], layout: Perm, whole: bool) -> str:
@@ -335,7 +335,7 @@ class _Layout(GraphEditor):
         layout = without(produced, axes) if lost else produced
         attrs = op_of(node.op).renumbered(node, rank, produced.index)
         others = [self._as_onnx(name) for name in node.inputs[1:]]
-        self._emit(node, [self.read(source, produced), *others], [self._made(result, layout)], **attrs)
+        self._emit(node, [self.read(source, produced), *others], [self._output(result, layout)], **attrs)
 
 
 def _move(source: str, result: str, perm: Perm, shape: Sequence[Dim]) -> Node:

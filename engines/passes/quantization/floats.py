@@ -128,7 +128,7 @@ def _is_square(graph: Graph, part: Node) -> bool:
 
 
 def _is_deviation(graph: Graph, name: str) -> bool:
-    """True if the tensor is a difference from, or a sum with, a run-time tensor that is broadcast to it."""
+    """Return True if the tensor is a difference from, or a sum with, a run-time tensor that is broadcast to it."""
     maker = graph.producer.get(name)
     return maker is not None and any(
         part.op in ("Sub", "Add") and any(
@@ -138,7 +138,7 @@ def _is_deviation(graph: Graph, name: str) -> bool:
 
 # ---- kept nodes
 def _only_contracted(graph: Graph, name: str, kept: Collection[int]) -> bool:
-    """True if the tensor is read by contractions outside the kept nodes only, as their first input."""
+    """Return True if only contractions outside the kept nodes read the tensor, as their first input."""
     readers = graph.consumers[name]
     return bool(readers) and name not in graph.outputs and all(
         id(reader) not in kept and computes_by(graph, reader) and reader.anchor.inputs[0] == name

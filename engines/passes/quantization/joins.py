@@ -71,14 +71,14 @@ def with_parts_apart(graph: Graph, spans: Spans, floats: Collection[str]) -> Gra
 
 # ---- which ranges are unlike
 @dataclass
-class _Group:
+class _ScaleGroup:
     """Tensors of one scale: their common range, and the width of the narrowest one that is computed with."""
     low: float
     high: float
     narrowest: float
 
-    def __or__(self, other: _Group) -> _Group:
-        return _Group(min(self.low, other.low), max(self.high, other.high), min(self.narrowest, other.narrowest))
+    def __or__(self, other: _ScaleGroup) -> _ScaleGroup:
+        return _ScaleGroup(min(self.low, other.low), max(self.high, other.high), min(self.narrowest, other.narrowest))
 
     @property
     def is_fine(self) -> bool:
@@ -86,7 +86,7 @@ class _Group:
         return self.high - self.low <= UNLIKE * self.narrowest
 
 
-class _Groups:
+class _ScaleGroups:
     """Disjoint sets of tensors that share a scale (union-find)."""
 
     def __init__(self, graph: Graph, spans: Spans, names: Collection[str]) -> None:
@@ -96,16 +96,16 @@ class _Groups:
     def __contains__(self, name: str) -> bool:
         return name in self._parent
 
-    def tie(self, a: str, b: str, whatever: bool = False) -> bool:
+    def tie(self, a: str, b: str, force: bool = False) -> bool:
         """Merge the groups of two tensors. Return False, with nothing changed, if their ranges are unlike.
 
-        `whatever` merges them in any case.
+        `force` merges them in any case.
         """
         a, b = self._root(a), self._root(b)
         both = self._groups[a] | self._groups[b]
-        if a != b and (whatever or both.is_fine):
+        if a != b and (force or both.is_fine):
             self._parent[b], self._groups[a] = a, both
-        return whatever or both.is_fine
+        return force or both.is_fine
 
     def computed_with(self, name: str, spans: Spans) -> None:
         """Treat the tensor as computed with, although its readers only move it."""
@@ -119,10 +119,10 @@ class _Groups:
         return name
 
 
-def _group_of(graph: Graph, spans: Spans, name: str) -> _Group:
+def _group_of(graph: Graph, spans: Spans, name: str) -> _ScaleGroup:
     low, high = spans.get(name, (0.0, 0.0))
     moved = all(stored_by(graph, node) is Stored.ALIKE for node in graph.consumers[name])
-    return _Group(min(low, 0.0), max(high, 0.0), math.inf if moved else _width(spans, name))
+    return _ScaleGroup(min(low, 0.0), max(high, 0.0), math.inf if moved else _width(spans, name))
 
 
 def _width(spans: Spans, name: str) -> float:
@@ -152,12 +152,12 @@ class _Unlike:
 def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
     """Return the changes for the tensors of unlike ranges."""
     names = {name for group in classes(graph, floats) for name in group}
-    groups, results = _Groups(graph, spans, names), leads_to_output(graph)
+    groups, results = _ScaleGroups(graph, spans, names), leads_to_output(graph)
     movers = [node for node in graph.nodes if node.outputs[0] in names and stored_by(graph, node) is Stored.ALIKE]
     for node in movers:
         if node.op != "Concat" and node.op not in SELECTIONS:
             for source in names.intersection(node.inputs):
-                groups.tie(node.outputs[0], source, whatever=True)
+                groups.tie(node.outputs[0], source, force=True)
     unlike = _Unlike()
     for node in movers:
         if node.op == "Concat":
@@ -172,7 +172,7 @@ def _unlike(graph: Graph, spans: Spans, floats: Collection[str]) -> _Unlike:
     return unlike
 
 
-def _unlike_sources(groups: _Groups, concat: Node, spans: Spans, is_result: bool) -> list[str]:
+def _unlike_sources(groups: _ScaleGroups, concat: Node, spans: Spans, is_result: bool) -> list[str]:
     """Return the inputs of a Concat that do not suit its scale; if it is a result, all its inputs are computed with."""
     sources = [source for source in dict.fromkeys(concat.inputs) if source in groups]
     if is_result:

@@ -43,13 +43,13 @@ def with_offsets_apart(graph: Graph, nodes: Iterable[Node]) -> tuple[Graph, dict
               and (found := offset_grid(graph.constants[node.anchor.inputs[1]], output_axis(node))) is not None}
     if not chosen:
         return graph, {}
-    splitter = _Splitter(graph)
+    splitter = _OffsetSplitter(graph)
     for node in graph.nodes:
         splitter.nodes.append(splitter.split(node, *chosen[id(node)]) if id(node) in chosen else node)
     return splitter.finish(), splitter.weights
 
 
-class _Splitter(GraphEditor):
+class _OffsetSplitter(GraphEditor):
     """State of the pass: quantisation of weights by the outputs of their reader, and the products by ones so far."""
 
     def __init__(self, graph: Graph) -> None:

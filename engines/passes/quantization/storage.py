@@ -105,12 +105,12 @@ def computes_by(graph: Graph, node: Node) -> bool:
     return graph.constants[anchor.inputs[1]].ndim == 2
 
 
-def with_conversions(graph: Graph, wanted: Mapping[int, TensorType]) -> Graph:
-    """Insert an Identity before each node in `wanted`, by id, whose data input is stored in another type."""
+def with_conversions(graph: Graph, types: Mapping[int, TensorType]) -> Graph:
+    """Insert an Identity before each node in `types`, by id, whose data input is stored in another type."""
     editor = GraphEditor(graph)
     converted: dict[tuple[str, np.dtype[Any], QParams | None], str] = {}
     for node in graph.nodes:
-        type_ = wanted.get(id(node))
+        type_ = types.get(id(node))
         source = node.anchor.inputs[0] if node.anchor.inputs else ""
         if type_ is not None and graph.types[source] != type_:
             key = source, type_.dtype, type_.quant

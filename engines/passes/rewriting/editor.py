@@ -48,32 +48,32 @@ class GraphEditor:
         return self.constants.get(name, self.graph.constants.get(name))
 
     # ---- additions
-    def fresh_name(self, wanted: str) -> str:
-        """Reserve and return `wanted`, or if it is taken `wanted.1`, `wanted.2`, ..."""
-        name = next(n for i in count() if (n := f"{wanted}.{i}" if i else wanted) not in self._taken)
+    def fresh_name(self, hint: str) -> str:
+        """Reserve and return `hint`, or if it is taken `hint.1`, `hint.2`, ..."""
+        name = next(n for i in count() if (n := f"{hint}.{i}" if i else hint) not in self._taken)
         self._taken.add(name)
         return name
 
-    def add_tensor(self, wanted: str, type_: TensorType) -> str:
+    def add_tensor(self, hint: str, type_: TensorType) -> str:
         """Return the name of a new tensor, for which the caller must add a node."""
-        name = self.fresh_name(wanted)
+        name = self.fresh_name(hint)
         self.types[name] = type_
         return name
 
-    def add_constant(self, wanted: str, array: Array, quant: QParams | None = None) -> str:
+    def add_constant(self, hint: str, array: Array, quant: QParams | None = None) -> str:
         """Add a constant and return its name."""
-        name = self.add_tensor(wanted, type_of(array, quant))
+        name = self.add_tensor(hint, type_of(array, quant))
         # NumPy's arithmetic on arrays without axes gives scalars
         self.constants[name] = array if isinstance(array, Deferred) else np.asarray(array)
         return name
 
-    def add(self, wanted: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
+    def add(self, hint: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
             origin: Sequence[str] = ()) -> str:
         """Add a node with one new output, whose type is inferred; return the output's name."""
-        type_, *_ = op_of(op).infer(Node(op, tuple(inputs), (wanted,), attrs or {}),
+        type_, *_ = op_of(op).infer(Node(op, tuple(inputs), (hint,), attrs or {}),
                                     [self.type(name) if name else None for name in inputs],
                                     [self.constant(name) for name in inputs])
-        return self.make(self.add_tensor(wanted, type_), op, inputs, attrs, origin)
+        return self.make(self.add_tensor(hint, type_), op, inputs, attrs, origin)
 
     def make(self, output: str, op: str, inputs: Sequence[str], attrs: Mapping[str, Any] | None = None,
              origin: Sequence[str] = ()) -> str:

@@ -70,7 +70,7 @@ class Match:
     values: Mapping[str, str]
 
     @property
-    def made(self) -> TensorType:
+    def type(self) -> TensorType:
         """The type of the root's output, which the replacement must have."""
         return self.graph.types[self.root.outputs[0]]
 
@@ -127,7 +127,7 @@ class Draft:
 
     def finish_view(self, op: str, x: str) -> None:
         """Finish with a Reshape or Expand of x to the shape of the root's output."""
-        self.finish(op, [x], {"shape": self._match.made.shape})
+        self.finish(op, [x], {"shape": self._match.type.shape})
 
     def absorb(self, *nodes: Node) -> None:
         """Add nodes to the origin of the replacement. They are removed only if nothing else reads them."""
@@ -146,27 +146,27 @@ class Draft:
 
 def find(graph: Graph, root: Node, pattern: P) -> Match | None:
     """Return the match of `pattern` whose root is the node `root`, or None."""
-    found = _match_node(graph, root, pattern, _Found((), {}, {}))
+    found = _match_node(graph, root, pattern, _PartialMatch((), {}, {}))
     return found and Match(graph, root, found.nodes, found.bound, found.values)
 
 
-class _Found(NamedTuple):
+class _PartialMatch(NamedTuple):
     """Partial match, cheap to copy: few of thousands of attempts become a Match."""
     nodes: tuple[Node, ...]
     bound: Mapping[str, Node]
     values: Mapping[str, str]
 
 
-def _match_node(graph: Graph, node: Node, pattern: P, so_far: _Found) -> _Found | None:
+def _match_node(graph: Graph, node: Node, pattern: P, so_far: _PartialMatch) -> _PartialMatch | None:
     if node.op not in pattern.ops or len(node.inputs) < len(pattern.inputs):
         return None
     bound = {**so_far.bound, pattern.bind: node} if pattern.bind else so_far.bound
-    here = _Found((*so_far.nodes, node), bound, so_far.values)
+    here = _PartialMatch((*so_far.nodes, node), bound, so_far.values)
     if not pattern.inputs:
         return here
     commutes = op_of(node.op).commutative and len(pattern.inputs) == len(node.inputs) == 2
     for inputs in permutations(node.inputs) if commutes else (node.inputs,):
-        found: _Found | None = here
+        found: _PartialMatch | None = here
         for name, part in zip(inputs, pattern.inputs, strict=False):
             if found is None:
                 break
@@ -176,7 +176,8 @@ def _match_node(graph: Graph, node: Node, pattern: P, so_far: _Found) -> _Found 
     return None
 
 
-def _match_operand(graph: Graph, name: str, part: P | Constant | Value | EllipsisType, so_far: _Found) -> _Found | None:
+def _match_operand(graph: Graph, name: str, part: P | Constant | Value | EllipsisType,
+                   so_far: _PartialMatch) -> _PartialMatch | None:
     if isinstance(part, P):
         node = graph.producer.get(name)
         if node is None or len(node.outputs) > 1 or name in graph.outputs or len(graph.consumers[name]) != 1:
@@ -186,7 +187,7 @@ def _match_operand(graph: Graph, name: str, part: P | Constant | Value | Ellipsi
         return so_far
     if isinstance(part, Constant) and not graph.is_constant(name) or so_far.values.get(part.bind, name) != name:
         return None
-    return _Found(so_far.nodes, so_far.bound, {**so_far.values, part.bind: name})
+    return _PartialMatch(so_far.nodes, so_far.bound, {**so_far.values, part.bind: name})
 
 
 def apply(graph: Graph, rules: Sequence[Rule], log: list[Note] | None = None) -> Graph:

@@ -55,7 +55,7 @@ class ExtremeToClip(Rule):
 
     def check(self, match: Match) -> bool:
         return (len(match.root.inputs) == 2 and match.constant("bound").size == 1 and _is_float(match)
-                and match.shape(match.value("x")) == match.made.shape)
+                and match.shape(match.value("x")) == match.type.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         bound = float(match.constant("bound").reshape(()))
@@ -112,7 +112,7 @@ class OneByNumber(Rule):
     pattern = P("Div", Constant("one"), Value("x"))
 
     def check(self, match: Match) -> bool:
-        same_shape = match.shape(match.value("x")) == match.made.shape
+        same_shape = match.shape(match.value("x")) == match.type.shape
         return _is_float(match) and bool(np.all(match.constant("one") == 1)) and same_shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -217,7 +217,7 @@ class GeluHalfInside(Gelu):
 
 
 def _is_float(match: Match) -> bool:
-    return bool(match.made.dtype.kind == "f")
+    return bool(match.type.dtype.kind == "f")
 
 
 CANONICAL = (ClipToRelu(), ExtremeToClip(), MergeClips(), SubtractConstant(), MergeSums(), DivideByConstant(),

@@ -14,7 +14,7 @@ from engines.passes.rewriting.rewrite import Draft, Match, No, P, Rule, Value
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _OutputAxis:
     """Outputs along one axis: `before` and `after` of them read padding, `count` read x from `first` to `last`."""
     before: int
     count: int
@@ -23,11 +23,11 @@ class _Axis:
     last: int
 
 
-def _axis(extent: int, outputs: int, pad: int, stride: int) -> _Axis:
+def _axis(extent: int, outputs: int, pad: int, stride: int) -> _OutputAxis:
     before = min(-(-pad // stride), outputs)
     count = max(min((extent - 1 + pad) // stride + 1, outputs) - before, 0)
     first = before * stride - pad
-    return _Axis(before, count, outputs - before - count, first, first + max(count - 1, 0) * stride)
+    return _OutputAxis(before, count, outputs - before - count, first, first + max(count - 1, 0) * stride)
 
 
 class PaddedPointwiseConv(Rule):
@@ -59,7 +59,7 @@ class PaddedPointwiseConv(Rule):
         column = draft.constant("border", np.reshape(bias, (-1, *(1,) * rank)))
         draft.finish("Add", [draft.node("Pad", [y], attrs), column])
 
-    def _axes(self, match: Match) -> list[_Axis]:
+    def _axes(self, match: Match) -> list[_OutputAxis]:
         conv, extents = match.root, [as_int(extent) for extent in match.shape(match.value("x"))[2:]]
         made = [as_int(extent) for extent in match.shape(conv.outputs[0])[2:]]
         before, strides = pads(conv, len(extents)), spatial(conv, len(extents), "strides", 1)

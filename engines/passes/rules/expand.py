@@ -36,7 +36,7 @@ class TileToExpand(Rule):
             own = extent != 1 and repeat != 1
             apart += [1, extent] if own else [extent]
             repeated += [repeat, extent] if own else [repeat if extent == 1 else extent]
-        if len(apart) == len(match.made.shape):
+        if len(apart) == len(match.type.shape):
             draft.finish_view("Expand", x)
             return
         for op, made in (("Reshape", tuple(apart)), ("Expand", tuple(repeated))):
@@ -49,10 +49,10 @@ class FillToExpand(Rule):
     pattern = P("ConstantOfShape")
 
     def check(self, match: Match) -> bool:
-        return BATCH in match.made.shape
+        return BATCH in match.type.shape
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        number = np.asarray(match.root.attrs.get("value", 0), match.made.dtype).reshape(1)
+        number = np.asarray(match.root.attrs.get("value", 0), match.type.dtype).reshape(1)
         draft.finish_view("Expand", draft.constant("number", number))
 
 
@@ -66,7 +66,7 @@ class ItemsAlike(Rule):
         alike = [_of_one(graph, name) for name in node.inputs if name]
         if len(node.outputs) != 1 or made.count(BATCH) != 1 or None in alike or not any(alike):
             return False
-        return _keeps_items_apart(graph, node) and _made_of_one(graph, node) == _without_batch(made)
+        return _keeps_items_apart(graph, node) and _shape_of_one(graph, node) == _without_batch(made)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         graph, node = match.graph, match.root
@@ -114,7 +114,7 @@ def _attrs_of_one(node: Node) -> dict[str, Any]:
     return {key: _without_batch(value) if key in ("shape", "sizes") else value for key, value in node.attrs.items()}
 
 
-def _made_of_one(graph: Graph, node: Node) -> Shape:
+def _shape_of_one(graph: Graph, node: Node) -> Shape:
     """Return the shape of the node's output for one item."""
     kinds = [replace(graph.types[name], shape=_without_batch(graph.shape(name))) if name else None
              for name in node.inputs]

@@ -53,8 +53,8 @@ class GemmOfComputed(Rule):
         attrs, a, b = match.root.attrs, match.value("a"), match.value("b")
         if match.graph.is_constant(b) and not attrs.get("transA"):
             return False
-        if match.made.dtype != "float32":
-            return No(f"its elements are {match.made.dtype}")
+        if match.type.dtype != "float32":
+            return No(f"its elements are {match.type.dtype}")
         if BATCH in match.shape(b) or attrs.get("transA") and BATCH in match.shape(a):
             return No("a batch is in what is transposed")
         return True
@@ -85,7 +85,7 @@ def _scaled(match: Match, draft: Draft, x: str, factor: float) -> str:
 
 
 def _factor(match: Match, draft: Draft, factor: float) -> str:
-    return draft.constant("factor", np.full(1, factor, match.made.dtype))
+    return draft.constant("factor", np.full(1, factor, match.type.dtype))
 
 
 class MatMulToGemm(Rule):

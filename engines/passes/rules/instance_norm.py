@@ -18,7 +18,7 @@ class InstanceNorm(Rule):
     pattern = P("InstanceNormalization", Value("x"), Value("scale"), Value("bias"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        shape = match.made.shape
+        shape = match.type.shape
         inner = (1,) * (len(shape) - 2)
         if match.root.attrs.get("channels_last"):
             _write_out(match, draft, tuple(range(1, len(shape) - 1)), (-1,))
@@ -34,7 +34,7 @@ def _normalise_rows(match: Match, draft: Draft, shape: tuple[Dim, ...], of_chann
         constants = [_for_channels(match, draft, name, (-1, 1)) for name in ("scale", "bias")]
         draft.finish_view("Reshape", draft.node("LayerNormalization", [rows, *constants], attrs))
         return
-    one = draft.constant("one", np.ones(1, match.made.dtype))
+    one = draft.constant("one", np.ones(1, match.type.dtype))
     image = draft.node("Reshape", [draft.node("LayerNormalization", [rows, one], attrs)], {"shape": shape})
     scale, bias = (_for_channels(match, draft, name, of_channels) for name in ("scale", "bias"))
     draft.finish("Add", [draft.node("Mul", [image, scale]), bias])
@@ -43,7 +43,7 @@ def _normalise_rows(match: Match, draft: Draft, shape: tuple[Dim, ...], of_chann
 def _write_out(match: Match, draft: Draft, axes: tuple[int, ...], of_channels: tuple[int, ...]) -> None:
     x, over = match.value("x"), {"axes": axes, "keepdims": 1}
     scale, bias = (_for_channels(match, draft, name, of_channels) for name in ("scale", "bias"))
-    epsilon = draft.constant("epsilon", np.full(1, _epsilon(match), match.made.dtype))
+    epsilon = draft.constant("epsilon", np.full(1, _epsilon(match), match.type.dtype))
 
     mean = draft.node("ReduceMean", [x], over)
     d = draft.node("Sub", [x, mean])

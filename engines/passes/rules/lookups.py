@@ -166,16 +166,16 @@ class LookupOfFlatRow(Rule):
     def check(self, match: Match) -> bool:
         flat = match.graph.producer.get(match.value("flat"))
         return (flat is not None and flat.op == "Reshape" and match.root.attrs.get("axis", 0) == 0
-                and match.shape(flat.inputs[0])[0] == BATCH and self._place(match) is not None)
+                and match.shape(flat.inputs[0])[0] == BATCH and self._added_index(match) is not None)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
-        place = self._place(match)
+        place = self._added_index(match)
         assert place is not None
         x = match.graph.producer[match.value("flat")].inputs[0]
         _rows_of_each(match, draft, x, _rows_of_item(match, match.value("flat")), place)
 
     @staticmethod
-    def _place(match: Match) -> str | None:
+    def _added_index(match: Match) -> str | None:
         """Return the tensor that is added to n * S, or None."""
         graph, places = match.graph, match.graph.producer.get(match.value("places"))
         if places is None or places.op != "Add" or match.shape(places.outputs[0])[:1] != (BATCH,):
@@ -237,14 +237,14 @@ class RepeatedPlaces(Rule):
 
     def check(self, match: Match) -> bool:
         places = match.graph.producer.get(match.value("places"))
-        x, made = list(match.shape(match.value("x"))), list(match.made.shape)
+        x, made = list(match.shape(match.value("x"))), list(match.type.shape)
         axis = match.root.attrs["axis"]
         return (places is not None and places.op == "Expand" and isinstance(made[axis], int)
                 and x[:axis] + x[axis + 1:] == made[:axis] + made[axis + 1:])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         source = match.graph.producer[match.value("places")].inputs[0]
-        attrs = {**match.root.attrs, "shape": match.made.shape}
+        attrs = {**match.root.attrs, "shape": match.type.shape}
         draft.finish("GatherElements", [match.value("x"), source], attrs)
 
 

@@ -24,7 +24,7 @@ class NeutralLogic(Rule):
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         other = match.value("other")
-        if match.shape(other) == match.made.shape:
+        if match.shape(other) == match.type.shape:
             draft.same_as(other)
         else:
             draft.finish_view("Expand", other)
@@ -37,7 +37,7 @@ class NeedlessExpand(Rule):
     def check(self, match: Match) -> bool:
         shapes = [match.shape(name) for name in _sources(match)]
         return (_sources(match) != list(match.root.inputs)
-                and broadcast(*shapes) == match.made.shape)
+                and broadcast(*shapes) == match.type.shape)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         draft.finish(match.root.op, _sources(match), match.root.attrs)

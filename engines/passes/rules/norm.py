@@ -46,8 +46,8 @@ class RmsNorm(Rule):
             return False
         if match.constant("epsilon").size != 1:
             return No("its epsilon is more than one number")
-        return (isinstance(match.made.shape[-1], int)
-                and match.made.shape == match.shape(match.value("c")))
+        return (isinstance(match.type.shape[-1], int)
+                and match.type.shape == match.shape(match.value("c")))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         self._finish(match, draft, "RMSNormalization", match.value("c"))
@@ -55,7 +55,7 @@ class RmsNorm(Rule):
     @staticmethod
     def _finish(match: Match, draft: Draft, op: str, x: str) -> None:
         """Finish with a norm of x with scale 1."""
-        kind = match.made
+        kind = match.type
         ones = draft.constant("scale", np.ones(int(kind.shape[-1]), kind.dtype))
         draft.finish(op, [x, ones], {"axis": len(kind.shape) - 1,
                                      "epsilon": float(match.constant("epsilon").reshape(()))})
@@ -92,7 +92,7 @@ class NormScale(Rule):
         norm = match["norm"]
         return ((norm.op == "LayerNormalization" or match.root.op == "Mul")
                 and norm.attrs.get("axis", -1) % self._rank(match) == self._rank(match) - 1
-                and match.made.shape == match.shape(norm.outputs[0])
+                and match.type.shape == match.shape(norm.outputs[0])
                 and all(name in match.graph.constants for name in norm.inputs[1:] if name)
                 and self._vector(match) is not None)
 

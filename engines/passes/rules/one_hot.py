@@ -38,7 +38,7 @@ class OneHotProduct(Rule):
         table = np.concatenate([weights, np.zeros((1, columns), weights.dtype)])        # last row: out of range
         for name in root.inputs[2:]:
             table = table + match.graph.constants[name]
-        places = draft.node("Reshape", [match.value("places")], {"shape": match.made.shape[:-1]})
+        places = draft.node("Reshape", [match.value("places")], {"shape": match.type.shape[:-1]})
         dtype = match.graph.types[match.value("places")].dtype
         none, first = (draft.constant(suffix, np.array(n, dtype)) for suffix, n in (("none", depth), ("first", 0)))
         places = draft.node("Where", [draft.node("Less", [places, first]), none, places])

@@ -62,7 +62,7 @@ class PairToFakeQuantize(Rule):
             return No("what quantises the tensor has other numbers than what dequantises it, or they are not constant")
         if numbers[0].size != 1 or numbers[1].dtype.name not in _INTEGERS:
             return No(f"an activation with {numbers[0].size} scales, stored as {numbers[1].dtype}, is kept in float")
-        return match.graph.types[first.inputs[0]].dtype == match.made.dtype == FLOAT and bool(numbers[0].item() > 0)
+        return match.graph.types[first.inputs[0]].dtype == match.type.dtype == FLOAT and bool(numbers[0].item() > 0)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         first = match.graph.producer[match.value("stored")]
@@ -90,13 +90,13 @@ class PairOfChannels(Rule):
     def check(self, match: Match) -> bool:
         numbers, axes = _numbers(match.graph, match.root), [node.attrs.get("axis", 1) for node in match.nodes]
         return (_same(numbers, _numbers(match.graph, match["first"])) and axes[0] == axes[1] and numbers is not None
-                and numbers[0].ndim == 1 and numbers[0].size > 1 and match.made.dtype == FLOAT
+                and numbers[0].ndim == 1 and numbers[0].size > 1 and match.type.dtype == FLOAT
                 and numbers[1].dtype.name in _BYTES and bool(np.all(numbers[1] == numbers[1][0])))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         numbers = _numbers(match.graph, match.root)
         assert numbers is not None
-        rank = len(match.made.shape)
+        rank = len(match.type.shape)
         scale = numbers[0].reshape(-1, *(1,) * (rank - match.root.attrs.get("axis", 1) % rank - 1))
         steps = draft.node("Mul", [match.value("x"), draft.constant("steps", (1 / scale).astype(np.float32))])
         shift = 128 if numbers[1].dtype == np.int8 else 0
@@ -230,11 +230,11 @@ class DequantizedByArithmetic(Rule):
     pattern = P("DequantizeLinear", Value("stored"))
 
     def check(self, match: Match) -> bool:
-        return _is_alone(match) and match.made.dtype == FLOAT and not match.graph.is_constant(match.value("stored"))
+        return _is_alone(match) and match.type.dtype == FLOAT and not match.graph.is_constant(match.value("stored"))
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         stored, scale, *zero = filter(None, match.root.inputs)
-        rank = len(match.made.shape)
+        rank = len(match.type.shape)
         x = draft.node("Cast", [stored], {"to": FLOAT.name})
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
@@ -279,19 +279,19 @@ class QuantizedByArithmetic(Rule):
     pattern = P("QuantizeLinear", Value("x"))
 
     def check(self, match: Match) -> bool:
-        return (_is_alone(match) and match.made.dtype.name in _INTEGERS
+        return (_is_alone(match) and match.type.dtype.name in _INTEGERS
                 and match.graph.types[match.value("x")].dtype == FLOAT)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         x, scale, *zero = filter(None, match.root.inputs)
-        rank = len(match.made.shape)
-        limits = np.iinfo(match.made.dtype)
+        rank = len(match.type.shape)
+        limits = np.iinfo(match.type.dtype)
         y = draft.node("Round", [draft.node("Div", [x, _aligned(draft, match, scale, rank)])])
         if zero:
             point = draft.node("Cast", [_aligned(draft, match, zero[0], rank)], {"to": FLOAT.name})
             y = draft.node("Add", [y, point])
         y = draft.node("Clip", [y], {"min": float(limits.min), "max": float(limits.max), "saturates": 1})
-        draft.finish("Cast", [y], {"to": match.made.dtype.name})
+        draft.finish("Cast", [y], {"to": match.type.dtype.name})
 
 
 PAIRS: Sequence[Rule] = (PairToFakeQuantize(), PairOfChannels(), QuantizedTwice(), MoveDequantized(), ClampedTwice(),

@@ -19,7 +19,7 @@ class ResizeOfChannelsLast(Rule):
     pattern = P("Resize", Value("x"))
 
     def check(self, match: Match) -> bool:
-        before, after = match.shape(match.value("x")), match.made.shape
+        before, after = match.shape(match.value("x")), match.type.shape
         scales = match.root.attrs.get("scales", (1,) * len(before))
         changed = [a != b or scale != 1 for a, b, scale in zip(before, after, scales, strict=True)]
         return len(before) == 4 and changed[1] and not changed[0] and not changed[3]

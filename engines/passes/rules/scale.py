@@ -22,7 +22,7 @@ class LinearScale(Rule):
         weights = weights_are_constant(match.graph, linear)
         if not weights:
             return weights
-        if match.made.shape != match.shape(linear.outputs[0]):
+        if match.type.shape != match.shape(linear.outputs[0]):
             return No("the constant has more elements than the layer's output")
         if self._channels(match) is None:
             return No(f"the constant {list(match.constant('constant').shape)} varies within a channel")

@@ -56,7 +56,7 @@ class SumOfRows(Rule):
     def check(self, match: Match) -> bool:
         bias, lookup = match.constant("bias"), _lookup(match)
         if (lookup is None or reader(match.graph, lookup.inputs[0]) is None
-                or bias.shape != match.made.shape[-1:]):
+                or bias.shape != match.type.shape[-1:]):
             return False
         table = match.graph.constants[lookup.inputs[0]]
         return bool(table.nbytes <= max(_stored_bytes(table), LARGEST))

@@ -22,7 +22,7 @@ _WITH_WEIGHTS = f"do_rotary=0 past_present_share_buffer=0 {_ATTRIBUTES}"
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _ScoreExtents:
     """Extents of the scores of one head; the queries are the last tokens of the keys."""
     items: Dim
     queries: int
@@ -65,7 +65,7 @@ def _of_projections(w: StandardParts, call: Call, x: str, sizes: Sequence[int] |
         keys += fixed(call.type(past).shape[3:4])[0]
     if len(call.node.outputs) > 1:
         w.output(1, "Concat", *(w("Unsqueeze", part, w.ints(0)) for part in (k, v)), axis=0)
-    added = _added(w, call, _Scores(items, queries, keys), mask, bias)
+    added = _added(w, call, _ScoreExtents(items, queries, keys), mask, bias)
     return _finish(w, call, (q, k, v), added)
 
 
@@ -89,7 +89,7 @@ def _multi_head(call: Call) -> list[Node]:
         count += fixed(call.type(6).shape[2:3])[0]
     w.output(1, "Identity", k)
     w.output(2, "Identity", v)
-    added = _added(w, call, _Scores(items, fixed([queries])[0], count), mask=4, bias=5)
+    added = _added(w, call, _ScoreExtents(items, fixed([queries])[0], count), mask=4, bias=5)
     return _finish(w, call, (q, k, v), added)
 
 
@@ -148,7 +148,7 @@ def scaled(call: Call) -> dict[str, float]:
     return {"scale": scale} if (scale := call.attr("scale", 0.0)) else {}
 
 
-def _added(w: StandardParts, call: Call, scores: _Scores, mask: int, bias: int) -> list[str]:
+def _added(w: StandardParts, call: Call, scores: _ScoreExtents, mask: int, bias: int) -> list[str]:
     """Return the tensors to add to the scores, which broadcast to them."""
     dtype = next(t.dtype for t in call.types if t is not None and t.dtype.kind not in "iu")
     terms: list[str] = []
@@ -164,7 +164,7 @@ def _added(w: StandardParts, call: Call, scores: _Scores, mask: int, bias: int) 
     return terms
 
 
-def _seen(w: StandardParts, call: Call, scores: _Scores, index: int) -> str:
+def _seen(w: StandardParts, call: Call, scores: _ScoreExtents, index: int) -> str:
     """Return a bool tensor that is true for visible keys, from a mask in one of its forms.
 
     Forms: 1 for visible keys, per key or per query and key; the number of keys of each item; the ends of the keys and

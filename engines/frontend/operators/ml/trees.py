@@ -26,7 +26,7 @@ _NUMBERED_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 
 
 @dataclass
-class _Table:
+class _NodeTable:
     """Table of nodes for Forest; a weight is NaN where a leaf has none for a target."""
     columns: Array
     thresholds: Array
@@ -36,7 +36,7 @@ class _Table:
     roots: Array
     weights: Array
 
-    def leaves_last(self) -> _Table:
+    def leaves_last(self) -> _NodeTable:
         """Return the table with the inner nodes before the leaves: a walk compares numbers of nodes to find its end."""
         is_leaf = self.left == np.arange(len(self.left))
         if is_leaf[np.count_nonzero(~is_leaf):].all():
@@ -45,8 +45,8 @@ class _Table:
         numbers = np.empty(len(order), np.int32)
         numbers[order] = np.arange(len(order), dtype=np.int32)
         left, right = (numbers[child[order]] for child in (self.left, self.right))
-        return _Table(self.columns[order], self.thresholds[order], self.flags[order], left, right, numbers[self.roots],
-                      self.weights[order])
+        return _NodeTable(self.columns[order], self.thresholds[order], self.flags[order], left, right,
+                          numbers[self.roots], self.weights[order])
 
     def depths(self) -> Array:
         """Return the depth of each tree in steps from its root. Raise GraphError if the nodes have a cycle."""
@@ -108,7 +108,7 @@ def _alike(depths: Array) -> list[Array]:
 
 
 def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Array, left: Array, right: Array,
-           roots: Array, weights: Array, width: int) -> _Table:
+           roots: Array, weights: Array, width: int) -> _NodeTable:
     """Return the table with all comparisons as <= or ==: x < t is x <= the float before t; x >= t swaps children."""
     kind = np.fromiter((_KINDS.get(mode, 0) for mode in modes), np.int8, len(modes))
     left, right, leaves = left.copy(), right.copy(), kind == _KINDS[_LEAF]
@@ -129,7 +129,7 @@ def _table(modes: Sequence[str], columns: Array, thresholds: Array, missing: Arr
     flags[leaves] = flags[~leaves][:1].max(initial=0)       # unused; often all nodes then have equal flags
     columns = np.where(leaves, 0, columns)
     whole = [array.astype(np.int32) for array in (columns, left, right, roots)]
-    return _Table(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
+    return _NodeTable(whole[0], thresholds, flags, whole[1], whole[2], whole[3], weights)
 
 
 def _is_any(kind: Array, *modes: str) -> Array:
@@ -138,13 +138,13 @@ def _is_any(kind: Array, *modes: str) -> Array:
 
 
 # ---- ensembles of opset 1 to 4
-def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
+def _of_nodes(call: Call, prefix: str, targets: int) -> _NodeTable:
     """Return the table of an ensemble whose nodes are listed by tree and number, with weights in `prefix` lists."""
     trees, numbers = (np.asarray(call.attr(f"nodes_{name}", ()), np.int64) for name in ("treeids", "nodeids"))
     count = len(trees)
     if not count or len(numbers) != count:
         raise GraphError(f"it has {count} nodes by tree and {len(numbers)} by number")
-    places, modes = _Places(trees, numbers), call.attr("nodes_modes") or ()
+    places, modes = _NodeIndex(trees, numbers), call.attr("nodes_modes") or ()
     if len(modes) != count:
         raise GraphError(f"it has {len(modes)} nodes_modes for {count} nodes")
     inner = np.fromiter((mode != _LEAF for mode in modes), bool, count)
@@ -171,7 +171,7 @@ def _of_nodes(call: Call, prefix: str, targets: int) -> _Table:
                   _weights(call, prefix, places, count, targets), fixed(call.type().shape[-1:])[0])
 
 
-class _Places:
+class _NodeIndex:
     """Index from (tree, number) to rows of the table."""
 
     def __init__(self, trees: Array, numbers: Array) -> None:
@@ -199,7 +199,7 @@ class _Places:
         return places
 
 
-def _weights(call: Call, prefix: str, places: _Places, count: int, targets: int) -> Array:
+def _weights(call: Call, prefix: str, places: _NodeIndex, count: int, targets: int) -> Array:
     trees, numbers, ids = (np.asarray(call.attr(f"{prefix}_{name}", ()), np.int64)
                            for name in ("treeids", "nodeids", "ids"))
     given = _numbers(call, f"{prefix}_weights")
@@ -258,7 +258,7 @@ def _classifier(call: Call) -> list[Node]:
     return classified(w, labels, scores, transform, place=_voted_for(w, call, table, x, scores))
 
 
-def _voted_for(w: StandardParts, call: Call, table: _Table, x: str, scores: str) -> str:
+def _voted_for(w: StandardParts, call: Call, table: _NodeTable, x: str, scores: str) -> str:
     """Return the index of the largest score among classes with a weight in a leaf of the row, as in ONNX Runtime.
 
     Returns "" if the overall largest score decides: with two classes, with base values, if all weights are positive,
@@ -277,7 +277,7 @@ def _voted_for(w: StandardParts, call: Call, table: _Table, x: str, scores: str)
     return w("ArgMax", among, axis=1, keepdims=0)
 
 
-def _of_two(w: StandardParts, call: Call, labels: Array, table: _Table, transform: str) -> list[Node]:
+def _of_two(w: StandardParts, call: Call, labels: Array, table: _NodeTable, transform: str) -> list[Node]:
     """Lower a classifier of two classes whose trees have weights for one class only.
 
     The score is that of the second class, which is the result above 0, or above 1/2 if no weight is negative. As in
