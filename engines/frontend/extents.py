@@ -93,7 +93,7 @@ def likely_extents(types: Mapping[str, TensorType], past: int = SOME) -> dict[st
     Returns
     -------
     dict
-        224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token beside the past ones.
+        224 x 224 for pictures, 128 for sequences, 1 for items; for a decoder one token in addition to the past ones.
     """
     if is_decoder(types):
         return _extents_of_decoder(types, past)

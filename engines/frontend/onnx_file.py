@@ -284,7 +284,7 @@ def _load_external_weights(path: str, proto: onnx.ModelProto) -> None:
     """Load the external weights of a model. Raise ModelError if a file is missing, too short or outside the folder."""
     try:
         onnx.load_external_data_for_model(proto, str(Path(path).parent))
-    except Exception as error:      # the onnx package raises several kinds: no such file, too short, not below here
+    except Exception as error:      # the onnx package raises several kinds: no such file, too short, outside the folder
         raise ModelError(f"{path}: weights that are in files of their own cannot be read: {error}; these files came "
                          "with the model and belong beside it, under the names that they had") from error
 

@@ -109,15 +109,15 @@ class _DynamicRewriter(GraphEditor):
         """Return why a product cannot be rewritten; "" if it can."""
         graph, (x, w, *zeros) = self.graph, (*node.inputs, "", "")[:4]
         if w not in graph.constants or zeros[1] and zeros[1] not in graph.constants:
-            return "its weights are no constants"
+            return "its weights are not constant"
         if graph.constants[w].ndim < 2 or node.op == "MatMulInteger" and graph.constants[w].ndim > 2:
-            return "its weights are no matrix"
+            return "its weights are not a matrix"
         if len(graph.shape(x)) < 2 or zeros[0] and math.prod(map(as_int, graph.shape(zeros[0]))) != 1:
             return "its input has several zero points"
         if node.op == "ConvInteger" and not all(isinstance(extent, int) for extent in graph.shape(x)[1:]):
-            return "the size of its image is not known"
+            return "the size of its image is unknown"
         if not read_as_float(self.graph, node.outputs[0]) and not _exact(node, *self._weights(node)):
-            return "its sums are read as integers, and may be beyond those that float32 has"
+            return "its sums are read as integers, and may exceed those that float32 represents exactly"
         return ""
 
     def _multiply(self, node: Node) -> None:

@@ -124,7 +124,7 @@ class _Widener(GraphEditor):
         return self._converted(name, self._narrow_name(name), self.wide, self.graph.types[name].dtype)
 
     def _converted(self, name: str, made: str, sources: Mapping[str, str], dtype: np.dtype[Any]) -> str:
-        """Add the tensor `made`: a Cast of the other version of `name`, or a constant that is converted now."""
+        """Add one version of `name`, called `made`, as a Cast of the other, or as a constant that is converted now."""
         if name in self.graph.constants:
             self.constants[made] = self.graph.constants[name].astype(dtype, copy=False)
             return made

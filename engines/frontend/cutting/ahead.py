@@ -67,7 +67,7 @@ class _SequenceRow:
 
 @dataclass
 class _RowHoister:
-    """The values of a body that are rows of what can be made before the first step."""
+    """Values of a body that are rows of tensors that can be computed before the first step."""
     node: onnx.NodeProto
     body: onnx.GraphProto
     ranks: _Ranks

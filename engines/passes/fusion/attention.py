@@ -97,7 +97,7 @@ class _AttentionFusion(GraphEditor):
             raise _NotFusible("its factors do not have equally many axes, at least three")
         extents = [*graph.shape(q)[-2:], *graph.shape(v)[-2:]]
         if not all(isinstance(extent, int) for extent in extents):
-            raise _NotFusible("its tokens are as many as there are items")
+            raise _NotFusible("its number of tokens depends on the batch")
         _, depth, keys, width = map(as_int, extents)
         if 4 * keys * (depth + width) > MOST_BYTES:
             raise _NotFusible(f"keys and values of {4 * keys * (depth + width)} bytes a head do not fit a cache")
@@ -220,11 +220,11 @@ def _check_masks(masks: Sequence[_Mask]) -> None:
     """Raise _NotFusible if the masks, the last applied first, cannot be combined into one to add to the scores."""
     values = [mask.value for mask in masks if mask.value is not None and mask.value > -math.inf]
     if len(set(values)) > 1:
-        raise _NotFusible("it puts different numbers in place of scores")
+        raise _NotFusible("its masks replace scores by different numbers")
     added = False
     for mask in masks:
         if added and mask.value is not None and mask.value > ABSORBING:
-            raise _NotFusible("a mask is added to numbers that stand in place of scores")
+            raise _NotFusible("a mask is added to scores that another mask has replaced")
         added |= mask.value is None
 
 
@@ -233,11 +233,11 @@ def _scores(graph: Graph, node: Node, softmax: Node) -> _ScorePath:
     path = _ScorePath()
     name, below = softmax.inputs[0], softmax
     if reader(graph, softmax.outputs[0]) is not node:
-        raise _NotFusible("the weights are read by others too")
+        raise _NotFusible("other nodes read its softmax, too")
     while True:
         here = graph.producer.get(name)
         if here is None or reader(graph, name) is not below:
-            raise _NotFusible("the scores are read by others too, or are no product")
+            raise _NotFusible("other nodes read its scores, or these are not a product")
         path.nodes.append(here)
         if here.op == "MatMul":
             return path
@@ -265,12 +265,12 @@ def _above(graph: Graph, node: Node, path: _ScorePath) -> str:
                 return scores
     if node.op == "Reshape" and graph.shape(node.inputs[0])[-2:] == shape[-2:]:
         return node.inputs[0]
-    raise _NotFusible(f"{node.op} stands between its scores and its softmax")
+    raise _NotFusible(f"{node.op} is between its scores and its softmax")
 
 
 @dataflow
 def _leads_to_product(graph: Graph, name: str) -> Walk[bool]:
-    """Return True if a product of two tensors makes the tensor, perhaps scaled or masked since."""
+    """Return True if the tensor is a product of two run-time tensors, perhaps scaled or masked."""
     node = graph.producer.get(name)
     if node is None:
         return False

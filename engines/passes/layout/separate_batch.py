@@ -122,12 +122,12 @@ class _Separator(GraphEditor):
         if name in self.groups:
             axis, own = self.groups[name]
             if own != group or len(self.graph.shape(name)) - axis != behind:
-                raise _Stuck(f"'{name}' counts its axis otherwise")
+                raise _Stuck(f"'{name}' merges its batch axis differently")
             return name
         if len(shape) < behind:
             return name
         if shape[-behind] != 1:
-            raise _Stuck(f"'{name}' has another axis where others count the batch")
+            raise _Stuck(f"'{name}' has another axis where other inputs have the batch")
         place = len(shape) - behind
         return self._reshaped(name, (*shape[:place], *(1,) * len(group), *shape[place + 1:]))
 
@@ -156,7 +156,7 @@ class _Separator(GraphEditor):
     def _gather_elements(self, node: Node) -> None:
         data = node.inputs[0]
         if data not in self.groups:
-            raise _Stuck("its places count more than the batch, its data do not")
+            raise _Stuck("its indices have a merged batch axis, but its data do not")
         self._broadcasts(replace(node, attrs={**node.attrs, "axis": self._axis(data, node.attrs["axis"])}))
 
     def _of_inputs(self, node: Node) -> tuple[int, Group]:
@@ -182,7 +182,7 @@ class _Separator(GraphEditor):
         x, weight, *bias = node.inputs
         axis, group = self.groups[x]
         if axis or weight not in self.graph.constants or node.attrs.get("alpha", 1) != 1 or node.attrs.get("transA"):
-            raise _Stuck("its factors are no rows and constant weights")
+            raise _Stuck("its factors are not rows and constant weights")
         matrix = self.graph.constants[weight]
         if node.attrs.get("transB"):
             weight = self.add_constant(f"{weight}.rows", np.ascontiguousarray(matrix.T))
@@ -207,7 +207,7 @@ class _Separator(GraphEditor):
             raise _Stuck(f"{node.op} makes an axis that counts more than the batch")
         (axis, group), rank = self.groups[source], len(self.graph.shape(source))
         if node.op == "Concat" and any(self.groups.get(name) != (axis, group) for name in node.inputs):
-            raise _Stuck("its parts count the batch in different ways")
+            raise _Stuck("its inputs merge the batch axis differently")
         attrs = op.renumbered(node, rank, lambda old: self._axis(source, old))
         self._emit(replace(node, attrs=attrs), op.kept(node, rank, axis), group)
 
@@ -226,7 +226,7 @@ class _Separator(GraphEditor):
             self._emit(node, axis + place, group)
             return
         if indices in self.groups:
-            raise _Stuck("data and indices both count the batch")
+            raise _Stuck("its data and its indices both have a merged batch axis")
         merged, group = self.groups[data]
         moved = merged + (len(self.graph.shape(indices)) - 1) * (merged > axis)
         self._emit(replace(node, attrs={**node.attrs, "axis": self._axis(data, axis)}), moved, group)

@@ -40,10 +40,9 @@ def kept_tensors(graph: Graph, kept: Collection[str]) -> frozenset[str]:
 
 
 def closed(graph: Graph, floats: Collection[str]) -> frozenset[str]:
-    """Return the tensors in float32 where these are, so that few conversions stand between them and others.
+    """Extend float32 tensors to those connected by moves, which saves conversions.
 
-    A part of a float tensor is one. A tensor is one if it is read only to be moved into float tensors, as the sources
-    of a Concat are.
+    Parts of a float tensor stay float32, and so do tensors that are only moved into float tensors, as by a Concat.
     """
     edges, result = float_edges(graph), set(floats)
     movers = [node for node in graph.nodes if stored_by(graph, node) is Stored.ALIKE]
@@ -75,7 +74,7 @@ def _leads_to_contraction(graph: Graph) -> set[str]:
 
 
 def leads_to_output(graph: Graph) -> set[str]:
-    """Return the tensors that graph outputs are made of by moves and pointwise operations alone."""
+    """Return the tensors that lead to graph outputs through moves and pointwise operations alone."""
     leading = set(graph.outputs)
     for node in reversed(graph.nodes):
         moves = is_pointwise(node.anchor) or op_of(node.anchor.op).moves or stored_by(graph, node) is Stored.ALIKE
@@ -85,7 +84,7 @@ def leads_to_output(graph: Graph) -> set[str]:
 
 
 def _results(graph: Graph) -> set[str]:
-    """Return the edges behind the last contractions; what is only moved from a tensor before them stays as it is."""
+    """Return the edges after the last contractions, except tensors that are only moved from earlier ones."""
     leading, results = _leads_to_contraction(graph), set[str]()
     edges = float_edges(graph)
     for node in graph.nodes:

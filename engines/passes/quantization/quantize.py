@@ -112,7 +112,7 @@ def set_float_precision(graph: Graph, precision: str) -> Graph:
         If `precision` is none of FLOAT_PRECISIONS.
     """
     if precision not in FLOAT_PRECISIONS:
-        raise ConfigError(f"'{precision}' is no float precision; those are {', '.join(FLOAT_PRECISIONS)}")
+        raise ConfigError(f"unknown float precision '{precision}'; choose one of {', '.join(FLOAT_PRECISIONS)}")
     if precision == "fp32":
         return with_weights_as_bytes(graph)
     dtype = dtype_named("float16" if precision == "fp16" else "bfloat16")

@@ -16,7 +16,7 @@ from engines.passes.rewriting.editor import GraphEditor
 
 
 def merge_common(graph: Graph) -> Graph:
-    """Return the graph with one node for each set of equal deterministic nodes, and likewise for constants."""
+    """Return the graph with one node for each set of equal deterministic nodes, and with equal constants merged."""
     editor = GraphEditor(graph)
     for names in _look_alikes(graph.constants):
         for name, first in _first_equal(names, graph.constants) if len(names) > 1 else ():

@@ -41,7 +41,7 @@ class PaddedPointwiseConv(Rule):
             return No("its bias is computed at run time")
         if not all(isinstance(extent, int) for extent in match.shape(match.value("x"))[2:]):
             return No("its extents are known at run time only")
-        return all(axis.count for axis in self._axes(match)) or No("all that it makes is padding")
+        return all(axis.count for axis in self._axes(match)) or No("all its outputs are padding")
 
     def rewrite(self, match: Match, draft: Draft) -> None:
         conv, axes = match.root, self._axes(match)

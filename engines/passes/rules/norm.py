@@ -2,7 +2,8 @@
 
     c = x - mean(x);  c / sqrt(mean(c * c) + epsilon) = c * (1 / sqrt(...)) = LayerNormalization(x, 1)
     LayerNormalization(x, g, b) * k + d = LayerNormalization(x, k g, k b + d)
-    x / sqrt(mean(x * x) + epsilon) = x * (1 / sqrt(...)) = RMSNormalization(x, 1);  RMSNormalization(x, g) * k likewise
+    x / sqrt(mean(x * x) + epsilon) = x * (1 / sqrt(...)) = RMSNormalization(x, 1)
+    RMSNormalization(x, g) * k = RMSNormalization(x, k g)
     x / max(sqrt(sum(x * x)), epsilon) = LpNormalization(x)
 """
 from __future__ import annotations

@@ -59,7 +59,7 @@ class PairToFakeQuantize(Rule):
             return False
         numbers = _numbers(match.graph, match.root)
         if numbers is None or not _same(numbers, _numbers(match.graph, first)):
-            return No("what quantises the tensor has other numbers than what dequantises it, or they are not constant")
+            return No("its QuantizeLinear and DequantizeLinear have different or computed scales and zero points")
         if numbers[0].size != 1 or numbers[1].dtype.name not in _INTEGERS:
             return No(f"an activation with {numbers[0].size} scales, stored as {numbers[1].dtype}, is kept in float")
         return match.graph.types[first.inputs[0]].dtype == match.type.dtype == FLOAT and bool(numbers[0].item() > 0)

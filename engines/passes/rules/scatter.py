@@ -1,7 +1,7 @@
 """Replace ScatterND to consecutive rows or columns by a Concat of kept and new parts.
 
     ScatterND(x, rows i, i + 1, ... j - 1, new) = Concat(x[:i], new, x[j:])         along the first axis
-    ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 likewise along the second one
+    ScatterND(x, (n, i), (n, i + 1), ... (n, j - 1) for all n, new)                 = Concat along the second axis
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScatterOfRows(Rule):
     def check(self, match: Match) -> bool | No:
         rows, extent = match.constant("rows"), match.shape(match.value("x"))[0]
         if rows.ndim != 2 or rows.shape[1] != 1:
-            return No("its places are no rows")
+            return No("its indices are not rows")
         return _follow(match, rows[:, 0], extent)
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -33,7 +33,7 @@ class ScatterOfColumns(Rule):
     def check(self, match: Match) -> bool | No:
         shape, columns = match.shape(match.value("x")), self._columns(match)
         if columns is None or len(shape) < 2:
-            return No("its places are not the same columns of all items")
+            return No("its columns are not constant and equal for all items")
         return _follow(match, columns, shape[1])
 
     def rewrite(self, match: Match, draft: Draft) -> None:
@@ -65,12 +65,12 @@ class ScatterOfColumns(Rule):
 def _follow(match: Match, places: Array, extent: int | str) -> bool | No:
     """Return True if a ScatterND overwrites consecutive indices of an axis of this extent."""
     if match.root.attrs.get("reduction", "none") != "none":
-        return No("it adds to what is there")
+        return No("it has a reduction")
     if not isinstance(extent, int) or not places.size:
-        return No("its places are no rows")
+        return No("the extent of its axis is unknown, or it has no indices")
     first = int(places[0]) % extent
     return np.array_equal(places % extent, np.arange(first, first + len(places))) or No(
-        "its rows do not follow each other")
+        "its indices are not consecutive")
 
 
 def _join(match: Match, draft: Draft, places: Array, axis: int) -> None:
