@@ -115,8 +115,8 @@ def _transposed_pads(call: Call, kernel: tuple[int, ...], attrs: dict[str, Any],
 def _with_one_window(call: Call, attrs: dict[str, Any]) -> dict[str, Any]:
     """Return pads for axes that are shorter than the window by less than a stride, which have one window.
 
-    onnx's shape inference (convPoolShapeInference) rounds the quotient towards zero. Returns {} for an AveragePool of
-    opset 19 or later that counts its padding, since this padding does not count.
+    onnx's shape inference (convPoolShapeInference) rounds the quotient towards zero. Returns {} if there are no such
+    axes, and for an AveragePool of opset 19 or later that counts its padding, since this padding does not count.
     """
     sizes = call.type().shape[2:]
     window = Window.of(replace(call.node, attrs=attrs), len(sizes))

@@ -75,7 +75,7 @@ class ItemsAlike(Rule):
 
     @staticmethod
     def _one(graph: Graph, name: str, draft: Draft) -> str:
-        """Return the operand for one item."""
+        """Return the operand for one item: without its Expand along the batch."""
         if not name or BATCH not in graph.shape(name):
             return name
         source, shape = graph.producer[name].inputs[0], _without_batch(graph.shape(name))
