@@ -139,7 +139,7 @@ class Declared:
         return "of unknown rank" if self.extents is None else text("?" if d is None else d for d in self.extents)
 
     def option(self, sizes: dict[str, int]) -> str:
-        """Return an example of --shape for this input; `sizes` holds the numbers chosen for symbols so far."""
+        """An example of the option that gives the shape. `sizes`: of symbols, chosen so far."""
         extents = _ANY_IMAGE if self.extents is None else self.extents
         side = IMAGE_SIDE if len(extents) == 4 and {1, 3, 4}.intersection(extents[1:]) else LENGTH
         chosen = [d if is_size(d) else BATCH if not axis else sizes.setdefault(str(d), side) if d else side
@@ -148,7 +148,7 @@ class Declared:
 
 
 def _ask_for_shapes(model: str, inputs: Sequence[Declared]) -> str:
-    """Return the error message for inputs whose shapes are unknown."""
+    """About all of them at once."""
     sizes: dict[str, int] = {}
     options = " ".join(given.option(sizes) for given in inputs)
     listed = ", ".join(f"'{given.name}' {given}" for given in inputs)
